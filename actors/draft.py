@@ -1,0 +1,162 @@
+"""A drafter: the drafting loop around the book, a drafting method, and the streams to targets.
+
+Reads top to bottom: sessions that want a block are drafted for together, their blocks go straight to the targets
+that verify them. Knows nothing of Ray or of how a method drafts.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from actors.methods import DraftingMethod
+from actors.streams import Link, Outbox
+from cluster.drafting import DraftBook, DrafterLimits
+from cluster.timeline import Timeline
+from cluster.verifier import Send, stream_name
+from protos import speculation_pb2 as pb
+from protos.codec import Decoded
+from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome
+from protos.speculation_pb2_grpc import TargetServiceStub
+
+log = logging.getLogger(__name__)
+
+
+class Drafter:
+    """Drafts for the sessions of any number of routers, verified by any number of targets."""
+
+    def __init__(
+        self,
+        method: DraftingMethod,
+        limits: DrafterLimits,
+        vocabulary: str,
+        target_model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
+        self.vocabulary, self.target_model = vocabulary, target_model
+        self.book = DraftBook(limits)
+        self.timeline = Timeline(clock)
+        self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self._method, self._limits = method, limits
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafting")
+        self._routers: dict[str, Outbox] = {}  # by stream
+        self._targets: dict[str, Link] = {}  # by address
+        self._changed = asyncio.Event()
+        self._streams = 0
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Drafts until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            closed = self.book.take_closed()
+            if closed:
+                await loop.run_in_executor(self._thread, self._method.close, closed)
+                await self._drop_unused_targets()
+            wants = self.book.wants(self._limits.max_sessions)
+            if not wants:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            names = [want.open.session for want in wants]
+            self.timeline.record("draft", *names)
+            proposals = await loop.run_in_executor(self._thread, self._method.propose, wants)
+            self.timeline.record("drafted", *names)
+            self._send(self.book.proposed(proposals))
+            await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
+
+    async def close(self) -> None:
+        for link in list(self._targets.values()):
+            await link.close()
+        self._targets.clear()
+        self._thread.shutdown(wait=True)
+
+    def _send(self, sends: list[Send]) -> None:
+        """Delivers to a router's stream or a target's address."""
+        for receiver, message in sends:
+            if outbox := self._routers.get(receiver):
+                outbox.put(message)
+            elif link := self._targets.get(receiver):
+                link.send(message)
+
+    # ------------------------------------------------------------ routers
+
+    def router_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A router's stream begins: only the sessions that it lists stay."""
+        self._streams += 1
+        stream = stream_name(hello.peer_id, self._streams)
+        self._routers[stream] = outbox = Outbox()
+        outbox.put(Welcome(self.peer_id))
+        self.book.hello(stream, hello.live)
+        return stream, outbox
+
+    def router_frame(self, stream: str, frame: Decoded) -> None:
+        self._count_malformed(stream, frame)
+        for message in frame.messages:
+            if isinstance(message, Open):
+                sends = self.book.open(stream, message)
+                if message.target_address in self.book.targets:
+                    self._dial(message.target_address)
+                self._send(sends)
+            elif isinstance(message, Close):
+                self.book.close(stream, message)
+        self._changed.set()
+
+    def router_down(self, stream: str) -> None:
+        self.book.router_gone(stream)
+        del self._routers[stream]
+        self._changed.set()
+
+    def _count_malformed(self, peer: str, frame: Decoded) -> None:
+        for item in frame.malformed:
+            self.refused[item.kind] += 1
+            log.warning("refused a malformed %s from %s: %s", item.kind, peer, item.why)
+            if item.kind == "Open":
+                self._send([(peer, Refusal(item.session, 0, RefusalReason.INVALID, item.why))])
+
+    # ------------------------------------------------------------ targets
+
+    def _dial(self, address: str) -> None:
+        if address in self._targets:
+            return
+        self._targets[address] = Link(
+            address,
+            call=lambda channel: TargetServiceStub(channel).Verify(),
+            frame_type=pb.DrafterToTarget,
+            hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
+            on_up=lambda: self._target_up(address),
+            on_frame=lambda frame: self._target_frame(address, frame),
+            on_down=lambda: self._target_down(address),
+        )
+
+    async def _drop_unused_targets(self) -> None:
+        for address in self._targets.keys() - self.book.targets:
+            await self._targets.pop(address).close()
+
+    def _target_up(self, address: str) -> None:
+        self._send(self.book.target_up(address))
+        self._changed.set()
+
+    def _target_frame(self, address: str, frame: Decoded) -> None:
+        self._count_malformed(address, frame)
+        for message in frame.messages:
+            if isinstance(message, Verdict):
+                self.timeline.record("verdict", message.session)
+                self._send(self.book.verdict(address, message))
+            elif isinstance(message, Resync):
+                self._send(self.book.resync(address, message))
+        self._changed.set()
+
+    def _target_down(self, address: str) -> None:
+        self.book.target_gone(address)
+
+    # ------------------------------------------------------------ inspection
+
+    @property
+    def is_idle(self) -> bool:
+        return self.book.is_idle

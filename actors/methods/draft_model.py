@@ -1,0 +1,162 @@
+"""Autoregressive drafting with a small model: one forward per draft token, all sessions together.
+
+The cache of a session holds a prefix of its tokens plus what was drafted last; where they agree with the new
+tokens, nothing is fed again. Knows nothing of streams or verification.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.cache import FeedRow
+from actors.methods import TargetNeeds
+from actors.models import load_model
+from actors.noise import Purpose, gumbel, key
+from actors.runner import ModelRunner, Runner
+from actors.sampling import process
+from cluster.drafting import Proposal, Want
+from protos.messages import Acceptance, SparseProbs, Verdict
+from protos.prefix import extend_hash
+
+WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
+
+
+@dataclass
+class _Draft:
+    """One want while it is being drafted."""
+
+    want: Want
+    slot: int
+    cached: list[int]  # tokens in the slot
+    tokens: list[int] = field(default_factory=list)  # drafted so far
+    prefix_hash: int = 0
+    ids: list[tuple[int, ...]] = field(default_factory=list)  # draft_probs, under ratio
+    weights: list[tuple[int, ...]] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def ratio(self) -> bool:
+        return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
+
+    def unfed(self) -> FeedRow:
+        """What the slot lacks of prefix and draft; at least the last token, whose logits are wanted."""
+        whole = [*self.want.tokens, *self.tokens]
+        common = min(len(self.cached), len(whole) - 1)
+        if self.cached[:common] != whole[:common]:
+            common = next(i for i, (old, new) in enumerate(zip(self.cached, whole, strict=False)) if old != new)
+        self.cached[:] = whole
+        return FeedRow(self.slot, tuple(whole[common:]), common, logits=1)
+
+
+class DraftModel:
+    """Drafts with a model behind a `Runner`.
+
+    `allowed` is true for token ids that the target has, shape (vocabulary,). `top_k` entries of draft_probs are
+    sent per token under ratio. Under the other rules a block ends before a token that the draft model itself
+    holds less likely than `min_confidence`; under ratio it must not, for its length may not depend on its tokens.
+    """
+
+    needs = TargetNeeds()
+
+    def __init__(self, runner: Runner, allowed: Tensor, top_k: int, min_confidence: float) -> None:
+        self._runner = runner
+        self._excluded = ~allowed
+        self._top_k, self._min_confidence = top_k, min_confidence
+        self._cached: dict[str, tuple[int, list[int]]] = {}  # slot and tokens in it, by session
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        drafts = [self._begin(want) for want in wants]
+        active = list(drafts)
+        while active:
+            logits = self._runner.forward([draft.unfed() for draft in active])
+            logits = logits.masked_fill(self._excluded, -torch.inf)
+            for draft, row in zip(active, logits, strict=True):
+                self._extend(draft, row)
+            active = [draft for draft in active if not draft.done]
+        return [self._proposal(draft) for draft in drafts]
+
+    def observe(self, verdict: Verdict) -> None:
+        """Everything it needs comes with the next want."""
+
+    def close(self, sessions: Sequence[str]) -> None:
+        for name in sessions:
+            if name in self._cached:
+                slot, _ = self._cached.pop(name)
+                self._runner.cache.free_slots.append(slot)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._cached
+
+    def _begin(self, want: Want) -> _Draft:
+        name = want.open.session
+        if name not in self._cached:
+            self._cached[name] = (self._runner.cache.free_slots.pop(), [])
+        slot, cached = self._cached[name]
+        return _Draft(want, slot, cached, prefix_hash=want.prefix_hash)
+
+    def _extend(self, draft: _Draft, logits: Tensor) -> None:
+        """Adds one token to a draft, or ends it."""
+        request = draft.want.open
+        generated = [*draft.want.tokens[request.prompt_len :], *draft.tokens]
+        row = process(logits.unsqueeze(0), request.sampling, generated, ())[0]
+        if draft.ratio:
+            token = self._draw_by_ratio(draft, row)
+        else:
+            token = self._draw_coupled(draft, row)
+            if float(torch.softmax(row, dim=-1)[token]) < self._min_confidence and draft.tokens:
+                draft.done = True
+                return
+        draft.tokens.append(token)
+        draft.prefix_hash = extend_hash(draft.prefix_hash, token)
+        draft.done = len(draft.tokens) == draft.want.max_tokens
+
+    def _draw_coupled(self, draft: _Draft, logits: Tensor) -> int:
+        """The token that the target would draw from these logits: with the same noise, at the same address."""
+        request = draft.want.open
+        if request.sampling.greedy:
+            return int(logits.argmax())
+        position = len(draft.want.tokens) + len(draft.tokens)
+        at = key(request.seed, request.choice, position, Purpose.DRAW)
+        return int((logits + gumbel([at], logits.shape[-1], logits.device)[0]).argmax())
+
+    def _draw_by_ratio(self, draft: _Draft, logits: Tensor) -> int:
+        """A token from the truncated and rounded distribution that goes on the wire, and that distribution.
+
+        The noise is a function of seed and prefix: however often and at whatever length a prefix is drafted for,
+        its continuation is the same.
+        """
+        values, ids = logits.topk(min(self._top_k, int(torch.isfinite(logits).sum())))
+        weights = (torch.exp(values - values[0]) * WEIGHT_SCALE).round()
+        at = key(draft.want.open.seed, draft.want.open.choice, draft.prefix_hash, Purpose.DRAFT)
+        noise = gumbel([at], len(ids), logits.device)[0]
+        token = int(ids[int((weights.double().log() + noise).argmax())])
+        padding = self._top_k - len(ids)
+        draft.ids.append((*ids.tolist(), *[0] * padding))
+        draft.weights.append((*map(int, weights.tolist()), *[0] * padding))
+        return token
+
+    def _proposal(self, draft: _Draft) -> Proposal:
+        want = draft.want
+        probs = SparseProbs(tuple(draft.ids), tuple(draft.weights)) if draft.ratio else None
+        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, tuple(draft.tokens), probs)
+
+
+def load_draft_model(
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    slots: int,
+    context: int,
+    target_ids: Iterable[int],
+    top_k: int,
+    min_confidence: float,
+) -> DraftModel:
+    """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
+    runner = ModelRunner(load_model(folder, dtype, device), slots, context)
+    allowed = torch.zeros(runner.vocabulary, dtype=torch.bool, device=device)
+    allowed[[token_id for token_id in target_ids if token_id < runner.vocabulary]] = True
+    return DraftModel(runner, allowed, top_k, min_confidence)

@@ -1,0 +1,125 @@
+"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them.
+
+Knows nothing of caches or sessions.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from cluster.errors import ModelError
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
+
+
+def local_folder(name: str, with_weights: bool = True) -> Path:
+    """The folder of a checkpoint: `name` itself if it is one, else the Hugging Face snapshot, downloaded if needed."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute():
+        raise ModelError(f"there is no model folder {folder}; expected a folder or a Hugging Face id")
+    patterns = [*DESCRIPTION, *(WEIGHTS if with_weights else WEIGHTS[1:])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model '{name}' is neither a folder nor can it be fetched as a Hugging Face id: {error}"
+        ) from error
+
+
+# ---------------------------------------------------------------- vocabulary
+
+
+def vocabulary(folder: Path) -> dict[int, str]:
+    """Token by id, as the tokenizer has it: without the padding rows that a model's embedding may have."""
+    ids: Mapping[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    return {token_id: token for token, token_id in ids.items()}
+
+
+def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
+    """Identity of a vocabulary; peers compare it before they exchange token ids."""
+    digest = hashlib.blake2b(digest_size=16)
+    for token_id in sorted(tokens):
+        digest.update(f"{token_id}\0{tokens[token_id]}\0".encode())
+    return digest.hexdigest()
+
+
+def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
+    """Raises ModelError where an id means different tokens; ids that only one side has are harmless.
+
+    A draft never proposes an id that the target lacks: those are masked.
+    """
+    different = [i for i in sorted(target.keys() & draft.keys()) if target[i] != draft[i]]
+    if different or not target.keys() & draft.keys():
+        shown = ", ".join(f"{i}: {target[i]!r} / {draft[i]!r}" for i in different[:3])
+        raise ModelError(
+            f"draft and target do not share a vocabulary: {len(different)} ids mean different tokens"
+            f" (id: target / draft; {shown}); use a draft model of the target's family"
+        )
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Token ids that end an answer, from the generation config or else the model's; several are usual."""
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder).eos_token_id
+    else:
+        found = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """Identity of a checkpoint from its config and safetensors headers; weights themselves are not read."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise ModelError(f"{folder} holds no *.safetensors; convert the checkpoint with save_pretrained first")
+    for shard in shards:
+        with shard.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            digest.update(file.read(header_bytes))
+            digest.update(file.read(4096))  # of the weights, just enough to tell fine-tunes of one shape apart
+    return digest.hexdigest()
+
+
+def check_tensor_parallel(folder: Path, ranks: int) -> None:
+    """Raises ModelError, naming the sizes that work, when heads cannot be split over `ranks`."""
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    possible = [n for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
+    if ranks not in possible:
+        raise ModelError(
+            f"target.tensor_parallel is {ranks}, but {heads} heads with {kv_heads} key-value heads"
+            f" can only be split by {', '.join(map(str, possible))}"
+        )
+
+
+def load_model(folder: Path, dtype: str, device: torch.device, ranks: int = 1) -> PreTrainedModel:
+    """Loads a causal language model; with `ranks` > 1 this process's share (torch.distributed must be up)."""
+    quantization = AutoConfig.from_pretrained(folder).to_dict().get("quantization_config")
+    options = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {"device_map": device}
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        if quantization:
+            method = quantization.get("quant_method", "unknown")
+            raise ModelError(f"{folder} is quantised with '{method}', which cannot be loaded here: {error}") from error
+        raise ModelError(f"cannot load {folder}: {error}") from error

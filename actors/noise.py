@@ -1,0 +1,64 @@
+"""Randomness as a pure function of its address: (seed, choice, position, purpose, token id).
+
+Integer arithmetic only up to the last step, so drafter and target draw the same noise on any device, in any
+batch, in any order. There is no generator and no state. Knows nothing of logits.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from protos.prefix import extend_hash
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
+_SIGN = 1 << 63
+
+
+class Purpose(IntEnum):
+    """Streams of noise that never mix."""
+
+    DRAW = 1  # the target's own tokens; under coupled acceptance also the drafter's
+    ACCEPT = 2  # ratio: whether a draft token stands
+    RECOVER = 3  # ratio: the token after a rejection
+    DRAFT = 4  # ratio: the drafter's tokens
+
+
+def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
+    """64-bit key of one draw, as a signed integer that torch can hold."""
+    state = seed
+    for part in (choice, position, int(purpose)):
+        state = extend_hash(state, part)
+    return state - (1 << 64) if state & _SIGN else state
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch only has the arithmetic one."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), float64, for int64 `keys` and `token_ids` of broadcastable shapes.
+
+    splitmix64's finaliser (Steele et al. 2014) over key + id x golden ratio; int64 products wrap.
+    """
+    x = keys + token_ids * _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
+    bits = _shift_right(x ^ _shift_right(x, 31), 11)  # 53 bits: exact in float64
+    return (bits.to(torch.float64) + 0.5) * 2.0**-53
+
+
+def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
+    """Standard Gumbel noise, float64, shape (len(keys), vocabulary)."""
+    ids = torch.arange(vocabulary, device=device)
+    at = torch.tensor(list(keys), dtype=torch.int64, device=device).unsqueeze(1)
+    return -torch.log(-torch.log(uniform(at, ids)))
+
+
+def uniform_scalar(at: int) -> float:
+    """One uniform number in (0, 1) for a key."""
+    return float(uniform(torch.tensor(at, dtype=torch.int64), torch.zeros((), dtype=torch.int64)))

@@ -1,0 +1,48 @@
+"""One model, one cache, one forward over ragged rows.
+
+Knows nothing of sessions, sampling or who asks.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.cache import ATTENTION_NAME, FeedRow, RaggedBatch, SlotCache, register_attention
+
+
+class Runner(Protocol):
+    """Feeds rows into slots and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
+
+    vocabulary: int
+    cache: SlotCache
+
+    def forward(self, rows: Sequence[FeedRow]) -> Tensor: ...
+
+
+class ModelRunner:
+    """A Hugging Face causal language model behind `Runner`."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, context: int) -> None:
+        register_attention()
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model.eval()
+        self._device = model.device
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.cache = SlotCache(slots, context, model.dtype, model.device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[FeedRow]) -> Tensor:
+        batch = RaggedBatch(rows, self.cache, self._device)
+        keep = torch.tensor(batch.logit_indices, dtype=torch.int64, device=self._device)
+        output = self._model(
+            input_ids=batch.tokens.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=keep,
+            ragged_batch=batch,
+        )
+        logits: Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,161 @@
+"""A target replica: the verification loop around the book, the engine and the streams.
+
+Reads top to bottom: messages come in, a step is planned, the engine computes, verdicts go out. Knows nothing of
+Ray: the engine may be threads or ranks.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+
+from actors.engine import Engine
+from actors.streams import Outbox
+from cluster.errors import EngineError
+from cluster.steps import Outcome, StepPlan
+from cluster.timeline import Timeline
+from cluster.verifier import Send, Verifier, VerifierLimits, stream_name
+from protos.codec import Decoded
+from protos.messages import Attach, Block, Close, Hello, Open, Refusal, RefusalReason, Welcome
+
+log = logging.getLogger(__name__)
+
+
+class TargetReplica:
+    """Serves sessions for routers, with blocks from drafters.
+
+    `vocabulary` and `target_model` are the fingerprints that callers must share.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: VerifierLimits,
+        vocabulary: str,
+        target_model: str,
+        step_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
+        self.vocabulary, self.target_model = vocabulary, target_model
+        self.verifier = Verifier(limits)
+        self.timeline = Timeline(clock)
+        self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self.failure: EngineError | None = None
+        self._engine, self._step_timeout_s, self._clock = engine, step_timeout_s, clock
+        self._outboxes: dict[str, Outbox] = {}  # by stream
+        self._changed = asyncio.Event()
+        self._streams = 0
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Verifies until cancelled; a failing engine is remembered in `failure` and raised."""
+        while True:
+            plan = self.verifier.plan(self._clock())
+            if plan is None:
+                await self._wait_until(self.verifier.next_due())
+                continue
+            await self._step(plan)
+
+    async def _step(self, plan: StepPlan) -> None:
+        sessions = [row.session for row in plan.rows]
+        self.timeline.record("verify", *sessions)
+        began = self._clock()
+        outcomes = await self._compute(plan)
+        now = self._clock()
+        self.timeline.record("decided", *sessions)
+        self._send(self.verifier.apply(outcomes, now - began, now))
+        await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
+
+    async def _compute(self, plan: StepPlan) -> list[Outcome]:
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                return await self._engine.step(plan)
+        except TimeoutError as error:
+            self.failure = EngineError(f"a step took longer than {self._step_timeout_s} s")
+            raise self.failure from error
+        except EngineError as error:
+            self.failure = error
+            raise
+
+    async def _wait_until(self, due: float | None) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(None if due is None else max(0.0, due - self._clock())):
+                await self._changed.wait()
+        except TimeoutError:
+            return  # the patience with some block is over
+
+    def _send(self, sends: list[Send]) -> None:
+        for stream, message in sends:
+            if outbox := self._outboxes.get(stream):
+                outbox.put(message)
+
+    # ------------------------------------------------------------ streams
+
+    def router_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A router's stream begins: only the sessions that it lists stay."""
+        stream, outbox = self._stream_up(hello)
+        self.verifier.hello(stream, hello.live)
+        return stream, outbox
+
+    def router_frame(self, stream: str, frame: Decoded) -> None:
+        now = self._clock()
+        self._count_malformed(stream, frame)
+        for message in frame.messages:
+            if isinstance(message, Open):
+                self._send(self.verifier.open(stream, message, now))
+            elif isinstance(message, Close):
+                self.verifier.close(stream, message, now)
+        self._changed.set()
+
+    def router_down(self, stream: str) -> None:
+        self.verifier.router_gone(stream, self._clock())
+        self._stream_down(stream)
+
+    def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A drafter's stream begins; it attaches to its sessions itself."""
+        return self._stream_up(hello)
+
+    def drafter_frame(self, stream: str, frame: Decoded) -> None:
+        now = self._clock()
+        self._count_malformed(stream, frame)
+        for message in frame.messages:
+            if isinstance(message, Attach):
+                self._send(self.verifier.attach(stream, message, now))
+            elif isinstance(message, Block):
+                self.timeline.record("block", message.session)
+                self.verifier.block(stream, message, now)
+        self._changed.set()
+
+    def drafter_down(self, stream: str) -> None:
+        self.verifier.drafter_gone(stream)
+        self._stream_down(stream)
+
+    def _stream_up(self, hello: Hello) -> tuple[str, Outbox]:
+        self._streams += 1
+        stream = stream_name(hello.peer_id, self._streams)
+        self._outboxes[stream] = outbox = Outbox()
+        outbox.put(Welcome(self.peer_id))
+        return stream, outbox
+
+    def _stream_down(self, stream: str) -> None:
+        del self._outboxes[stream]
+        self._changed.set()
+
+    def _count_malformed(self, stream: str, frame: Decoded) -> None:
+        """Refuses what could not be read; an Open is answered, so that nobody waits for it."""
+        for item in frame.malformed:
+            self.refused[item.kind] += 1
+            log.warning("refused a malformed %s from %s: %s", item.kind, stream, item.why)
+            if item.kind == "Open":
+                self._send([(stream, Refusal(item.session, 0, RefusalReason.INVALID, item.why))])
+
+    # ------------------------------------------------------------ inspection
+
+    @property
+    def is_idle(self) -> bool:
+        return self.verifier.is_idle

@@ -1,0 +1,189 @@
+"""The configuration: one frozen pydantic model, read from YAML, overridden by environment and command line.
+
+Each part of the system is given the narrow sub-model it needs. Knows nothing of what the parts do with it.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import ConfigError
+from protos.messages import MAX_BLOCK_TOKENS
+
+ENVIRONMENT_PREFIX = "SLIPSTREAM__"
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Frozen):
+    """The model that is served."""
+
+    target: str = Field(description="Hugging Face id or folder of the target model; ~ and relative paths are expanded")
+    served_name: str | None = Field(None, description="name that clients use; default: the last part of target")
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    max_context: Positive = Field(2048, description="tokens a session may have, prompt included")
+
+    @property
+    def name(self) -> str:
+        return self.served_name or Path(self.target).name
+
+
+class Resources(_Frozen):
+    """What Ray reserves for one process that runs a model."""
+
+    num_cpus: float = Field(1, ge=0)
+    num_gpus: float = Field(0, ge=0, description="may be a fraction")
+    accelerator_type: str | None = Field(None, description="Ray accelerator type, for instance L4 or H100")
+    custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
+    threads: Positive = Field(1, description="CPU threads of the model's process")
+    cpu_affinity: tuple[int, ...] = Field((), description="cores that the process may run on; empty: any")
+
+
+class Replicas(_Frozen):
+    """Bounds of a pool; equal bounds fix its size."""
+
+    min: Positive = 1
+    max: Positive = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"max is {self.max}, expected at least min, which is {self.min}")
+        return self
+
+
+class TargetPool(_Frozen):
+    """The pool of tensor-parallel target replicas."""
+
+    tensor_parallel: Positive = Field(1, description="ranks of one replica")
+    replicas: Replicas = Replicas()
+    resources_per_rank: Resources = Resources()
+    max_sessions: Positive = Field(16, description="sessions in a replica's cache at once; further ones queue")
+    max_step_tokens: Positive = Field(512, description="most tokens of one forward; long prompts are fed in chunks")
+    step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
+
+
+class DraftPool(_Frozen):
+    """The pool of drafters."""
+
+    method: Literal["draft_model", "prompt_lookup"] = "draft_model"
+    model: str | None = Field(None, description="Hugging Face id or folder of the draft model, for draft_model")
+    replicas: Replicas = Replicas()
+    resources: Resources = Resources()
+    max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
+    lookup_max_ngram: Positive = Field(4, description="longest suffix that prompt_lookup searches for")
+    lookup_min_ngram: Positive = Field(2, description="shortest suffix that prompt_lookup searches for")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("method draft_model needs a model: a Hugging Face id or a folder")
+        if self.method != "draft_model" and self.model is not None:
+            raise ValueError(f"method {self.method} takes no model")
+        if self.lookup_max_ngram < self.lookup_min_ngram:
+            raise ValueError("lookup_max_ngram is smaller than lookup_min_ngram")
+        return self
+
+
+class SpeculationConfig(_Frozen):
+    """How far and by which rule to speculate."""
+
+    max_draft_tokens: int = Field(5, ge=0, le=MAX_BLOCK_TOKENS, description="longest block; 0: plain decoding")
+    acceptance: Literal["coupled", "ratio"] = Field(
+        "coupled", description="rule for requests without a seed; requests with one are coupled"
+    )
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+    min_confidence: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="a block ends before a token whose draft probability is lower; coupled and greedy only",
+    )
+
+
+class ServerConfig(_Frozen):
+    """The HTTP front and the router."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    routers: Positive = Field(1, description="router replicas")
+    max_body_bytes: Positive = 4 << 20
+    max_requests: Positive = Field(1024, description="requests in flight per router; more get 429")
+    drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
+    target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
+
+
+class SlipstreamConfig(_Frozen):
+    """Everything that one deployment of Slipstream is told."""
+
+    model: ModelConfig
+    target: TargetPool = TargetPool()
+    draft: DraftPool
+    speculation: SpeculationConfig = SpeculationConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def load_config(
+    path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> SlipstreamConfig:
+    """Reads a YAML file; SLIPSTREAM__SECTION__KEY variables and then `section.key=value` overrides win.
+
+    Model folders given as relative paths are relative to the file. Raises ConfigError naming the key.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no mapping; expected the sections model, target, draft, ...")
+    for name, value in sorted((environment or {}).items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            _override(data, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value, name)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"override '{override}' is not of the form section.key=value")
+        _override(data, key.split("."), value, key)
+    _expand_model_path(data, "model", "target", path.parent)
+    _expand_model_path(data, "draft", "model", path.parent)
+    return validated(data)
+
+
+def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
+    """The config in `data`, or ConfigError with one line per wrong key."""
+    try:
+        return SlipstreamConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("wrong configuration\n  " + "\n  ".join(lines)) from error
+
+
+def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> None:
+    section: Any = data
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{name}: '{key}' is not a section")
+    section[keys[-1]] = yaml.safe_load(value)
+
+
+def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path) -> None:
+    """Makes local folders absolute; anything that is no folder stays, as a Hugging Face id."""
+    part = data.get(section)
+    if not isinstance(part, dict) or not isinstance(part.get(key), str):
+        return
+    path = Path(part[key]).expanduser()
+    if path.is_absolute() or part[key].startswith("."):
+        part[key] = str(path if path.is_absolute() else (base / path).resolve())
+    elif (base / path).is_dir():
+        part[key] = str((base / path).resolve())

@@ -1,0 +1,47 @@
+"""Every error that Slipstream raises on purpose.
+
+SlipstreamError
+|- ConfigError           the configuration is wrong; nothing was started
+|- ModelError            a checkpoint cannot be used as asked
+|- RequestError          a request is wrong; carries the field at fault
+|- CapacityError         no room now; trying later may help
+|- TargetLostError       a session's target replicas failed too often, or none is left
+|- ProtocolError         a peer speaks another language or works for another model
+`- EngineError           a model step failed; the replica that raised it must be replaced
+"""
+
+
+class SlipstreamError(Exception):
+    """Base of all deliberate errors."""
+
+
+class ConfigError(SlipstreamError):
+    """The configuration is wrong; the message names the key."""
+
+
+class ModelError(SlipstreamError):
+    """A checkpoint cannot be used as asked."""
+
+
+class RequestError(SlipstreamError):
+    """A request cannot be served as asked; `field` names what is wrong in it."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class CapacityError(SlipstreamError):
+    """There is no room for this now."""
+
+
+class TargetLostError(SlipstreamError):
+    """The session cannot continue on any target replica."""
+
+
+class ProtocolError(SlipstreamError):
+    """A peer cannot be talked to."""
+
+
+class EngineError(SlipstreamError):
+    """A model step failed."""

@@ -1,0 +1,32 @@
+"""Membership as Ray Serve's controller publishes it: the one place in this package that knows Ray.
+
+Each replica announces its gRPC address through Serve's `record_replica_metadata` hook; the controller pushes the
+set of running replicas to every handle. Reading that set off a handle has no public call in Ray 2.60, hence the
+private attributes here and nowhere else, and the pinned minor version.
+"""
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.membership import Endpoint, Members
+
+ADDRESS = "grpc_address"  # key in the replica metadata
+
+
+class ServeMembership:
+    """Reads both pools off their deployment handles; costs no call, the controller pushes changes."""
+
+    def __init__(self, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]) -> None:
+        self._targets, self._drafters = targets, drafters
+
+    async def current(self) -> Members:
+        return Members(_endpoints(self._targets), _endpoints(self._drafters))
+
+
+def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
+    request_router = handle._init_router()._asyncio_router.request_router
+    if request_router is None:
+        return ()  # the controller has not been heard of yet
+    replicas = list(request_router.curr_replicas.values())
+    return tuple(Endpoint(str(r.replica_id), r.replica_metadata[ADDRESS]) for r in replicas)

@@ -1,0 +1,43 @@
+"""What a target's coordinator asks of its engine in one step, and what comes back.
+
+One message each way a step. Knows nothing of torch: the engine turns it into tensors.
+"""
+
+from dataclasses import dataclass
+
+from protos.messages import Open, SparseProbs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens to feed for one session.
+
+    `tokens` follow the session's first `start` tokens, which are cached. With `decide`, the last
+    `draft_len` of them are draft tokens to verify and one further token is drawn; without, the row only fills
+    the cache (a chunk of a long prompt).
+    """
+
+    session: str
+    tokens: tuple[int, ...]
+    start: int
+    decide: bool
+    draft_len: int = 0
+    draft_probs: SparseProbs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Sessions to forget, then sessions to add, then rows to run in one forward."""
+
+    closes: tuple[str, ...]
+    opens: tuple[Open, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The engine's answer for one deciding row: `accepted` draft tokens stand, then comes `next_token`."""
+
+    session: str
+    accepted: int
+    next_token: int

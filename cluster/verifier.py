@@ -1,0 +1,387 @@
+"""The target's book: which sessions it serves, which blocks wait, what the next step computes, what it decided.
+
+The lock-step of `plan` and `apply` is the whole verification loop; between them an engine computes. A block is
+verified only at exactly the length and hash it was drafted for. Knows nothing of torch, gRPC or a clock: times
+are handed in.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.pacing import StepCost, Yield, patience_s
+from cluster.steps import Outcome, Row, StepPlan
+from protos.messages import (
+    Attach,
+    Block,
+    Close,
+    Finish,
+    LiveSession,
+    Message,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Verdict,
+)
+from protos.prefix import Prefix
+
+Send = tuple[str, Message]
+"""A message and the stream it goes to."""
+
+
+def stream_name(peer_id: str, count: int) -> str:
+    """Name of a peer's stream: a peer that comes back has a new one."""
+    return f"{peer_id}#{count}"
+
+
+def peer_of(stream: str) -> str:
+    """The peer whose stream this is."""
+    return stream.rpartition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierLimits:
+    """Bounds of one target replica."""
+
+    vocabulary: int  # token ids are below this
+    max_context: int
+    max_sessions: int  # in the cache at once; further ones queue
+    max_step_tokens: int
+    max_queued: int = 1024
+    room_blocks: int = 8  # blocks that wait per session
+    room_age_s: float = 30.0  # how long blocks and attachments wait for a session not opened yet
+    room_sessions: int = 1024  # unopened sessions that a drafter may have things waiting for
+
+
+@dataclass(eq=False)
+class _Session:
+    open: Open
+    router: str
+    prefix: Prefix
+    cached_len: int = 0  # tokens in the engine's cache that stand
+    drafter: str | None = None
+    waiting_since: float = 0.0  # when the session last became ready for a step
+    blocks: Yield = field(default_factory=Yield)
+    room: OrderedDict[tuple[int, int], Block] = field(default_factory=OrderedDict)  # by (base_len, prefix_hash)
+
+    @property
+    def unfed(self) -> int:
+        return len(self.prefix) - self.cached_len
+
+    def ready_block(self) -> Block | None:
+        return self.room.get((len(self.prefix), self.prefix.hash))
+
+
+@dataclass
+class _Waiting:
+    """What a drafter sent for a session that no router has opened yet."""
+
+    since: float
+    drafter: str
+    attach: Attach | None = None
+    blocks: list[Block] = field(default_factory=list)
+
+
+def settle(
+    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Iterable[int]
+) -> tuple[tuple[int, ...], int, Finish]:
+    """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
+
+    Returns the tokens that stand, how many of them were drafted, and whether the session ended.
+    """
+    stops = frozenset(stop_ids)
+    for index, token in enumerate(tokens):
+        count = index + 1
+        if token in stops:
+            return tuple(tokens[:count]), min(accepted, count), Finish.STOP
+        if base_len + count >= max_len:
+            return tuple(tokens[:count]), min(accepted, count), Finish.LENGTH
+    return tuple(tokens), accepted, Finish.NONE
+
+
+class Verifier:
+    """All sessions of one target replica."""
+
+    def __init__(self, limits: VerifierLimits, patience: Callable[[Yield, StepCost], float] = patience_s) -> None:
+        self._limits = limits
+        self._patience = patience
+        self._sessions: dict[str, _Session] = {}  # admitted: they have a place in the cache
+        self._queue: dict[str, _Session] = {}  # opened, not admitted yet, in order
+        self._unopened: OrderedDict[str, _Waiting] = OrderedDict()
+        self._opens: list[Open] = []  # for the engine, with the next plan
+        self._closes: list[str] = []
+        self._in_step: list[tuple[_Session, Row]] = []
+        self._turn: deque[str] = deque()  # admitted sessions, longest unserved first
+        self.step_cost = StepCost()
+        self.dropped: Counter[str] = Counter()  # blocks that were not verified, by cause
+
+    # ------------------------------------------------------------ what a router says
+
+    def hello(self, router: str, live: Iterable[LiveSession]) -> None:
+        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        wanted = {(item.session, item.attempt) for item in live}
+        for session in [*self._sessions.values(), *self._queue.values()]:
+            if peer_of(session.router) != peer_of(router):
+                continue
+            session.router = router
+            if (session.open.session, session.open.attempt) not in wanted:
+                self._forget(session.open.session)
+
+    def open(self, router: str, request: Open, now: float) -> list[Send]:
+        """Serves a session from its ledger; an open one is replaced unless the request is older."""
+        if refusal := self._refuse(request):
+            return [(router, refusal)]
+        known = self._find(request.session)
+        if known is not None and known.open.attempt >= request.attempt:
+            return []
+        self._forget(request.session)
+        session = _Session(request, router, Prefix(request.hash_key, request.tokens), waiting_since=now)
+        self._queue[request.session] = session
+        self._admit(now)
+        waiting = self._unopened.pop(request.session, None)
+        if waiting is None:
+            return []
+        for block in waiting.blocks:
+            self.block(waiting.drafter, block, now)
+        return self.attach(waiting.drafter, waiting.attach, now) if waiting.attach else []
+
+    def close(self, router: str, close: Close, now: float) -> None:
+        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
+        known = self._find(close.session)
+        if known is not None and known.router == router and known.open.attempt <= close.attempt:
+            self._forget(close.session)
+            self._admit(now)
+
+    def router_gone(self, router: str, now: float) -> None:
+        """The stream broke: its sessions are nobody's."""
+        for session in self._of_router(router):
+            self._forget(session.open.session)
+        self._admit(now)
+
+    # ------------------------------------------------------------ what a drafter says
+
+    def attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
+        """Sends the session's verdicts to this drafter from now on, and first what it missed."""
+        session = self._find(attach.session)
+        if session is None:
+            if waiting := self._waiting_for(attach.session, drafter, now):
+                waiting.attach = attach
+            return []
+        if not session.prefix.matches(attach.have_len, attach.have_hash):
+            return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
+        session.drafter = drafter
+        missed = tuple(session.prefix.tokens[attach.have_len :])
+        if not missed:
+            return []
+        catch_up = Verdict(
+            attach.session, session.open.attempt, attach.have_len, attach.have_hash, missed, accepted=0, drafted=0
+        )
+        return [(drafter, catch_up)]
+
+    def block(self, drafter: str, block: Block, now: float) -> None:
+        """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
+        if cause := self._unfit(block):
+            self.dropped[cause] += 1
+            return
+        session = self._find(block.session)
+        if session is None:
+            waiting = self._waiting_for(block.session, drafter, now)
+            if waiting is None or len(waiting.blocks) >= self._limits.room_blocks:
+                self.dropped["room_full"] += 1
+            else:
+                waiting.blocks.append(block)
+            return
+        self._place(session, block)
+
+    def drafter_gone(self, drafter: str) -> None:
+        """The stream broke: its sessions go on plainly; blocks that arrived stay good."""
+        for session in [*self._sessions.values(), *self._queue.values()]:
+            if session.drafter == drafter:
+                session.drafter = None
+        for name in [name for name, waiting in self._unopened.items() if waiting.drafter == drafter]:
+            del self._unopened[name]
+
+    # ------------------------------------------------------------ the step
+
+    def plan(self, now: float) -> StepPlan | None:
+        """What to compute now, or None when nothing is due (see `next_due`)."""
+        assert not self._in_step, "a step is planned while another is under way"
+        self._expire(now)
+        budget = self._limits.max_step_tokens
+        for name in list(self._turn):
+            session = self._sessions[name]
+            if budget <= 0 or self._due(session) > now:
+                continue
+            row = self._row(session, budget)
+            budget -= len(row.tokens)
+            self._in_step.append((session, row))
+            self._turn.remove(name)
+            self._turn.append(name)
+        if not (self._in_step or self._opens or self._closes):
+            return None
+        plan = StepPlan(tuple(self._closes), tuple(self._opens), tuple(row for _, row in self._in_step))
+        self._closes, self._opens = [], []
+        return plan
+
+    def next_due(self) -> float | None:
+        """When a step will be due if nothing else happens; None while no session could run."""
+        return min((self._due(session) for session in self._sessions.values()), default=None)
+
+    def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
+        """Turns what the engine computed into verdicts, for the router and for the drafter."""
+        if self._in_step:
+            self.step_cost = self.step_cost.after_step(seconds)
+        decided = {outcome.session: outcome for outcome in outcomes}
+        sends: list[Send] = []
+        for session, row in self._in_step:
+            if self._sessions.get(row.session) is not session:
+                continue  # closed or replaced while the engine computed
+            session.cached_len = row.start + len(row.tokens)
+            session.waiting_since = now
+            if row.decide:
+                sends += self._decide(session, row, decided[row.session], now)
+        self._in_step = []
+        return sends
+
+    # ------------------------------------------------------------ inspection
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing at all is held: no session, no waiting block, nothing due to the engine."""
+        held = (self._sessions, self._queue, self._unopened, self._opens, self._closes, self._in_step, self._turn)
+        return not any(held)
+
+    def load(self) -> dict[str, float]:
+        """Sessions in the cache and in the queue, for autoscaling."""
+        return {"sessions": float(len(self._sessions)), "queued": float(len(self._queue))}
+
+    # ------------------------------------------------------------ helpers
+
+    def _find(self, name: str) -> _Session | None:
+        return self._sessions.get(name) or self._queue.get(name)
+
+    def _of_router(self, router: str) -> list[_Session]:
+        return [s for s in [*self._sessions.values(), *self._queue.values()] if s.router == router]
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        limits = self._limits
+        reason, why = RefusalReason.INVALID, ""
+        if max(request.tokens) >= limits.vocabulary:
+            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
+        elif request.max_len > limits.max_context:
+            why = f"max_len is {request.max_len}, the context holds {limits.max_context} tokens"
+        elif len(self._queue) >= limits.max_queued:
+            reason, why = RefusalReason.OVERLOADED, f"{len(self._queue)} sessions are queued already"
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _unfit(self, block: Block) -> str | None:
+        ids = list(block.tokens)
+        if block.draft_probs is not None:
+            ids += [token for row in block.draft_probs.token_ids for token in row]
+        if max(ids) >= self._limits.vocabulary:
+            return "out_of_vocabulary"
+        if block.base_len + len(block.tokens) > self._limits.max_context:
+            return "beyond_context"
+        return None
+
+    def _waiting_for(self, name: str, drafter: str, now: float) -> _Waiting | None:
+        """The room for a session that is not open; None when this drafter has filled it."""
+        waiting = self._unopened.get(name)
+        if waiting is not None and waiting.drafter == drafter:
+            return waiting
+        if sum(w.drafter == drafter for w in self._unopened.values()) >= self._limits.room_sessions:
+            return None
+        self._unopened[name] = _Waiting(now, drafter)
+        return self._unopened[name]
+
+    def _expire(self, now: float) -> None:
+        while self._unopened and now - next(iter(self._unopened.values())).since > self._limits.room_age_s:
+            _, expired = self._unopened.popitem(last=False)
+            self.dropped["expired"] += len(expired.blocks)
+
+    def _place(self, session: _Session, block: Block) -> None:
+        address = (block.base_len, block.prefix_hash)
+        if len(block.tokens) > session.open.max_draft_tokens:
+            self.dropped["too_long"] += 1
+        elif block.base_len < len(session.prefix):
+            self.dropped["stale"] += 1
+        elif address in session.room:
+            self.dropped["duplicate"] += 1
+        elif len(session.room) >= self._limits.room_blocks:
+            self.dropped["room_full"] += 1
+        elif block.base_len == len(session.prefix) and block.prefix_hash != session.prefix.hash:
+            self.dropped["other_prefix"] += 1
+        else:
+            session.room[address] = block
+
+    def _forget(self, name: str) -> None:
+        if self._queue.pop(name, None) is not None:
+            return
+        if self._sessions.pop(name, None) is not None:
+            self._turn.remove(name)
+            pending = [request for request in self._opens if request.session != name]
+            if len(pending) == len(self._opens):
+                self._closes.append(name)
+            self._opens = pending
+
+    def _admit(self, now: float) -> None:
+        while self._queue and len(self._sessions) < self._limits.max_sessions:
+            name = next(iter(self._queue))
+            session = self._queue.pop(name)
+            session.waiting_since = now
+            self._sessions[name] = session
+            self._turn.append(name)
+            self._opens.append(session.open)
+
+    def _due(self, session: _Session) -> float:
+        """When the session goes into a step: at once, unless waiting for its block may pay."""
+        if session.unfed > 1 or session.drafter is None or session.open.max_draft_tokens == 0:
+            return session.waiting_since
+        if session.ready_block() is not None or len(session.prefix) + 1 >= session.open.max_len:
+            return session.waiting_since
+        return session.waiting_since + self._patience(session.blocks, self.step_cost)
+
+    def _row(self, session: _Session, budget: int) -> Row:
+        tail = tuple(session.prefix.tokens[session.cached_len :])
+        if len(tail) > budget:
+            return Row(session.open.session, tail[:budget], session.cached_len, decide=False)
+        block = session.ready_block()
+        if block is None or len(tail) + len(block.tokens) > max(budget, len(tail)):
+            return Row(session.open.session, tail, session.cached_len, decide=True)
+        draft_len, tokens = len(block.tokens), tail + block.tokens
+        return Row(session.open.session, tokens, session.cached_len, True, draft_len, block.draft_probs)
+
+    def _decide(self, session: _Session, row: Row, outcome: Outcome, now: float) -> list[Send]:
+        request, base_len, base_hash = session.open, len(session.prefix), session.prefix.hash
+        drafted = row.tokens[len(row.tokens) - row.draft_len :]
+        raw = (*drafted[: outcome.accepted], outcome.next_token)
+        tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
+        if row.draft_len > 0:
+            del session.room[(base_len, base_hash)]
+            session.blocks = session.blocks.after_block(outcome.accepted)
+        elif len(row.tokens) == 1 and session.drafter is not None:
+            session.blocks = session.blocks.after_vain_wait()
+        session.prefix.extend(tokens)
+        session.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
+        self._clear_room(session)
+        verdict = Verdict(
+            request.session, request.attempt, base_len, base_hash, tokens, accepted, row.draft_len, finish
+        )
+        sends: list[Send] = [(session.router, verdict)]
+        if session.drafter is not None:
+            sends.append((session.drafter, verdict))
+        if finish is not Finish.NONE:
+            self._forget(request.session)
+            self._admit(now)
+        return sends
+
+    def _clear_room(self, session: _Session) -> None:
+        """Drops blocks that the session has passed by."""
+        length, prefix_hash = len(session.prefix), session.prefix.hash
+        for address in list(session.room):
+            base_len, block_hash = address
+            if base_len > length or address == (length, prefix_hash):
+                continue
+            del session.room[address]
+            self.dropped["late" if session.prefix.matches(base_len, block_hash) else "wrong_guess"] += 1

@@ -1,0 +1,163 @@
+"""Domain messages: what peers say to each other, as frozen values.
+
+`speculation.proto` documents every field; `codec.py` is the only translation. Knows nothing of protobuf.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
+MAX_BLOCK_TOKENS = 128
+
+
+class Acceptance(IntEnum):
+    """The two exact ways to accept a draft token."""
+
+    COUPLED = 1
+    RATIO = 2
+
+
+class Finish(IntEnum):
+    """Why a session ended, or that it did not."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+class RefusalReason(IntEnum):
+    INVALID = 1
+    OVERLOADED = 2
+
+
+class Role(Enum):
+    """Who dialled a target."""
+
+    ROUTER = "router"
+    DRAFTER = "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSession:
+    session: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    peer_id: str
+    vocabulary: str
+    target_model: str
+    live: tuple[LiveSession, ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    peer_id: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; the neutral values draw from the model's own distribution at temperature 1."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    session: str
+    attempt: int
+    tokens: tuple[int, ...]
+    prompt_len: int
+    max_len: int
+    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    choice: int
+    hash_key: int
+    acceptance: Acceptance
+    max_draft_tokens: int
+    target_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    session: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SparseProbs:
+    """Truncated draft probabilities, positions x width; a probability is weight / sum of its row's weights."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    session: str
+    base_len: int
+    prefix_hash: int
+    tokens: tuple[int, ...]
+    draft_probs: SparseProbs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    session: str
+    have_len: int
+    have_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    session: str
+    attempt: int
+    base_len: int
+    prefix_hash: int
+    tokens: tuple[int, ...]
+    accepted: int
+    drafted: int
+    finish: Finish = Finish.NONE
+    hidden_states: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    session: str
+    have_len: int
+    have_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    session: str
+    attempt: int
+    reason: RefusalReason
+    message: str
+
+
+Message = Hello | Welcome | Open | Close | Block | Attach | Verdict | Resync | Refusal
+Frame = Sequence[Message]
+"""Everything due for one peer, in order within each kind."""

@@ -1,0 +1,67 @@
+"""A token sequence that knows the rolling hash of each of its prefixes.
+
+Blocks and verdicts are addressed by (length, hash of everything before), so that a message for another
+history can never be applied. Knows nothing of who holds the sequence.
+"""
+
+from collections.abc import Iterable
+
+_MASK = (1 << 64) - 1
+
+
+def extend_hash(state: int, token: int) -> int:
+    """Hash of a prefix grown by one token: splitmix64's finaliser over the previous state and the token."""
+    x = (state ^ ((token + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9)) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+class Prefix:
+    """Tokens with their prefix hashes.
+
+    `key` keys the hash: it is drawn per session, so that no client can choose prompts that collide.
+    """
+
+    def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._hashes: list[int] = [extend_hash(key & _MASK, 0)]  # _hashes[n] covers the first n tokens
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def hash(self) -> int:
+        """Hash over all tokens."""
+        return self._hashes[-1]
+
+    def hash_at(self, length: int) -> int | None:
+        """Hash over the first `length` tokens, or None when there are fewer."""
+        return self._hashes[length] if 0 <= length < len(self._hashes) else None
+
+    def matches(self, length: int, prefix_hash: int) -> bool:
+        """Whether the first `length` tokens have this hash."""
+        return self.hash_at(length) == prefix_hash
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._hashes.append(extend_hash(self._hashes[-1], token))
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Rolls back to the first `length` tokens."""
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+        del self._hashes[length + 1 :]
+
+    def hashes_along(self, tokens: Iterable[int]) -> list[int]:
+        """Hashes before each of `tokens`, were they appended one by one."""
+        state, before = self.hash, []
+        for token in tokens:
+            before.append(state)
+            state = extend_hash(state, token)
+        return before

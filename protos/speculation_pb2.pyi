@@ -1,0 +1,257 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Acceptance(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACCEPTANCE_UNSPECIFIED: _ClassVar[Acceptance]
+    COUPLED: _ClassVar[Acceptance]
+    RATIO: _ClassVar[Acceptance]
+
+class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_NONE: _ClassVar[Finish]
+    FINISH_STOP: _ClassVar[Finish]
+    FINISH_LENGTH: _ClassVar[Finish]
+
+class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_UNSPECIFIED: _ClassVar[RefusalReason]
+    REFUSAL_INVALID: _ClassVar[RefusalReason]
+    REFUSAL_OVERLOADED: _ClassVar[RefusalReason]
+ACCEPTANCE_UNSPECIFIED: Acceptance
+COUPLED: Acceptance
+RATIO: Acceptance
+FINISH_NONE: Finish
+FINISH_STOP: Finish
+FINISH_LENGTH: Finish
+REFUSAL_UNSPECIFIED: RefusalReason
+REFUSAL_INVALID: RefusalReason
+REFUSAL_OVERLOADED: RefusalReason
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "peer_id", "vocabulary", "target_model", "live")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    peer_id: str
+    vocabulary: str
+    target_model: str
+    live: _containers.RepeatedCompositeFieldContainer[LiveSession]
+    def __init__(self, protocol_version: _Optional[int] = ..., peer_id: _Optional[str] = ..., vocabulary: _Optional[str] = ..., target_model: _Optional[str] = ..., live: _Optional[_Iterable[_Union[LiveSession, _Mapping]]] = ...) -> None: ...
+
+class LiveSession(_message.Message):
+    __slots__ = ("session", "attempt")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    attempt: int
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol_version", "peer_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    peer_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., peer_id: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEN_FIELD_NUMBER: _ClassVar[int]
+    STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    HASH_KEY_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    attempt: int
+    tokens: bytes
+    prompt_len: int
+    max_len: int
+    stop_ids: bytes
+    sampling: Sampling
+    seed: int
+    choice: int
+    hash_key: int
+    acceptance: Acceptance
+    max_draft_tokens: int
+    target_address: str
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ("session", "attempt")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    attempt: int
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class SparseProbs(_message.Message):
+    __slots__ = ("width", "token_ids", "weights")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    token_ids: bytes
+    weights: bytes
+    def __init__(self, width: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("session", "base_len", "prefix_hash", "tokens", "draft_probs")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    base_len: int
+    prefix_hash: int
+    tokens: bytes
+    draft_probs: SparseProbs
+    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("session", "have_len", "have_hash")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
+    HAVE_HASH_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    have_len: int
+    have_hash: int
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "hidden_states")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    attempt: int
+    base_len: int
+    prefix_hash: int
+    tokens: bytes
+    accepted: int
+    drafted: int
+    finish: Finish
+    hidden_states: bytes
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., hidden_states: _Optional[bytes] = ...) -> None: ...
+
+class Resync(_message.Message):
+    __slots__ = ("session", "have_len", "have_hash")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
+    HAVE_HASH_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    have_len: int
+    have_hash: int
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("session", "attempt", "reason", "message")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    attempt: int
+    reason: RefusalReason
+    message: str
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class RouterToDrafter(_message.Message):
+    __slots__ = ("hello", "opens", "closes")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    opens: _containers.RepeatedCompositeFieldContainer[Open]
+    closes: _containers.RepeatedCompositeFieldContainer[Close]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
+
+class DrafterToRouter(_message.Message):
+    __slots__ = ("welcome", "resyncs", "refusals")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
+    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class RouterToTarget(_message.Message):
+    __slots__ = ("hello", "opens", "closes")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    opens: _containers.RepeatedCompositeFieldContainer[Open]
+    closes: _containers.RepeatedCompositeFieldContainer[Close]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
+
+class TargetToRouter(_message.Message):
+    __slots__ = ("welcome", "verdicts", "refusals")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class DrafterToTarget(_message.Message):
+    __slots__ = ("hello", "attaches", "blocks")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ATTACHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    attaches: _containers.RepeatedCompositeFieldContainer[Attach]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class TargetToDrafter(_message.Message):
+    __slots__ = ("welcome", "verdicts", "resyncs")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...

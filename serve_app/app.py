@@ -1,0 +1,44 @@
+"""The Serve application: one config in, three bound deployments out.
+
+`serve deploy`, KubeRay and the command line all come through `build`. Knows nothing of what deployments do.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.placement import actor_options, scaling_options, target_group_options
+from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
+
+APPLICATION = "slipstream"
+HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
+POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application for a config given as a mapping; raises ConfigError naming what is wrong in it."""
+    return application(validated(args))
+
+
+def application(config: SlipstreamConfig) -> serve.Application:
+    """Binds router, draft pool and target pool."""
+    target = serve.deployment(TargetDeployment, name="Target").options(
+        **target_group_options(config.target), **scaling_options(config.target.replicas), **HEALTH, **POOL_SHUTDOWN
+    )
+    drafter = serve.deployment(DraftDeployment, name="Drafter").options(
+        ray_actor_options=actor_options(config.draft.resources),
+        **scaling_options(config.draft.replicas),
+        **HEALTH,
+        **POOL_SHUTDOWN,
+    )
+    router = serve.deployment(RouterDeployment, name="Router").options(
+        num_replicas=config.server.routers,
+        max_ongoing_requests=config.server.max_requests,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_timeout_s=config.server.drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,
+    )
+    return router.bind(config, target.bind(config), drafter.bind(config))

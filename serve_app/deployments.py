@@ -1,0 +1,208 @@
+"""The three Serve deployments: thin shells that give each part its process, its place and its health.
+
+Knows nothing of what the parts do; `app.py` binds them together.
+"""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+import torch
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_current_placement_group
+
+from actors.draft import Drafter
+from actors.methods import DraftingMethod
+from actors.methods.prompt_lookup import PromptLookup
+from actors.models import (
+    check_same_vocabulary,
+    check_tensor_parallel,
+    checkpoint_fingerprint,
+    local_folder,
+    vocabulary,
+    vocabulary_fingerprint,
+)
+from actors.ranks import RankGroup, RankSpec, device_of, use_cpu
+from actors.servers import serve_drafter, serve_target
+from actors.target import TargetReplica
+from cluster.config import SlipstreamConfig
+from cluster.drafting import DrafterLimits
+from cluster.errors import EngineError
+from cluster.ray_membership import ADDRESS, ServeMembership
+from cluster.verifier import VerifierLimits
+
+log = logging.getLogger("ray.serve")
+
+
+class TargetDeployment:
+    """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
+
+    async def __init__(self, config: SlipstreamConfig) -> None:
+        pool, model = config.target, config.model
+        folder = local_folder(model.target)
+        check_tensor_parallel(folder, pool.tensor_parallel)
+        spec = RankSpec(
+            folder=str(folder),
+            dtype=model.dtype,
+            slots=pool.max_sessions,
+            context=model.max_context,
+            resources=pool.resources_per_rank,
+            ranks=pool.tensor_parallel,
+        )
+        self._engine = await RankGroup.start(spec, get_current_placement_group())
+        self._replica = TargetReplica(
+            self._engine,
+            VerifierLimits(self._engine.vocabulary, model.max_context, pool.max_sessions, pool.max_step_tokens),
+            vocabulary_fingerprint(vocabulary(folder)),
+            checkpoint_fingerprint(folder),
+            pool.step_timeout_s,
+        )
+        self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
+        self._failure: BaseException | None = None
+        self._work = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        """Verifies until a rank or a step fails; then peers are told at once by the end of their streams."""
+        tasks = [asyncio.create_task(self._replica.run()), asyncio.create_task(self._engine.watch())]
+        try:
+            await asyncio.gather(*tasks)
+        except EngineError as error:
+            log.error("this target replica ends: %s", error)
+            self._failure = error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self._server.stop(grace_s=0)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return {ADDRESS: self._server.address}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._replica.verifier.load()
+
+    def check_health(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._work.done():
+            raise EngineError("the verification loop has ended") from self._work.exception()
+
+    def inspect(self) -> dict[str, Any]:
+        """What this replica holds and has dropped, for status and tests."""
+        return {
+            "pid": os.getpid(),
+            "idle": self._replica.is_idle,
+            "dropped": dict(self._replica.verifier.dropped),
+            "refused": dict(self._replica.refused),
+            "timeline": self._replica.timeline.events(),
+            **self._replica.verifier.load(),
+        }
+
+    async def __del__(self) -> None:
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._engine.close()
+
+
+class DraftDeployment:
+    """One drafter's process: model, drafting loop, gRPC."""
+
+    async def __init__(self, config: SlipstreamConfig) -> None:
+        use_cpu(config.draft.resources)
+        target_folder = local_folder(config.model.target, with_weights=False)
+        tokens = vocabulary(target_folder)
+        loop = asyncio.get_running_loop()
+        method = await loop.run_in_executor(None, _drafting_method, config, tokens)
+        limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
+        target_model = checkpoint_fingerprint(local_folder(config.model.target))
+        self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model)
+        self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
+        self._work = asyncio.create_task(self._drafter.run())
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return {ADDRESS: self._server.address}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._drafter.book.load()
+
+    def check_health(self) -> None:
+        if self._work.done():
+            raise EngineError("the drafting loop has ended") from self._work.exception()
+
+    def inspect(self) -> dict[str, Any]:
+        """What this drafter holds and has counted, for status and tests."""
+        return {
+            "pid": os.getpid(),
+            "idle": self._drafter.is_idle,
+            "counts": dict(self._drafter.book.counts),
+            "refused": dict(self._drafter.refused),
+            "timeline": self._drafter.timeline.events(),
+            **self._drafter.book.load(),
+        }
+
+    async def __del__(self) -> None:
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._server.stop()
+        await self._drafter.close()
+
+
+def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) -> DraftingMethod:
+    draft, speculation = config.draft, config.speculation
+    if draft.model is None:
+        return PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
+    from actors.methods.draft_model import load_draft_model
+
+    folder = local_folder(draft.model)
+    check_same_vocabulary(target_tokens, vocabulary(folder))
+    return load_draft_model(
+        folder,
+        dtype=config.model.dtype,
+        device=device_of(draft.resources),
+        slots=draft.max_sessions,
+        context=config.model.max_context,
+        target_ids=target_tokens.keys(),
+        top_k=speculation.draft_probs_top_k,
+        min_confidence=speculation.min_confidence,
+    )
+
+
+@serve.ingress()
+class RouterDeployment:
+    """The HTTP front and the router behind it."""
+
+    async def __init__(
+        self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
+    ) -> None:
+        from serve_app.metrics import Metrics
+        from serve_app.router import Identity, Router, RouterLimits
+        from serve_app.text import TextCodec
+
+        torch.set_num_threads(1)
+        folder = local_folder(config.model.target)
+        identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
+        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
+        self._config = config
+        self._metrics = Metrics()
+        self._text = TextCodec.load(folder)
+        self._router = Router(ServeMembership(targets, drafters), identity, limits)
+        self._work = asyncio.create_task(self._router.run())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        from serve_app.api import create_api
+
+        return create_api(self._router, self._text, self._config, self._metrics, self._health)
+
+    async def _health(self) -> bool:
+        return self._router.is_ready
+
+    def check_health(self) -> None:
+        if self._work.done():
+            raise EngineError("the router's membership loop has ended") from self._work.exception()
+
+    def inspect(self) -> dict[str, Any]:
+        """What this router holds, for status and tests."""
+        return {"pid": os.getpid(), "idle": self._router.is_idle, "refusals": self._router.refusals}

@@ -1,0 +1,259 @@
+"""The router: keeps every session's ledger, gives it a target and a drafter, and commits what the target decides.
+
+Many sessions are in flight at once; that is what lets one be drafted while another is verified. The router is in
+no round: blocks go from drafter to target, verdicts come back to both. Knows nothing of text or HTTP.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from actors.streams import Link
+from cluster.errors import CapacityError, TargetLostError
+from cluster.membership import Endpoint, Membership
+from cluster.routing import Candidate, choose
+from cluster.session import Command, Emit, Ended, Failed, Generation, Phase, Session, ToDrafter, ToTarget
+from protos import speculation_pb2 as pb
+from protos.codec import Decoded
+from protos.messages import Hello, LiveSession, Refusal, RefusalReason, Resync, Verdict
+from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
+
+log = logging.getLogger(__name__)
+
+MEMBERSHIP_PERIOD_S = 0.25
+REFUSED_FOR_S = 1.0  # how long a drafter that said it is full is left alone
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What peers must share to talk."""
+
+    vocabulary: str
+    target_model: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    max_sessions: int
+    target_wait_s: float
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A session and whoever waits for its tokens."""
+
+    session: Session
+    seeking_since: float
+    out: asyncio.Queue[Emit | Ended | Failed] = field(default_factory=asyncio.Queue)
+
+
+class Router:
+    """Implements `serve_app.generation.Generator`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        identity: Identity,
+        limits: RouterLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
+        self._membership, self._identity, self._limits, self._clock = membership, identity, limits, clock
+        self._flights: dict[str, _Flight] = {}
+        self._targets: dict[str, Link] = {}  # by address
+        self._drafters: dict[str, Link] = {}
+        self._refused_until: dict[str, float] = {}  # by drafter address
+
+    # ------------------------------------------------------------ one session
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
+        """See `Generator`."""
+        if len(self._flights) >= self._limits.max_sessions:
+            raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")
+        flight = _Flight(Session(generation), self._clock())
+        self._flights[generation.session] = flight
+        try:
+            self._place(flight)
+            while True:
+                event = await flight.out.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                yield event
+                if isinstance(event, Ended):
+                    return
+        finally:
+            self._do(flight, flight.session.cancel())
+            del self._flights[generation.session]
+
+    def _place(self, flight: _Flight) -> None:
+        """Gives a session the target and the drafter that it lacks, as far as there are any."""
+        session = flight.session
+        if session.phase is Phase.SEEKING:
+            target = choose(self._candidates(self._targets, lambda s: s.target), session.failed_targets)
+            if target is not None:
+                self._do(flight, session.assign_target(target))
+        if session.wants_drafter:
+            willing = [c for c in self._candidates(self._drafters, lambda s: s.drafter) if not c.refused]
+            drafter = choose(willing)
+            if drafter is not None:
+                self._do(flight, session.assign_drafter(drafter))
+
+    def _candidates(self, links: dict[str, Link], place: Callable[[Session], str | None]) -> list[Candidate]:
+        now = self._clock()
+        busy = [place(flight.session) for flight in self._flights.values()]
+        return [
+            Candidate(address, busy.count(address), self._refused_until.get(address, 0.0) > now)
+            for address, link in links.items()
+            if link.is_up
+        ]
+
+    def _do(self, flight: _Flight, commands: list[Command]) -> None:
+        """Carries out what the ledger asks for."""
+        for command in commands:
+            if isinstance(command, ToTarget):
+                if link := self._targets.get(command.address):
+                    link.send(command.message)
+            elif isinstance(command, ToDrafter):
+                if link := self._drafters.get(command.address):
+                    link.send(command.message)
+            else:
+                flight.out.put_nowait(command)
+
+    # ------------------------------------------------------------ what peers say
+
+    def _target_frame(self, address: str, frame: Decoded) -> None:
+        for message in frame.messages:
+            flight = self._flights.get(getattr(message, "session", ""))
+            if flight is None:
+                continue
+            if isinstance(message, Verdict):
+                self._do(flight, flight.session.on_verdict(address, message))
+            elif isinstance(message, Refusal):
+                self._do(flight, flight.session.on_target_refusal(address, message))
+                self._seek(flight)
+        self._log_malformed(address, frame)
+
+    def _drafter_frame(self, address: str, frame: Decoded) -> None:
+        for message in frame.messages:
+            flight = self._flights.get(getattr(message, "session", ""))
+            if flight is None:
+                continue
+            if isinstance(message, Resync):
+                self._do(flight, flight.session.on_drafter_resync(address))
+            elif isinstance(message, Refusal):
+                if message.reason is RefusalReason.OVERLOADED:
+                    self._refused_until[address] = self._clock() + REFUSED_FOR_S
+                log.info("drafter %s refuses a session: %s", address, message.message)
+                self._do(flight, flight.session.on_drafter_gone(address))
+        self._log_malformed(address, frame)
+
+    def _target_down(self, address: str) -> None:
+        lost = [f for f in self._flights.values() if f.session.target == address]
+        log.warning("target %s is lost; %d sessions move", address, len(lost))
+        for flight in lost:
+            self._do(flight, flight.session.on_target_gone(address))
+            self._seek(flight)
+
+    def _drafter_down(self, address: str) -> None:
+        lost = [f for f in self._flights.values() if f.session.drafter == address]
+        log.warning("drafter %s is lost; %d sessions go on without it", address, len(lost))
+        for flight in lost:
+            self._do(flight, flight.session.on_drafter_gone(address))
+            self._place(flight)
+
+    def _seek(self, flight: _Flight) -> None:
+        if flight.session.phase is Phase.SEEKING:
+            flight.seeking_since = self._clock()
+            self._place(flight)
+
+    def _log_malformed(self, address: str, frame: Decoded) -> None:
+        for item in frame.malformed:
+            log.error("malformed %s from %s: %s", item.kind, address, item.why)
+
+    # ------------------------------------------------------------ membership
+
+    async def run(self) -> None:
+        """Follows membership, and places sessions that wait, until cancelled."""
+        while True:
+            members = await self._membership.current()
+            await self._follow(members.targets, self._targets, self._dial_target, lambda s: s.target)
+            await self._follow(members.drafters, self._drafters, self._dial_drafter, lambda s: s.drafter)
+            self._place_waiting()
+            await asyncio.sleep(MEMBERSHIP_PERIOD_S)
+
+    async def close(self) -> None:
+        for link in [*self._targets.values(), *self._drafters.values()]:
+            await link.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some target can be reached."""
+        return any(link.is_up for link in self._targets.values())
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Peers that will not talk to this router, and why."""
+        links = [*self._targets.values(), *self._drafters.values()]
+        return {link.address: link.refused for link in links if link.refused is not None}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._flights
+
+    async def _follow(
+        self,
+        endpoints: tuple[Endpoint, ...],
+        links: dict[str, Link],
+        dial: Callable[[str], Link],
+        place: Callable[[Session], str | None],
+    ) -> None:
+        """Dials who is new; hangs up on who has left, once its last session here is over."""
+        present = {endpoint.address for endpoint in endpoints}
+        for address in present - links.keys():
+            links[address] = dial(address)
+        busy = {place(flight.session) for flight in self._flights.values()}
+        for address in links.keys() - present:
+            if address not in busy or not links[address].is_up:
+                await links.pop(address).close()
+
+    def _place_waiting(self) -> None:
+        now = self._clock()
+        for flight in list(self._flights.values()):
+            self._place(flight)
+            waited = now - flight.seeking_since
+            if flight.session.phase is Phase.SEEKING and waited > self._limits.target_wait_s:
+                error = TargetLostError(f"no target replica could be reached for {waited:.0f} s")
+                self._do(flight, flight.session.fail(error))
+
+    def _place_all(self) -> None:
+        for flight in self._flights.values():
+            self._place(flight)
+
+    def _dial_target(self, address: str) -> Link:
+        return Link(
+            address,
+            call=lambda channel: TargetServiceStub(channel).Drive(),
+            frame_type=pb.RouterToTarget,
+            hello=self._hello,
+            on_up=self._place_all,
+            on_frame=lambda frame: self._target_frame(address, frame),
+            on_down=lambda: self._target_down(address),
+        )
+
+    def _dial_drafter(self, address: str) -> Link:
+        return Link(
+            address,
+            call=lambda channel: DraftServiceStub(channel).Drive(),
+            frame_type=pb.RouterToDrafter,
+            hello=self._hello,
+            on_up=self._place_all,
+            on_frame=lambda frame: self._drafter_frame(address, frame),
+            on_down=lambda: self._drafter_down(address),
+        )
+
+    def _hello(self) -> Hello:
+        live = tuple(LiveSession(name, flight.session.attempt) for name, flight in self._flights.items())
+        return Hello(self.peer_id, self._identity.vocabulary, self._identity.target_model, live)
