@@ -77,27 +77,32 @@ def _accept_by_ratio(
     logits: Tensor, draft: tuple[int, ...], draft_probs: SparseProbs | None, at: DrawAddress
 ) -> Decision:
     target_probs = torch.softmax(logits.to(torch.float64), dim=-1)
+    drafted = target_probs[range(len(draft)), draft].tolist()  # the target's probability of each draft token
     for offset, token in enumerate(draft):
-        draft_row = _dense(draft_probs, offset, token, target_probs[offset])
-        u = uniform_scalar(at.key(offset, Purpose.ACCEPT))
-        if u * float(draft_row[token]) < float(target_probs[offset, token]):
+        draft_row = _distribution(draft_probs, offset, token)
+        if uniform_scalar(at.key(offset, Purpose.ACCEPT)) * draft_row[token] < drafted[offset]:
             continue
-        residual = (target_probs[offset] - draft_row).clamp_min(0)
-        if float(residual.sum()) <= 0:  # equal up to rounding: a rejection has then no mass of its own
-            residual = target_probs[offset]
+        residual = _residual(target_probs[offset], draft_row)
         return Decision(offset, _draw_from(residual, at.key(offset, Purpose.RECOVER)))
     return Decision(len(draft), _draw_from(target_probs[len(draft)], at.key(len(draft), Purpose.DRAW)))
 
 
-def _dense(draft_probs: SparseProbs | None, offset: int, token: int, like: Tensor) -> Tensor:
-    """One position's draft probabilities over the whole vocabulary."""
-    row = torch.zeros_like(like)
+def _distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
+    """What one draft token was drawn from, by token id; a point mass if nothing else was sent."""
     if draft_probs is None:
-        row[token] = 1
-        return row
-    weights = torch.tensor(draft_probs.weights[offset], dtype=like.dtype, device=like.device)
-    ids = torch.tensor(draft_probs.token_ids[offset], device=like.device)
-    return row.index_add(0, ids, weights / weights.sum())
+        return {token: 1.0}
+    total = sum(draft_probs.weights[offset])
+    pairs = zip(draft_probs.token_ids[offset], draft_probs.weights[offset], strict=True)
+    return {token_id: weight / total for token_id, weight in pairs if weight > 0}
+
+
+def _residual(target_row: Tensor, draft_row: dict[int, float]) -> Tensor:
+    """max(target_probs - draft_probs, 0), not normalised."""
+    ids = torch.tensor(list(draft_row), device=target_row.device)
+    probs = torch.tensor(list(draft_row.values()), dtype=target_row.dtype, device=target_row.device)
+    residual = target_row.index_add(0, ids, -probs).clamp_min(0)
+    # Equal distributions leave nothing but rounding: then a rejection has no mass of its own.
+    return residual if float(residual.sum()) > 0 else target_row
 
 
 def _draw_from(probs: Tensor, at: int) -> int:

@@ -34,7 +34,6 @@ class SlotCache:
         self._shape = (slots, context)
         self._dtype, self._device = dtype, device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.free_slots = list(range(slots))
 
     def layer(self, index: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values; made on first use, when its shape is known (memory is touched when written)."""

@@ -32,10 +32,10 @@ class StepExecutor:
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Forgets, adds, feeds, decides; one outcome per deciding row, in order."""
         for name in plan.closes:
-            self._runner.cache.free_slots.append(self._sessions.pop(name).slot)
+            self._runner.free_slots.append(self._sessions.pop(name).slot)
         for request in plan.opens:
             assert request.session not in self._sessions, f"session {request.session} is open already"
-            self._sessions[request.session] = _Session(request, self._runner.cache.free_slots.pop(), [])
+            self._sessions[request.session] = _Session(request, self._runner.free_slots.pop(), [])
         if not plan.rows:
             return []
         logits = self._runner.forward([self._feed(row) for row in plan.rows])

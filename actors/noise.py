@@ -60,5 +60,9 @@ def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> Tensor
 
 
 def uniform_scalar(at: int) -> float:
-    """One uniform number in (0, 1) for a key."""
-    return float(uniform(torch.tensor(at, dtype=torch.int64), torch.zeros((), dtype=torch.int64)))
+    """`uniform` for one key and token id 0, without tensors."""
+    mask = (1 << 64) - 1
+    x = at & mask
+    x = ((x ^ (x >> 30)) * (_MULTIPLY_1 & mask)) & mask
+    x = ((x ^ (x >> 27)) * (_MULTIPLY_2 & mask)) & mask
+    return (((x ^ (x >> 31)) >> 11) + 0.5) * 2.0**-53

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from actors.cache import FeedRow, SlotCache
+from actors.cache import FeedRow
 from actors.executor import StepExecutor
 from actors.models import load_model
 from actors.runner import ModelRunner
@@ -64,7 +64,7 @@ class LeadingRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocabulary = runner.vocabulary
-        self.cache: SlotCache = runner.cache
+        self.free_slots = runner.free_slots
 
     def forward(self, rows: Sequence[FeedRow]) -> Tensor:
         dist.broadcast_object_list([list(rows)], src=0)

@@ -17,7 +17,7 @@ class Runner(Protocol):
     """Feeds rows into slots and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
 
     vocabulary: int
-    cache: SlotCache
+    free_slots: list[int]  # callers take and give back
 
     def forward(self, rows: Sequence[FeedRow]) -> Tensor: ...
 
@@ -31,11 +31,12 @@ class ModelRunner:
         self._model = model.eval()
         self._device = model.device
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.cache = SlotCache(slots, context, model.dtype, model.device)
+        self.free_slots = list(range(slots))
+        self._cache = SlotCache(slots, context, model.dtype, model.device)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[FeedRow]) -> Tensor:
-        batch = RaggedBatch(rows, self.cache, self._device)
+        batch = RaggedBatch(rows, self._cache, self._device)
         keep = torch.tensor(batch.logit_indices, dtype=torch.int64, device=self._device)
         output = self._model(
             input_ids=batch.tokens.unsqueeze(0),

@@ -19,7 +19,7 @@ from actors.draft import Drafter
 from actors.methods import DraftingMethod
 from actors.methods.prompt_lookup import PromptLookup
 from actors.models import (
-    check_same_vocabulary,
+    check_draft,
     check_tensor_parallel,
     checkpoint_fingerprint,
     local_folder,
@@ -41,7 +41,7 @@ log = logging.getLogger("ray.serve")
 class TargetDeployment:
     """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
 
-    async def __init__(self, config: SlipstreamConfig) -> None:
+    async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         pool, model = config.target, config.model
         folder = local_folder(model.target)
         check_tensor_parallel(folder, pool.tensor_parallel)
@@ -110,7 +110,7 @@ class TargetDeployment:
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
-    async def __init__(self, config: SlipstreamConfig) -> None:
+    async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         use_cpu(config.draft.resources)
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
@@ -157,7 +157,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
     from actors.methods.draft_model import load_draft_model
 
     folder = local_folder(draft.model)
-    check_same_vocabulary(target_tokens, vocabulary(folder))
+    check_draft(target_tokens, folder)
     return load_draft_model(
         folder,
         dtype=config.model.dtype,
@@ -174,7 +174,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
 class RouterDeployment:
     """The HTTP front and the router behind it."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.metrics import Metrics
@@ -187,7 +187,7 @@ class RouterDeployment:
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
         self._metrics = Metrics()
-        self._text = TextCodec.load(folder)
+        self._text = TextCodec.load(str(folder))
         self._router = Router(ServeMembership(targets, drafters), identity, limits)
         self._work = asyncio.create_task(self._router.run())
 

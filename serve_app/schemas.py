@@ -129,6 +129,13 @@ class GenerationRequest(_RequestPart):
             raise PydanticCustomError("not_a_stream", "this is only allowed when stream is true")
         return value
 
+    @field_validator("speculation")
+    @classmethod
+    def _trace_only_in_streams(cls, value: Speculation, info: ValidationInfo) -> Speculation:
+        if value.trace and info.data.get("stream") is False:
+            raise PydanticCustomError("not_a_stream", "trace is only allowed when stream is true")
+        return value
+
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
@@ -218,9 +225,9 @@ class Usage(_Frozen):
 class Trace(_Frozen):
     """Extension, on request: what the chunk's text came from."""
 
-    tokens: int
-    accepted: int
-    pieces: tuple[tuple[str, bool], ...]  # text, whether it was drafted
+    tokens: int = 0
+    accepted: int = 0
+    pieces: tuple[tuple[str, bool], ...] = ()  # text, whether it was drafted
 
 
 class _Answer(_Frozen):
@@ -246,7 +253,7 @@ class Completion(_Answer):
 
 
 class CompletionChunk(Completion):
-    slipstream: Trace | None = None
+    slipstream: Trace = Trace()
 
 
 class AnswerMessage(_Frozen):
@@ -279,7 +286,7 @@ class ChatChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: tuple[ChatChunkChoice, ...]
     usage: Usage | None = None
-    slipstream: Trace | None = None
+    slipstream: Trace = Trace()
 
 
 class ModelCard(_Frozen):
@@ -295,11 +302,9 @@ class ModelList(_Frozen):
 
 
 class HealthReport(_Frozen):
-    """GET /health: degraded is without drafters, unavailable without targets."""
+    """GET /health."""
 
-    status: Literal["ok", "degraded", "unavailable"]
-    targets: int
-    drafters: int
+    status: Literal["ok", "unavailable"]
 
 
 class ErrorDetail(_Frozen):

@@ -85,7 +85,7 @@ class DraftModel:
         for name in sessions:
             if name in self._cached:
                 slot, _ = self._cached.pop(name)
-                self._runner.cache.free_slots.append(slot)
+                self._runner.free_slots.append(slot)
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +94,7 @@ class DraftModel:
     def _begin(self, want: Want) -> _Draft:
         name = want.open.session
         if name not in self._cached:
-            self._cached[name] = (self._runner.cache.free_slots.pop(), [])
+            self._cached[name] = (self._runner.free_slots.pop(), [])
         slot, cached = self._cached[name]
         return _Draft(want, slot, cached, prefix_hash=want.prefix_hash)
 

@@ -1,0 +1,155 @@
+"""From committed tokens to the text of an answer's choices, all choices at once.
+
+Knows nothing of HTTP or of the wire format.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+from cluster.session import Emit, Ended, Generation
+from protos.messages import Finish
+from serve_app.generation import Generator
+from serve_app.metrics import Metrics
+from serve_app.schemas import FinishReason
+from serve_app.text import Detokenizer, StopMatcher
+
+Piece = tuple[str, bool]
+"""Text of one token, and whether the token was drafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice has gained since its last delta."""
+
+    index: int
+    text: str
+    tokens: int
+    accepted: int
+    pieces: tuple[Piece, ...]
+    is_first: bool
+    finish: FinishReason | None  # set in the last
+
+
+class Transcript:
+    """One choice as it grows: its text up to a stop string, and what it cost."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopMatcher) -> None:
+        self.index = index
+        self.text = ""
+        self.tokens = 0
+        self.accepted = 0
+        self.rejected = 0
+        self.finish: FinishReason | None = None
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._held: deque[Piece] = deque()  # detokenised, not given out yet
+        self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
+
+    def extend(self, emit: Emit) -> Delta | None:
+        """Adds committed tokens; None while they make no text that can be given out."""
+        self.rejected += emit.drafted - emit.accepted
+        pieces: list[Piece] = []
+        for position, token in enumerate(emit.tokens):
+            drafted = position < emit.accepted
+            self.tokens += 1
+            self.accepted += drafted
+            pieces += self._release(self._detokenizer.push(token), drafted)
+            if self._stops.matched:
+                self.finish = "stop"
+                break
+        return self._delta(pieces) if pieces or self.finish else None
+
+    def end(self, finish: Finish) -> Delta:
+        """No token follows: gives out what was held back."""
+        pieces = self._release(self._detokenizer.finish(), drafted=False)
+        pieces += self._take(len(self._stops.finish()))
+        self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
+        return self._delta(pieces)
+
+    def _release(self, text: str, drafted: bool) -> list[Piece]:
+        if not text:
+            return []
+        self._held.append((text, drafted))
+        return self._take(len(self._stops.push(text)))
+
+    def _take(self, count: int) -> list[Piece]:
+        """The first `count` characters of the pieces held back."""
+        taken: list[Piece] = []
+        while count > 0:
+            text, drafted = self._held.popleft()
+            taken.append((text[:count], drafted))
+            if len(text) > count:
+                self._held.appendleft((text[count:], drafted))
+            count -= len(text)
+        return taken
+
+    def _delta(self, pieces: Sequence[Piece]) -> Delta:
+        text = "".join(piece for piece, _ in pieces)
+        tokens, accepted = self._told or (0, 0)
+        is_first, self._told = self._told is None, (self.tokens, self.accepted)
+        self.text += text
+        gained = self.tokens - tokens, self.accepted - accepted
+        return Delta(self.index, text, *gained, tuple(pieces), is_first, self.finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A session and the text that it becomes."""
+
+    generation: Generation
+    transcript: Transcript
+
+
+async def follow(
+    generator: Generator, choices: Sequence[Choice], metrics: Metrics, clock: Callable[[], float]
+) -> AsyncGenerator[Delta, None]:
+    """Runs all sessions at once and yields their deltas as they come; raises the first failure of any.
+
+    Closing it, or a stop string, cancels what still runs.
+    """
+    deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by the sessions' length limits
+
+    async def follow_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for choice in choices:
+                group.create_task(_follow_one(generator, choice, deltas, metrics, clock))
+
+    running = asyncio.create_task(follow_all())
+    running.add_done_callback(lambda _: deltas.put_nowait(None))
+    try:
+        while (delta := await deltas.get()) is not None:
+            yield delta
+        await running
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def _follow_one(
+    generator: Generator,
+    choice: Choice,
+    deltas: asyncio.Queue[Delta | None],
+    metrics: Metrics,
+    clock: Callable[[], float],
+) -> None:
+    transcript, last = choice.transcript, clock()
+    outputs = cast(AsyncGenerator[Emit | Ended, None], generator.generate(choice.generation))
+    async with aclosing(outputs):
+        async for output in outputs:
+            if isinstance(output, Emit):
+                now, first = clock(), transcript.tokens == 0
+                metrics.committed(output, now - last, first=first)
+                last, delta = now, transcript.extend(output)
+            else:
+                delta = transcript.end(output.finish)
+            if delta is not None:
+                deltas.put_nowait(delta)
+            if transcript.finish is not None:
+                break
+    assert transcript.finish is not None, "a generator ends with Ended or raises"

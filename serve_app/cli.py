@@ -1,0 +1,180 @@
+"""The command line. Every command is thin: it reads the config, checks it, and hands over.
+
+Modules that bring in torch or Ray are imported by the commands that need them, so that help and config stay quick.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.config import SlipstreamConfig, load_config
+from cluster.errors import SlipstreamError
+
+WRONG_INPUT = 2  # exit status
+
+app = typer.Typer(
+    help="Speculative decoding as a distributed system, behind one OpenAI-compatible endpoint.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in --set target.tensor_parallel=3."),
+]
+Port = Annotated[int | None, typer.Option(help="HTTP port instead of server.port; 0 takes any free one.")]
+Address = Annotated[
+    str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to run on; without it a local one is started.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
+
+
+def main() -> None:
+    """Runs the command line; deliberate errors are one message on stderr."""
+    try:
+        app()
+    except SlipstreamError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(WRONG_INPUT) from None
+
+
+@app.command()
+def demo(port: Port = None, verbose: Verbose = False) -> None:
+    """Prepares the demo models, starts everything, answers three prompts and shows what speculation did."""
+    from serve_app.demo import run_demo
+    from serve_app.demo_models import demo_config, prepare_target
+
+    console = Console()
+    config = demo_config(_port_override(port))
+    prepare_target(Path(config.model.target), console)
+    _check_models(config, console)
+    from serve_app.local import serving
+
+    with serving(config, console, verbose=verbose) as url:
+        asyncio.run(run_demo(url, console))
+
+
+@app.command()
+def prepare_demo() -> None:
+    """Prepares the demo's target model, once."""
+    from serve_app.demo_models import demo_config, prepare_target
+
+    folder = Path(demo_config().model.target)
+    prepare_target(folder, Console())
+    typer.echo(f"The demo's target model is in {folder}")
+
+
+@app.command()
+def serve(
+    config_path: ConfigPath,
+    port: Port = None,
+    overrides: Overrides = None,
+    address: Address = None,
+    verbose: Verbose = False,
+) -> None:
+    """Serves CONFIG until Ctrl-C, which lets running requests finish."""
+    console = Console(stderr=True)
+    config = _load(config_path, overrides, port)
+    _check_models(config, console, with_weights=address is None)
+    from serve_app.local import serving
+
+    with suppress(KeyboardInterrupt), serving(config, console, address=address, verbose=verbose) as url:
+        typer.echo(f"Slipstream is ready: {url}/v1 (model {config.model.name})")
+        signal.pause()
+
+
+@app.command()
+def bench(
+    config_path: ConfigPath,
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: the examples.')] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements here.")
+    ] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="How often every prompt is run.")] = 1,
+    generate: Annotated[bool, typer.Option("--generate", help="Third arm: plain Hugging Face generate.")] = False,
+    port: Port = 0,
+    overrides: Overrides = None,
+    address: Address = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measures the same prompts and answer lengths with and without speculation, interleaved."""
+    from serve_app.bench import DEFAULT_PROMPTS, Plan, read_prompts
+
+    console = Console()
+    config = _load(config_path, overrides, port)
+    plan = Plan(read_prompts(prompts or DEFAULT_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats)
+    _check_models(config, console, with_weights=address is None)
+    from serve_app.bench import run_bench
+    from serve_app.local import serving
+
+    with serving(config, console, address=address, verbose=verbose) as url:
+        report = asyncio.run(run_bench(url, config, plan, generate, console, json_path))
+    console.print(report.tables())
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
+    address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
+    ] = "auto",
+) -> None:
+    """Shows health, counters and deployments of a running Slipstream."""
+    from serve_app.status import endpoint_status, ray_status
+
+    console = Console()
+    with console.status("Asking the endpoint"):
+        table = asyncio.run(endpoint_status(url))
+    console.print(table)
+    with console.status("Asking Ray"):
+        deployments = ray_status(address)
+    console.print(deployments)
+
+
+@config_app.command()
+def schema() -> None:
+    """Prints the JSON schema of the configuration."""
+    typer.echo(json.dumps(SlipstreamConfig.model_json_schema(), indent=2))
+
+
+@config_app.command()
+def check(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    models: Annotated[bool, typer.Option("--models", help="Check the models that it names too.")] = False,
+) -> None:
+    """Says whether CONFIG is right, and what is wrong with it."""
+    config = _load(config_path, overrides)
+    if models:
+        _check_models(config, Console(stderr=True))
+    typer.echo(f"{config_path} is right")
+
+
+def _load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -> SlipstreamConfig:
+    return load_config(path, [*(overrides or []), *_port_override(port)], os.environ)
+
+
+def _port_override(port: int | None) -> list[str]:
+    return [] if port is None else [f"server.port={port}"]
+
+
+def _check_models(config: SlipstreamConfig, console: Console, *, with_weights: bool = False) -> None:
+    with console.status("Checking the models"):
+        from serve_app.preflight import check_models
+
+        check_models(config, with_weights=with_weights)

@@ -1,0 +1,108 @@
+"""The demo: three prompts, their answers with what was drafted shown apart, and the acceptance worksheet.
+
+Knows nothing of how the endpoint is run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serve_app.client import Endpoint, Piece, Question
+from serve_app.measures import Answer, Tally
+from serve_app.tables import shown, table, tally_columns
+
+MAX_TOKENS = 96
+WARM_UP = Question("Hello!", max_tokens=8)
+DRAFTED = "bold green underline"
+PROMPTS = {
+    "chat": "Why is the sky blue?",
+    "code": "Write a Python function that returns the largest number in a list.",
+    "rewriting": "Rewrite this sentence in a more formal tone: we can't come tomorrow because the car broke down.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the worksheet."""
+
+    name: str
+    tally: Tally
+    speculative: Answer
+    plain: Answer
+
+
+async def run_demo(url: str, console: Console) -> None:
+    """Asks every prompt with and without speculation and prints what came of it."""
+    async with Endpoint.at(url) as endpoint:
+        model = await endpoint.model()
+        with console.status("Warming up"):
+            await endpoint.ask(model, WARM_UP)
+        console.print(_legend(console))
+        rows = [await _ask_both_ways(endpoint, model, name, prompt, console) for name, prompt in PROMPTS.items()]
+    console.print(worksheet(rows))
+
+
+async def _ask_both_ways(endpoint: Endpoint, model: str, name: str, prompt: str, console: Console) -> Row:
+    console.print(f"\n[bold]{name}:[/] {prompt}")
+    before = (await endpoint.counters()).tally
+    speculative = await endpoint.ask(model, Question(prompt, MAX_TOKENS), lambda pieces: _show(pieces, console))
+    tally = (await endpoint.counters()).tally - before
+    console.print()
+    with console.status("The same without speculation"):
+        plain = await endpoint.ask(model, Question(prompt, MAX_TOKENS, max_draft_tokens=0))
+    return Row(name, tally, speculative, plain)
+
+
+def _legend(console: Console) -> Text:
+    return (
+        Text("Drafted and accepted: ").append_text(_piece("like this", True, console)).append("; else the target's own")
+    )
+
+
+def _show(pieces: Sequence[Piece], console: Console) -> None:
+    for text, drafted in pieces:
+        console.print(_piece(text, drafted, console), end="", soft_wrap=True)
+
+
+def _piece(text: str, drafted: bool, console: Console) -> Text:
+    """Drafted text in colour, or between marks where there is none."""
+    if drafted and not console.is_terminal:
+        return Text(f"‹{text}›")
+    return Text(text, style=DRAFTED if drafted else "")
+
+
+def worksheet(rows: Sequence[Row]) -> Table:
+    """The acceptance worksheet, with a line for all prompts together."""
+    made = table(
+        "Acceptance worksheet",
+        "prompt",
+        "drafted",
+        "accepted",
+        "rejected",
+        "acceptance rate",
+        "acceptance length",
+        "tokens/s with",
+        "tokens/s without",
+        "speed-up",
+        "same text",
+    )
+    for row in rows:
+        same = row.speculative.text == row.plain.text
+        made.add_row(row.name, *_columns(row.tally, [row.speculative], [row.plain]), "yes" if same else "no")
+    made.add_section()
+    total = sum((row.tally for row in rows), Tally())
+    answers = [row.speculative for row in rows], [row.plain for row in rows]
+    made.add_row("all", *_columns(total, *answers), "")
+    return made
+
+
+def _columns(tally: Tally, speculative: Sequence[Answer], plain: Sequence[Answer]) -> tuple[str, ...]:
+    with_, without = _tokens_per_s(speculative), _tokens_per_s(plain)
+    return (*tally_columns(tally), shown(with_, ".1f"), shown(without, ".1f"), f"{with_ / without:.2f}x")
+
+
+def _tokens_per_s(answers: Sequence[Answer]) -> float:
+    return sum(answer.tokens for answer in answers) / sum(answer.latency_s for answer in answers)

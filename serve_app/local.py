@@ -1,0 +1,179 @@
+"""Serves a config for as long as a block of code runs: on a Ray cluster of its own, or on one that exists.
+
+Knows nothing of what the application does.
+"""
+
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+import ray
+from ray import serve
+from rich.console import Console
+from rich.status import Status
+
+from cluster.config import Replicas, SlipstreamConfig
+from cluster.errors import ConfigError, SlipstreamError
+from cluster.placement import rank_bundle, target_group_options
+from serve_app.app import APPLICATION, application
+from serve_app.client import Counters
+
+OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
+ROUTER_CPUS = 0.1
+READY_TIMEOUT_S = 60.0  # from "deployed" to "both pools are reached"
+POLL_S = 0.1
+
+
+class StartError(SlipstreamError):
+    """The application could not be started."""
+
+
+@contextmanager
+def serving(
+    config: SlipstreamConfig, console: Console, *, address: str | None = None, verbose: bool = False
+) -> Iterator[str]:
+    """Gives the base URL once requests are answered; SIGTERM, like Ctrl-C, ends the block by KeyboardInterrupt.
+
+    On leaving, running requests may finish for as long as `server.drain_s` allows; then everything is stopped.
+    """
+    host, port = config.server.host, config.server.port
+    if address is None:
+        port = checked_port(host, port)
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    with console.status("Starting") as status, _cluster(config, address, status, verbose):
+        try:
+            status.update("Loading the models")
+            serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+            _deploy(config)
+            _wait_until_ready(url)
+            status.stop()
+            yield url
+        finally:
+            status.start()
+            status.update("Letting running requests finish")
+            _drain(url, config.server.drain_s)
+            status.update("Stopping")
+            serve.shutdown() if address is None else serve.delete(APPLICATION)
+
+
+@contextmanager
+def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verbose: bool) -> Iterator[None]:
+    level = logging.INFO if verbose else logging.ERROR
+    logging.getLogger("ray.serve").setLevel(level)
+    try:
+        if address is None:
+            status.update("Starting a local Ray cluster")
+            _start_ray(config, level, verbose)
+        else:
+            status.update(f"Connecting to the Ray cluster at {address}")
+            _connect_ray(address, level, verbose)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which sets a handler of its own
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray only counts these, it hands out no cores: pools larger than the machine start too, and share its cores.
+    cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=level,
+        log_to_driver=verbose,
+    )
+    check_resources(config, ray.cluster_resources())
+
+
+def _connect_ray(address: str, level: int, verbose: bool) -> None:
+    try:
+        ray.init(address=address, logging_level=level, log_to_driver=verbose)
+    except ConnectionError as error:
+        raise StartError(f"there is no Ray cluster at {address}: {error}") from error
+
+
+def _deploy(config: SlipstreamConfig) -> None:
+    try:
+        serve.run(application(config), name=APPLICATION)
+    except RuntimeError as error:
+        raise StartError(f"the application did not start: {error}") from error
+
+
+def _wait_until_ready(url: str) -> None:
+    """Returns when the router reaches both pools."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    answer = "nothing"
+    while time.monotonic() < deadline:
+        try:
+            response = httpx.get(f"{url}/health")
+        except httpx.TransportError as error:
+            answer = str(error)
+        else:
+            if response.is_success and response.json()["status"] == "ok":
+                return
+            answer = response.text
+        time.sleep(POLL_S)
+    raise StartError(f"{url}/health did not become ok within {READY_TIMEOUT_S:.0f} s; last answer: {answer}")
+
+
+def _drain(url: str, drain_s: float) -> None:
+    """Returns when no request runs any more, or time is up, or nothing answers."""
+    deadline = time.monotonic() + drain_s
+    while time.monotonic() < deadline:
+        try:
+            response = httpx.get(f"{url}/metrics")
+        except httpx.TransportError:
+            return
+        if not response.is_success or Counters.parse(response.text).running_requests == 0:
+            return
+        time.sleep(POLL_S)
+
+
+# ---------------------------------------------------------------- what is needed and what there is
+
+
+def checked_port(host: str, port: int) -> int:
+    """The port itself, or a free one for 0; raises ConfigError when it is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            place = f"{host}:{port} ({error.strerror})"
+            raise ConfigError(f"server.port: cannot listen on {place}; choose another port, as with --port") from error
+        return int(probe.getsockname()[1])
+
+
+def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
+    """What Ray must offer for the pools at the size that `size` picks from their bounds."""
+    target, draft = config.target, config.draft
+    total: Counter[str] = Counter()
+    bundles = [(bundle, target.replicas) for bundle in target_group_options(target)["placement_group_bundles"]]
+    for bundle, replicas in [*bundles, (rank_bundle(draft.resources), draft.replicas)]:
+        total.update({name: amount * size(replicas) for name, amount in bundle.items()})
+    return {**total, "CPU": total["CPU"] + ROUTER_CPUS * config.server.routers}
+
+
+def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
+    """Raises ConfigError when this machine, a cluster that cannot grow, does not offer what the pools need."""
+    elsewhere = "ask for less, or give the --address of a cluster that has it"
+    needed = demand(config, lambda replicas: replicas.min)
+    missing = [
+        f"{amount:g} {name} where there is {offered.get(name, 0):g}"
+        for name, amount in needed.items()
+        if amount > offered.get(name, 0)
+    ]
+    if missing:
+        raise ConfigError(f"target.resources_per_rank and draft.resources need {', '.join(missing)}; {elsewhere}")
+    if config.target.resources_per_rank.labels or config.draft.resources.labels:
+        raise ConfigError(f"resources.labels: a local cluster has no labels; {elsewhere}")

@@ -1,0 +1,428 @@
+"""The HTTP front over a real socket, asked by OpenAI's own client, with a scripted generator behind it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from scripted_generator import STALL, Script, ScriptedGenerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cluster.config import validated
+from cluster.errors import CapacityError, RequestError, TargetLostError
+from cluster.session import Emit, Ended
+from protos.messages import Acceptance, Finish
+from serve_app.api import create_api
+from serve_app.metrics import Metrics
+from serve_app.text import TextCodec
+
+CONTEXT, MAX_BODY, MAX_DRAFT = 64, 4096, 5
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+USER = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def byte_tokenizer() -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    built = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<eos>", chat_template=TEMPLATE)
+
+
+@dataclass
+class Front:
+    """A running server and its clients."""
+
+    url: str
+    generator: ScriptedGenerator
+    codec: TextCodec
+    metrics: Metrics
+    health: dict[str, bool]
+    openai: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+
+    def plays(self, *scripts: Script) -> None:
+        self.generator.scripts = list(scripts)
+
+    def emit(self, text: str, accepted: int = 0, drafted: int = 0) -> Emit:
+        return Emit(self.codec.encode(text), accepted, drafted)
+
+    def count(self, metric: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"slipstream_{metric}", labels) or 0.0
+
+    async def is_idle(self) -> None:
+        """Requests are counted just after their answer has gone out."""
+        await until(lambda: self.count("running_requests") == 0)
+
+    async def events(self, path: str, **fields: Any) -> list[str]:
+        """The data of all events of a stream."""
+        async with self.http.stream("POST", path, json=fields | {"model": "toy", "stream": True}) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line async for line in response.aiter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines)
+        return [line.removeprefix("data: ") for line in lines]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what no event tells."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Front]:
+    config = validated(
+        {
+            "model": {"target": "models/toy", "max_context": CONTEXT},
+            "draft": {"method": "prompt_lookup"},
+            "speculation": {"max_draft_tokens": MAX_DRAFT},
+            "server": {"max_body_bytes": MAX_BODY},
+        }
+    )
+    tokenizer = byte_tokenizer()
+    codec, generator, metrics = TextCodec(tokenizer, (tokenizer.eos_token_id,)), ScriptedGenerator(), Metrics()
+    health = {"ready": True}
+
+    async def ready() -> bool:
+        return health["ready"]
+
+    api = create_api(generator, codec, config, metrics, ready)
+    server = uvicorn.Server(uvicorn.Config(api, host="127.0.0.1", port=0, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    host, port = server.servers[0].sockets[0].getsockname()
+    url = f"http://{host}:{port}"
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        yield Front(url, generator, codec, metrics, health, client, http)
+    server.should_exit = True
+    await serving
+    assert not generator.running
+    assert metrics.registry.get_sample_value("slipstream_running_requests") == 0
+
+
+# ------------------------------------------------------------ answers
+
+
+async def test_a_chat_completion(front: Front) -> None:
+    eos = Emit(front.codec.eos_ids, 0, 2)
+    front.plays([front.emit("Hél", 2, 4), front.emit("lo", 2, 2), eos, Ended(Finish.STOP)])
+    answer = await front.openai.chat.completions.create(model="toy", messages=USER)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Héllo", "stop")
+    (generation,) = front.generator.generations
+    assert generation.prompt == front.codec.encode("user:hi;assistant:")
+    assert generation.max_len == CONTEXT
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (18, 7, 25)
+    details = usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 4)
+
+
+async def test_a_completion(front: Front) -> None:
+    front.plays([front.emit("abc"), Ended(Finish.LENGTH)])
+    answer = await front.openai.completions.create(model="toy", prompt="hi", max_tokens=3, temperature=0, user="me")
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [(0, "abc", "length")]
+    (generation,) = front.generator.generations
+    assert (generation.max_len, generation.sampling.greedy) == (5, True)
+
+
+async def test_every_prompt_of_a_list_has_its_choices(front: Front) -> None:
+    front.plays([front.emit("a"), Ended(Finish.STOP)], [front.emit("b"), Ended(Finish.STOP)])
+    answer = await front.openai.completions.create(model="toy", prompt=[[1, 2], [3]], n=2)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a"), (1, "b"), (2, "a"), (3, "b")]
+    assert [g.prompt for g in front.generator.generations] == [(1, 2), (1, 2), (3,), (3,)]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
+
+
+async def test_a_chat_stream(front: Front) -> None:
+    front.plays([front.emit("He", 1, 3), front.emit("y"), Emit(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)])
+    stream = await front.openai.chat.completions.create(
+        model="toy", messages=USER, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    deltas = [(c.delta.role, c.delta.content, c.finish_reason) for chunk in chunks for c in chunk.choices]
+    assert deltas == [("assistant", "", None), (None, "He", None), (None, "y", None), (None, None, "stop")]
+    *others, last = chunks
+    assert all(chunk.usage is None for chunk in others)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 4
+    assert last.usage.completion_tokens_details is not None
+    assert last.usage.completion_tokens_details.rejected_prediction_tokens == 2
+
+
+async def test_a_completion_stream(front: Front) -> None:
+    front.plays([front.emit("He"), front.emit("y"), Ended(Finish.LENGTH)])
+    stream = await front.openai.completions.create(model="toy", prompt="hi", stream=True)
+    choices = [choice async for chunk in stream for choice in chunk.choices]
+    assert [(c.text, c.finish_reason) for c in choices] == [("He", None), ("y", None), ("", "length")]
+
+
+async def test_events_on_the_wire(front: Front) -> None:
+    front.plays([front.emit("a"), Ended(Finish.STOP)])
+    *events, done = await front.events(CHAT, messages=USER)
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {},
+    ]
+    expected = {"id", "object", "created", "model", "system_fingerprint", "choices"}
+    assert all(chunk.keys() == expected for chunk in chunks)
+    assert all(chunk["choices"][0].keys() == {"index", "delta", "logprobs", "finish_reason"} for chunk in chunks)
+
+
+async def test_a_character_is_never_split_over_chunks(front: Front) -> None:
+    first, second = front.codec.encode("é")
+    front.plays([Emit((first,), 0, 0), Emit((second,), 0, 0), Ended(Finish.STOP)])
+    stream = await front.openai.completions.create(model="toy", prompt="hi", stream=True)
+    assert [choice.text async for chunk in stream for choice in chunk.choices] == ["é", ""]
+
+
+async def test_a_traced_stream_tells_drafted_tokens(front: Front) -> None:
+    front.plays([front.emit("abc", 2, 4), Emit(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)])
+    *events, _ = await front.events(CHAT, messages=USER, speculation={"trace": True})
+    assert [json.loads(event)["slipstream"] for event in events] == [
+        {"tokens": 0, "accepted": 0, "pieces": []},
+        {"tokens": 3, "accepted": 2, "pieces": [["a", True], ["b", True], ["c", False]]},
+        {"tokens": 1, "accepted": 0, "pieces": []},
+    ]
+
+
+async def test_two_choices_stream_side_by_side(front: Front) -> None:
+    a, b, end = front.emit("a"), front.emit("b"), Ended(Finish.STOP)
+    front.plays([a, a, end], [b, end])
+    stream = await front.openai.chat.completions.create(model="toy", messages=USER, n=2, seed=3, stream=True)
+    texts, ends = {0: "", 1: ""}, []
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        ends += [choice.index] if choice.finish_reason else []
+    assert texts == {0: "aa", 1: "b"}
+    assert sorted(ends) == [0, 1]
+    assert [(g.choice, g.seed, g.acceptance) for g in front.generator.generations] == [
+        (0, 3, Acceptance.COUPLED),
+        (1, 3, Acceptance.COUPLED),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_cuts_and_cancels(front: Front, stream: bool) -> None:
+    front.plays([front.emit("one E", 2, 2), front.emit("ND two", 5, 5), STALL])
+    fields = {"model": "toy", "prompt": "hi", "stop": ["END", "never"]}
+    if stream:
+        chunks = await front.openai.completions.create(**fields, stream=True)
+        choices = [choice async for chunk in chunks for choice in chunk.choices]
+        text, reason = "".join(choice.text for choice in choices), choices[-1].finish_reason
+    else:
+        answer = await front.openai.completions.create(**fields)
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 7  # what follows the stop string was not asked for
+    assert (text, reason) == ("one ", "stop")
+    await asyncio.wait_for(front.generator.left.wait(), 5)
+
+
+async def test_speculation_is_set_by_request(front: Front) -> None:
+    front.plays([Ended(Finish.STOP)])
+    speculation = {"max_draft_tokens": 2, "acceptance": "ratio"}
+    await front.openai.completions.create(
+        model="toy", prompt="hi", extra_body={"speculation": speculation, "ignore_eos": True}
+    )
+    (generation,) = front.generator.generations
+    assert (generation.max_draft_tokens, generation.acceptance) == (2, Acceptance.RATIO)
+    assert generation.stop_ids == ()
+
+
+async def test_models_health_and_metrics(front: Front) -> None:
+    models = await front.openai.models.list()
+    assert [model.id for model in models.data] == ["toy"]
+    assert (await front.http.get("/health")).json() == {"status": "ok"}
+    front.health["ready"] = False
+    assert (await front.http.get("/health")).status_code == 503
+    front.plays([front.emit("abc", 2, 4), Ended(Finish.STOP)])
+    await front.openai.completions.create(model="toy", prompt="hi")
+    await front.is_idle()
+    text = (await front.http.get("/metrics")).text
+    assert 'slipstream_requests_total{endpoint="completions",status="200"} 1.0' in text
+    assert "slipstream_prompt_tokens_total 2.0" in text
+    assert "slipstream_draft_tokens_total 4.0" in text
+
+
+# ------------------------------------------------------------ refusals
+
+
+async def refused(front: Front, path: str, content: Any, status: int, param: str | None) -> dict[str, Any]:
+    """Posts a bad body; the error it gets, in OpenAI's format."""
+    response = await front.http.post(path, content=content)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert front.generator.generations == []
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"unknown": 1}, "unknown"),
+        (COMPLETIONS, {"temperature": -1}, "temperature"),
+        (COMPLETIONS, {"temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"max_tokens": CONTEXT}, "max_tokens"),
+        (COMPLETIONS, {"prompt": ""}, "prompt[0].text"),
+        (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, 257]}, "prompt"),
+        (COMPLETIONS, {"n": 0}, "n"),
+        (COMPLETIONS, {"n": 129}, "n"),
+        (COMPLETIONS, {"stop": "x" * 1000}, "stop[0]"),
+        (COMPLETIONS, {"logprobs": 3}, "logprobs"),
+        (COMPLETIONS, {"seed": 1, "speculation": {"acceptance": "ratio"}}, "speculation.acceptance"),
+        (COMPLETIONS, {"speculation": {"max_draft_tokens": MAX_DRAFT + 1}}, "speculation.max_draft_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
+        (CHAT, {"messages": USER, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+        (CHAT, {"messages": USER, "tools": [{}]}, "tools"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_input_names_the_field(
+    front: Front, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    base = {"model": "toy", "stream": stream} | ({"prompt": "hi"} if path == COMPLETIONS else {})
+    error = await refused(front, path, json.dumps(base | fields), 400, param)
+    assert error["type"] == "invalid_request_error"
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "toy", "prompt": "\xff"}', b'{"temperature": NaN}'])
+async def test_a_body_that_is_no_json_is_refused(front: Front, body: bytes) -> None:
+    assert "JSON" in (await refused(front, COMPLETIONS, body, 400, None))["message"]
+
+
+async def test_an_unknown_model_is_not_found(front: Front) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await front.openai.chat.completions.create(model="other", messages=USER)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit_is_refused(front: Front, chunked: bool) -> None:
+    body = json.dumps({"model": "toy", "prompt": "x" * MAX_BODY}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+
+    error = await refused(front, COMPLETIONS, pieces() if chunked else body, 413, None)
+    assert str(MAX_BODY) in error["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])
+async def test_wrong_routes_answer_in_the_same_format(front: Front, method: str, path: str, status: int) -> None:
+    response = await front.http.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+# ------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "error", "status"),
+    [
+        (CapacityError("full"), openai.RateLimitError, 429),
+        (TargetLostError("lost"), openai.InternalServerError, 503),
+        (RequestError("bad", "prompt"), openai.BadRequestError, 400),
+        (ValueError("secret"), openai.InternalServerError, 500),
+    ],
+)
+async def test_a_failure_before_the_first_token_has_its_status(
+    front: Front, stream: bool, failure: Exception, error: type[openai.APIStatusError], status: int
+) -> None:
+    front.plays([failure])
+    with pytest.raises(error) as caught:
+        await front.openai.completions.create(model="toy", prompt="hi", stream=stream)
+    assert caught.value.status_code == status
+    assert ("retry-after" in caught.value.response.headers) == (status == 429)
+    assert "secret" not in caught.value.message
+    await front.is_idle()
+    assert front.count("requests_total", endpoint="completions", status=str(status)) == 1
+
+
+async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> None:
+    front.plays([front.emit("a"), TargetLostError("lost")], [front.emit("b"), STALL])
+    stream = await front.openai.chat.completions.create(model="toy", messages=USER, n=2, stream=True)
+    with pytest.raises(openai.APIError, match="lost"):
+        async for _ in stream:
+            pass
+    await asyncio.wait_for(front.generator.left.wait(), 5)
+    *_, last = await front.events(CHAT, messages=USER)
+    assert json.loads(last)["error"]["code"] == "target_lost"
+    await front.is_idle()
+    assert front.count("requests_total", endpoint="chat", status="503") == 2
+
+
+async def test_an_unexpected_failure_is_logged_once(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+    front.plays([ValueError("secret")])
+    with pytest.raises(openai.InternalServerError):
+        await front.openai.completions.create(model="toy", prompt="hi")
+    assert [record.exc_info is not None for record in caplog.records if record.levelname == "ERROR"] == [True]
+
+
+# ------------------------------------------------------------ clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_before_the_first_token_cancels(front: Front, stream: bool) -> None:
+    front.plays([STALL])
+    fields = {"model": "toy", "prompt": "hi", "n": 3, "stream": stream}
+    asking = asyncio.create_task(front.http.post(COMPLETIONS, json=fields))
+    await until(lambda: len(front.generator.running) == 3)
+    asking.cancel()
+    await asyncio.wait_for(front.generator.left.wait(), 5)
+    assert len(front.generator.generations) == 3
+
+
+async def test_leaving_in_mid_stream_cancels(front: Front) -> None:
+    front.plays([front.emit("a"), STALL])
+    stream = await front.openai.chat.completions.create(model="toy", messages=USER, n=2, stream=True)
+    await anext(aiter(stream))
+    assert len(front.generator.running) == 2
+    await stream.close()
+    await asyncio.wait_for(front.generator.left.wait(), 5)
+    await front.is_idle()
+    assert front.count("requests_total", endpoint="chat", status="499") == 1
+
+
+async def test_one_that_leaves_disturbs_no_other(front: Front) -> None:
+    front.plays([front.emit("a"), STALL])
+    leaving = await front.openai.completions.create(model="toy", prompt="hi", stream=True)
+    await anext(aiter(leaving))
+    front.plays([front.emit("ok"), Ended(Finish.STOP)])
+    staying = front.openai.completions.create(model="toy", prompt="hi")
+    await leaving.close()
+    assert (await staying).choices[0].text == "ok"

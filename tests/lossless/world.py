@@ -1,0 +1,201 @@
+"""Router, drafter and target in one process under a virtual clock: the real ledger, books, methods and acceptance.
+
+Only time and transport are simulated: a schedule decides when each block and verdict arrives, and how often.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from torch import Tensor
+
+from actors.executor import StepExecutor
+from actors.methods.draft_model import DraftModel
+from actors.toy import ToyRunner
+from cluster.drafting import DraftBook, DrafterLimits
+from cluster.session import Command, Emit, Ended, Failed, Generation, Session, ToDrafter, ToTarget
+from cluster.verifier import Send, Verifier, VerifierLimits
+from protos.messages import Acceptance, Block, Close, Message, Open, Resync, Sampling, Verdict
+
+ROUTER, DRAFTER, TARGET = "router#1", "drafter#1", "target:1"
+HOP_S, STEP_S, PASS_S = 0.001, 0.010, 0.004
+EOS = 0
+
+Schedule = Callable[[Message, random.Random], list[float]]
+"""Delays after which a message between drafter and target arrives: none when it is lost, two when it is doubled."""
+
+
+def calm(message: Message, rng: random.Random) -> list[float]:
+    return [HOP_S]
+
+
+def stormy(message: Message, rng: random.Random) -> list[float]:
+    """Loses, doubles, delays and so reorders; the delays straddle the target's patience."""
+    copies = rng.choices((0, 1, 2), weights=(20, 60, 20))[0]
+    return [rng.uniform(0.0, 1.2 * STEP_S) for _ in range(copies)]
+
+
+def near_patience(message: Message, rng: random.Random) -> list[float]:
+    """Blocks arrive just before or just after the target stops waiting."""
+    return [rng.uniform(0.0, 2 * STEP_S)] if isinstance(message, Block) else [HOP_S]
+
+
+def only_with_eos_in_time(message: Message, rng: random.Random) -> list[float]:
+    """What no honest system may do: whether a block is used depends on the block's own tokens."""
+    late = isinstance(message, Block) and EOS not in message.tokens
+    return [100 * STEP_S] if late else [HOP_S]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One experiment: models, rule, schedule."""
+
+    target_logits: Tensor  # (vocabulary, vocabulary)
+    draft_logits: Tensor
+    acceptance: Acceptance
+    schedule: Schedule
+    block_len: int = 2
+    new_tokens: int = 3
+    sampling: Sampling = Sampling()
+    prompt: tuple[int, ...] = (1,)
+
+
+class World:
+    """Runs `sessions` seeded sessions at once and collects what the ledgers committed."""
+
+    def __init__(self, setting: Setting, sessions: int, seed: int) -> None:
+        self._setting, self._rng = setting, random.Random(seed)
+        vocabulary = int(setting.target_logits.shape[0])
+        context = len(setting.prompt) + setting.new_tokens
+        self.verifier = Verifier(VerifierLimits(vocabulary, context, sessions, 8 * sessions, max_queued=sessions))
+        self.book = DraftBook(DrafterLimits(vocabulary, context, sessions))
+        self._executor = StepExecutor(ToyRunner(setting.target_logits, sessions))
+        draft = ToyRunner(setting.draft_logits, sessions)
+        allowed = setting.draft_logits.new_ones(vocabulary).bool()
+        self._method = DraftModel(draft, allowed, top_k=vocabulary, min_confidence=0.0)
+        self._now, self._order = 0.0, count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._stepping = self._drafting = False
+        self.sessions = {f"s{i}": self._session(f"s{i}") for i in range(sessions)}
+
+    def run(self) -> list[tuple[int, ...]]:
+        for session in self.sessions.values():
+            self._do(session.assign_target(TARGET))
+            if session.wants_drafter:
+                self._do(session.assign_drafter(DRAFTER))
+        while self._events:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen()
+            self._step()
+            self._draft()
+        self._method.close(self.book.take_closed())
+        self.verifier.plan(self._now + 3600)  # what came too late for anybody has expired by then
+        return [session.committed for session in self.sessions.values()]
+
+    def _session(self, name: str) -> Session:
+        s = self._setting
+        return Session(
+            Generation(
+                session=name,
+                prompt=s.prompt,
+                max_len=len(s.prompt) + s.new_tokens,
+                stop_ids=(EOS,),
+                sampling=s.sampling,
+                seed=self._rng.getrandbits(64),
+                draft_seed=self._rng.getrandbits(64),
+                choice=0,
+                hash_key=self._rng.getrandbits(64),
+                acceptance=s.acceptance,
+                max_draft_tokens=s.block_len,
+            )
+        )
+
+    # ------------------------------------------------------------ the two loops
+
+    def _step(self) -> None:
+        if self._stepping:
+            return
+        plan = self.verifier.plan(self._now)
+        if plan is None:
+            due = self.verifier.next_due()
+            if due is not None:
+                self._after(due - self._now, lambda: None)
+            return
+        self._stepping = True
+        outcomes = self._executor.step(plan)
+
+        def end() -> None:
+            self._stepping = False
+            self._route(self.verifier.apply(outcomes, STEP_S, self._now))
+
+        self._after(STEP_S, end)
+
+    def _draft(self) -> None:
+        if self._drafting:
+            return
+        self._method.close(self.book.take_closed())
+        wants = self.book.wants(len(self.sessions))
+        if not wants:
+            return
+        self._drafting = True
+        proposals = self._method.propose(wants)
+
+        def end() -> None:
+            self._drafting = False
+            self._route(self.book.proposed(proposals))
+
+        self._after(PASS_S, end)
+
+    # ------------------------------------------------------------ transport
+
+    def _after(self, delay: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + delay, next(self._order), happen))
+
+    def _do(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, ToTarget):
+                self._after(HOP_S, lambda m=command.message: self._to_target(m))
+            elif isinstance(command, ToDrafter):
+                self._after(HOP_S, lambda m=command.message: self._to_drafter(m))
+            else:
+                assert isinstance(command, Emit | Ended) and not isinstance(command, Failed)
+
+    def _route(self, sends: list[Send]) -> None:
+        """Router links are reliable; what drafter and target say to each other is up to the schedule."""
+        for receiver, message in sends:
+            if receiver == ROUTER:
+                self._after(HOP_S, lambda m=message: self._to_router(m))
+                continue
+            deliver = self._to_target if receiver == TARGET else self._to_drafter
+            for delay in self._setting.schedule(message, self._rng):
+                self._after(delay, lambda m=message, to=deliver: to(m))
+
+    def _to_router(self, message: Message) -> None:
+        session = self.sessions[message.session]
+        if isinstance(message, Verdict):
+            self._do(session.on_verdict(TARGET, message))
+        else:
+            assert isinstance(message, Resync)
+            self._do(session.on_drafter_resync(DRAFTER))
+
+    def _to_target(self, message: Message) -> None:
+        if isinstance(message, Open):
+            self._route(self.verifier.open(ROUTER, message, self._now))
+        elif isinstance(message, Close):
+            self.verifier.close(ROUTER, message, self._now)
+        elif isinstance(message, Block):
+            self.verifier.block(DRAFTER, message, self._now)
+        else:
+            self._route(self.verifier.attach(DRAFTER, message, self._now))
+
+    def _to_drafter(self, message: Message) -> None:
+        if isinstance(message, Open):
+            self._route(self.book.open(ROUTER, message))
+        elif isinstance(message, Close):
+            self.book.close(ROUTER, message)
+        elif isinstance(message, Verdict):
+            self._route(self.book.verdict(TARGET, message))
+        else:
+            self._route(self.book.resync(TARGET, message))
