@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from cluster.errors import ConfigError
 from serve_app.client import Endpoint, Question
 from serve_app.measures import ArmSummary, Batch, Speedup, Tally, acceptance_by_kind, arm_summary, speedup
 from serve_app.reference import Reference
-from serve_app.tables import arms_table, kinds_table, speedups_table
+from serve_app.tables import arms_sheet, kinds_table, speedups_table
 
 SPECULATIVE, PLAIN, GENERATE = "speculative", "plain", "generate"
 WARM_UP_TOKENS = 16
@@ -165,7 +165,9 @@ class Report:
         return cls(tuple(map(arm_summary, groups.values())), tuple(speedups), kinds)
 
     def tables(self) -> Group:
-        return Group(arms_table(self.arms), speedups_table(self.speedups), kinds_table(self.kinds))
+        by_concurrency = groupby(self.arms, lambda summary: summary.concurrency)
+        sheets = [arms_sheet(concurrency, list(arms)) for concurrency, arms in by_concurrency]
+        return Group(*sheets, speedups_table(self.speedups), kinds_table(self.kinds))
 
 
 async def run_bench(

@@ -97,8 +97,8 @@ class Counters:
         """From Prometheus' text format."""
         families = text_string_to_metric_families(exposition)
         values = {sample.name.removeprefix("slipstream_"): int(sample.value) for f in families for sample in f.samples}
-        names = "completion_tokens_total", "draft_tokens_total", "accepted_tokens_total", "blocks_total"
-        return cls(values["running_requests"], Tally(*(values[name] for name in names)))
+        counted = "completion_tokens", "draft_tokens", "accepted_tokens", "verifies", "blocks"
+        return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in counted)))
 
 
 class _StreamReader:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from serve_app.client import Endpoint, Piece, Question
 from serve_app.measures import Answer, Tally
-from serve_app.tables import shown, table, tally_columns
+from serve_app.tables import TALLY_ROWS, sheet, shown, tally_column
 
 MAX_TOKENS = 96
 WARM_UP = Question("Hello!", max_tokens=8)
@@ -22,11 +22,12 @@ PROMPTS = {
     "code": "Write a Python function that returns the largest number in a list.",
     "rewriting": "Rewrite this sentence in a more formal tone: we can't come tomorrow because the car broke down.",
 }
+WORKSHEET_ROWS = (*TALLY_ROWS, "tokens/s with speculation", "tokens/s without", "speed-up", "answers that are equal")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the worksheet."""
+    """One prompt, answered with and without speculation."""
 
     name: str
     tally: Tally
@@ -75,33 +76,18 @@ def _piece(text: str, drafted: bool, console: Console) -> Text:
 
 
 def worksheet(rows: Sequence[Row]) -> Table:
-    """The acceptance worksheet, with a line for all prompts together."""
-    made = table(
-        "Acceptance worksheet",
-        "prompt",
-        "drafted",
-        "accepted",
-        "rejected",
-        "acceptance rate",
-        "acceptance length",
-        "tokens/s with",
-        "tokens/s without",
-        "speed-up",
-        "same text",
-    )
-    for row in rows:
-        same = row.speculative.text == row.plain.text
-        made.add_row(row.name, *_columns(row.tally, [row.speculative], [row.plain]), "yes" if same else "no")
-    made.add_section()
+    """The acceptance worksheet: a column for each prompt, and one for all of them."""
+    columns = {row.name: _column(row.tally, [row.speculative], [row.plain]) for row in rows}
     total = sum((row.tally for row in rows), Tally())
-    answers = [row.speculative for row in rows], [row.plain for row in rows]
-    made.add_row("all", *_columns(total, *answers), "")
-    return made
+    columns["all"] = _column(total, [row.speculative for row in rows], [row.plain for row in rows])
+    return sheet("Acceptance worksheet", WORKSHEET_ROWS, columns)
 
 
-def _columns(tally: Tally, speculative: Sequence[Answer], plain: Sequence[Answer]) -> tuple[str, ...]:
+def _column(tally: Tally, speculative: Sequence[Answer], plain: Sequence[Answer]) -> tuple[str, ...]:
     with_, without = _tokens_per_s(speculative), _tokens_per_s(plain)
-    return (*tally_columns(tally), shown(with_, ".1f"), shown(without, ".1f"), f"{with_ / without:.2f}x")
+    same = sum(one.text == other.text for one, other in zip(speculative, plain, strict=True))
+    speeds = shown(with_, ".1f"), shown(without, ".1f"), f"{with_ / without:.2f}x"
+    return (*tally_column(tally), *speeds, f"{same} of {len(plain)}")
 
 
 def _tokens_per_s(answers: Sequence[Answer]) -> float:

@@ -60,7 +60,7 @@ def serving(
             status.update("Letting running requests finish")
             _drain(url, config.server.drain_s)
             status.update("Stopping")
-            serve.shutdown() if address is None else serve.delete(APPLICATION)
+            serve.delete(APPLICATION)
 
 
 @contextmanager

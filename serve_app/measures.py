@@ -20,13 +20,15 @@ class Tally:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    blocks: int = 0  # verifies of a block; the others decoded plainly
+    verifies: int = 0
+    blocks: int = 0  # verifies that had a block; the others decoded plainly
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(
             self.tokens + other.tokens,
             self.drafted + other.drafted,
             self.accepted + other.accepted,
+            self.verifies + other.verifies,
             self.blocks + other.blocks,
         )
 
@@ -35,6 +37,7 @@ class Tally:
             self.tokens - other.tokens,
             self.drafted - other.drafted,
             self.accepted - other.accepted,
+            self.verifies - other.verifies,
             self.blocks - other.blocks,
         )
 

@@ -189,9 +189,14 @@ class Router:
             await link.close()
 
     @property
+    def reachable(self) -> frozenset[str]:
+        """Addresses of the peers that are connected now."""
+        return frozenset(a for links in (self._targets, self._drafters) for a, link in links.items() if link.is_up)
+
+    @property
     def is_ready(self) -> bool:
         """Whether some target can be reached."""
-        return any(link.is_up for link in self._targets.values())
+        return not self.reachable.isdisjoint(self._targets)
 
     @property
     def refusals(self) -> dict[str, str]:

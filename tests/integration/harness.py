@@ -1,0 +1,160 @@
+"""Router, drafters and targets with real loops over real gRPC on loopback, in one process, around toy models."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from actors.draft import Drafter
+from actors.engine import Engine, ThreadEngine
+from actors.executor import StepExecutor
+from actors.methods.draft_model import DraftModel
+from actors.servers import GrpcServer, serve_drafter, serve_target
+from actors.target import TargetReplica
+from actors.toy import ToyRunner
+from cluster.drafting import DrafterLimits
+from cluster.membership import Endpoint, Members, StaticMembership
+from cluster.session import Emit, Ended, Generation
+from cluster.steps import Outcome, StepPlan
+from cluster.verifier import VerifierLimits
+from protos.messages import Acceptance, Sampling
+from serve_app.router import Identity, Router, RouterLimits
+
+VOCABULARY, CONTEXT, SESSIONS = 32, 512, 16
+IDENTITY = Identity("toy-vocabulary", "toy-target")
+LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
+
+
+@dataclass
+class Cluster:
+    """What a test can reach; `targets` and `drafters` by address."""
+
+    router: Router
+    targets: dict[str, TargetReplica] = field(default_factory=dict)
+    drafters: dict[str, Drafter] = field(default_factory=dict)
+    servers: dict[str, GrpcServer] = field(default_factory=dict)
+    _names: "count[int]" = field(default_factory=count)
+
+    def generation(self, **changes: object) -> Generation:
+        """A session of 40 greedy tokens, unless `changes` say otherwise."""
+        values: dict[str, object] = {
+            "session": f"session-{next(self._names)}",
+            "prompt": (1, 2, 3),
+            "max_len": 43,
+            "stop_ids": (),
+            "sampling": Sampling(temperature=0.0),
+            "seed": 1,
+            "draft_seed": 2,
+            "choice": 0,
+            "hash_key": 3,
+            "acceptance": Acceptance.COUPLED,
+            "max_draft_tokens": 4,
+        }
+        return Generation(**{**values, **changes})  # type: ignore[arg-type]
+
+    async def tokens(self, generation: Generation) -> list[int]:
+        """Everything that the session commits; fails unless it ends properly."""
+        tokens: list[int] = []
+        async for event in self.router.generate(generation):
+            if isinstance(event, Emit):
+                tokens += event.tokens
+            else:
+                assert isinstance(event, Ended)
+        return tokens
+
+
+STEP_S = 0.03  # a toy step is instant, and then waiting for a block would not pay: the target would decode plainly
+
+
+class PacedEngine:
+    """Makes steps take as long as a real model's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        if plan.rows:
+            await asyncio.sleep(STEP_S)
+        return await self._engine.step(plan)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def plain_greedy(prompt: tuple[int, ...], length: int, logits: Tensor = LOGITS) -> list[int]:
+    """The reference, without any of our loops."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(int(logits[tokens[-1]].argmax()))
+    return tokens[len(prompt) :]
+
+
+async def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Waits for something that must come true; fails after ten seconds."""
+    try:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"waited in vain until {what}") from None
+
+
+@asynccontextmanager
+async def cluster(
+    targets: int = 1,
+    drafters: int = 1,
+    draft_logits: Tensor = LOGITS,
+    wrap_engine: Callable[[Engine], Engine] = PacedEngine,
+) -> AsyncIterator[Cluster]:
+    """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
+    tasks: list[asyncio.Task[None]] = []
+    replicas: dict[str, TargetReplica] = {}
+    drafting: dict[str, Drafter] = {}
+    servers: dict[str, GrpcServer] = {}
+    engines: list[ThreadEngine] = []
+    for _ in range(targets):
+        engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS, SESSIONS))))
+        limits = VerifierLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64)
+        replica = TargetReplica(wrap_engine(engines[-1]), limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
+        server = await serve_target(replica, "127.0.0.1")
+        replicas[server.address], servers[server.address] = replica, server
+        tasks.append(asyncio.create_task(replica.run()))
+    for _ in range(drafters):
+        allowed = torch.ones(VOCABULARY, dtype=torch.bool)
+        method = DraftModel(ToyRunner(draft_logits, SESSIONS), allowed, top_k=8, min_confidence=0.0)
+        drafter = Drafter(
+            method, DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), IDENTITY.vocabulary, IDENTITY.target_model
+        )
+        server = await serve_drafter(drafter, "127.0.0.1")
+        drafting[server.address], servers[server.address] = drafter, server
+        tasks.append(asyncio.create_task(drafter.run()))
+    members = Members(
+        tuple(Endpoint(address, address) for address in replicas),
+        tuple(Endpoint(address, address) for address in drafting),
+    )
+    router = Router(StaticMembership(members), IDENTITY, RouterLimits(max_sessions=100, target_wait_s=5))
+    tasks.append(asyncio.create_task(router.run()))
+    whole = Cluster(router, replicas, drafting, servers)
+    try:
+        await eventually(lambda: len(router.reachable) == targets + drafters, "the router reaches everyone")
+        yield whole
+        await eventually(lambda: router.is_idle, "the router is idle")
+        for replica in replicas.values():
+            await eventually(lambda r=replica: r.is_idle, "a target is idle")  # type: ignore[misc]
+        for drafter in drafting.values():
+            await eventually(lambda d=drafter: d.is_idle, "a drafter is idle")  # type: ignore[misc]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await router.close()
+        for drafter in drafting.values():
+            await drafter.close()
+        for server in servers.values():
+            await server.stop(0)
+        for engine in engines:
+            await engine.close()
