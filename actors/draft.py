@@ -34,11 +34,12 @@ class Drafter:
         limits: DrafterLimits,
         vocabulary: str,
         target_model: str,
+        draft_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary, self.target_model = vocabulary, target_model
-        self.book = DraftBook(limits)
+        self.book = DraftBook(limits, draft_ahead)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self._method, self._limits = method, limits
@@ -52,19 +53,19 @@ class Drafter:
 
     async def run(self) -> None:
         """Drafts until cancelled."""
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), self._limits.max_sessions
         while True:
             closed = self.book.take_closed()
             if closed:
                 await loop.run_in_executor(self._thread, self._method.close, closed)
                 await self._drop_unused_targets()
-            wants = self.book.wants(self._limits.max_sessions)
+            wants = self.book.wants(limit) or self.book.wants_ahead(limit)
             if not wants:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
             names = [want.open.session for want in wants]
-            self.timeline.record("draft", *names)
+            self.timeline.record("draft ahead" if wants[0].ahead else "draft", *names)
             proposals = await loop.run_in_executor(self._thread, self._method.propose, wants)
             self.timeline.record("drafted", *names)
             self._send(self.book.proposed(proposals))

@@ -86,8 +86,8 @@ class Rank:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def load(self, meeting_point: str) -> int:
-        """Joins the group, loads this rank's share, and returns the vocabulary size of the model."""
+    def load(self, meeting_point: str) -> tuple[int, int]:
+        """Joins the group, loads this rank's share; returns the model's vocabulary size and this process's id."""
         spec = self._spec
         device = device_of(spec.resources)
         if spec.ranks > 1:
@@ -101,7 +101,7 @@ class Rank:
         model = load_model(Path(spec.folder), spec.dtype, device, spec.ranks)
         self._runner = ModelRunner(model, spec.slots, spec.context)
         self._executor = StepExecutor(LeadingRunner(self._runner) if spec.ranks > 1 else self._runner)
-        return self._runner.vocabulary
+        return self._runner.vocabulary, os.getpid()
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Leader only."""
@@ -124,8 +124,9 @@ class Rank:
 class RankGroup:
     """The engine of a target replica: its ranks, seen from the coordinator."""
 
-    def __init__(self, ranks: list[Any], vocabulary: int) -> None:
+    def __init__(self, ranks: list[Any], vocabulary: int, pids: tuple[int, ...]) -> None:
         self.vocabulary = vocabulary
+        self.pids = pids  # of the ranks, in order
         self._ranks = ranks
         self._following = [rank.follow.remote() for rank in ranks[1:]]
 
@@ -143,8 +144,8 @@ class RankGroup:
                 )
             ranks.append(actor.options(**options).remote(index, spec))
         meeting_point = await ranks[0].free_address.remote()
-        vocabularies = await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))
-        return cls(ranks, vocabularies[0])
+        loaded = await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))
+        return cls(ranks, loaded[0][0], tuple(pid for _, pid in loaded))
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when a rank is gone or its step failed."""

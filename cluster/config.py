@@ -101,6 +101,7 @@ class SpeculationConfig(_Frozen):
         "coupled", description="rule for requests without a seed; requests with one are coupled"
     )
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+    draft_ahead: bool = Field(True, description="draft past a block whose verdict is not in, on a guess")
     min_confidence: float = Field(
         0.0,
         ge=0,

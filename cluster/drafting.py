@@ -22,7 +22,7 @@ from protos.messages import (
     SparseProbs,
     Verdict,
 )
-from protos.prefix import Prefix
+from protos.prefix import Prefix, extend_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,17 @@ class DrafterLimits:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A session that wants a block now."""
+    """A session that wants tokens drafted after `tokens`.
+
+    With `ahead`, `tokens` end with a block whose verdict is not in: what is drafted first is a guess at the token
+    that the target adds to that block, and the rest the block after it.
+    """
 
     open: Open
-    tokens: tuple[int, ...]  # everything before the block
+    tokens: tuple[int, ...]  # everything before the drafted tokens
     prefix_hash: int
     max_tokens: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,14 @@ class Proposal:
     prefix_hash: int
     tokens: tuple[int, ...]
     draft_probs: SparseProbs | None = None
+    ahead: bool = False
+
+    def after_guess(self) -> "Proposal":
+        """The block that follows an ahead proposal's first token, should the target decide for that one."""
+        guess, probs = self.tokens[0], self.draft_probs
+        rest = SparseProbs(probs.token_ids[1:], probs.weights[1:]) if probs is not None else None
+        prefix_hash = extend_hash(self.prefix_hash, guess)
+        return Proposal(self.session, self.base_len + 1, prefix_hash, self.tokens[1:], rest)
 
 
 @dataclass(eq=False)
@@ -61,14 +74,18 @@ class _Session:
     router: str
     prefix: Prefix
     proposed_len: int = -1  # base length of the latest proposal
+    unguessed: tuple[int, ...] = ()  # the block under verification, until something was drafted beyond it
+    guessing_from: int = -1  # length that the tokens had when drafting ahead was last begun
+    presubmitted: Proposal | None = None  # the block that was sent ahead
     attached: bool = False
 
 
 class DraftBook:
     """All sessions of one drafter."""
 
-    def __init__(self, limits: DrafterLimits) -> None:
+    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True) -> None:
         self._limits = limits
+        self._draft_ahead = draft_ahead
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # longest without a block first
         self._closed: list[str] = []  # for the drafting method, with the next pass
         self.counts: Counter[str] = Counter()
@@ -136,6 +153,9 @@ class DraftBook:
             return [self._resync(session)]
         overlap = len(session.prefix) - verdict.base_len
         session.prefix.extend(verdict.tokens[overlap:])
+        session.unguessed = ()
+        if session.presubmitted is not None:
+            self._settle_guess(session)
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
         return []
@@ -168,6 +188,24 @@ class DraftBook:
                 break
         return found
 
+    def wants_ahead(self, limit: int) -> list[Want]:
+        """Up to `limit` sessions whose block is under verification and that nothing was drafted ahead for yet.
+
+        Asked for only when no session wants a block: what is not needed for sure comes last.
+        """
+        found: list[Want] = []
+        for session in self._sessions.values() if self._draft_ahead else ():
+            base = len(session.prefix) + len(session.unguessed)
+            max_tokens = min(session.open.max_draft_tokens, session.open.max_len - base - 2) + 1
+            if session.unguessed and max_tokens > 1 and len(found) < limit:
+                tokens = (*session.prefix.tokens, *session.unguessed)
+                prefix_hash = session.prefix.hash
+                for token in session.unguessed:
+                    prefix_hash = extend_hash(prefix_hash, token)
+                session.unguessed, session.guessing_from = (), len(session.prefix)
+                found.append(Want(session.open, tokens, prefix_hash, max_tokens, ahead=True))
+        return found
+
     def take_closed(self) -> list[str]:
         """Sessions that the drafting method may forget; each is named once."""
         closed, self._closed = self._closed, []
@@ -176,17 +214,17 @@ class DraftBook:
     def proposed(self, proposals: Sequence[Proposal]) -> list[Send]:
         """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
         sends: list[Send] = []
-        for p in proposals:
-            session = self._sessions.get(p.session)
-            if session is None or not p.tokens:
+        for proposal in proposals:
+            session = self._sessions.get(proposal.session)
+            if session is None or len(proposal.tokens) <= proposal.ahead:
                 self.counts["nothing_to_propose"] += 1
-            elif (len(session.prefix), session.prefix.hash) != (p.base_len, p.prefix_hash):
+            elif proposal.ahead:
+                sends += self._presubmit(session, proposal.after_guess())
+            elif (len(session.prefix), session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
             else:
-                self.counts["blocks"] += 1
-                self.counts["draft_tokens"] += len(p.tokens)
-                block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs)
-                sends.append((session.open.target_address, block))
+                session.unguessed = proposal.tokens
+                sends.append(self._block(session, proposal))
         return sends
 
     # ------------------------------------------------------------ inspection
@@ -206,6 +244,31 @@ class DraftBook:
         return {"sessions": float(len(self._sessions))}
 
     # ------------------------------------------------------------ helpers
+
+    def _presubmit(self, session: _Session, proposal: Proposal) -> list[Send]:
+        """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile."""
+        verdict_is_in = len(session.prefix) != session.guessing_from
+        session.presubmitted = proposal
+        if verdict_is_in and not self._settle_guess(session):
+            return []
+        return [self._block(session, proposal)]
+
+    def _settle_guess(self, session: _Session) -> bool:
+        """Whether the block that was drafted ahead is the one that the session wants now."""
+        guess, session.presubmitted = session.presubmitted, None
+        assert guess is not None
+        hit = (guess.base_len, guess.prefix_hash) == (len(session.prefix), session.prefix.hash)
+        self.counts["guess_hit" if hit else "guess_miss"] += 1
+        if hit:
+            session.proposed_len, session.unguessed = len(session.prefix), guess.tokens
+        return hit
+
+    def _block(self, session: _Session, proposal: Proposal) -> Send:
+        self.counts["blocks"] += 1
+        self.counts["draft_tokens"] += len(proposal.tokens)
+        p = proposal
+        block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs)
+        return session.open.target_address, block
 
     def _attach(self, session: _Session) -> Send:
         session.attached = True

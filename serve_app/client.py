@@ -38,7 +38,7 @@ class Question:
 
 
 class Endpoint:
-    """One endpoint; at most one `async with` at a time."""
+    """One endpoint, spoken to over HTTP."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -47,7 +47,7 @@ class Endpoint:
     @asynccontextmanager
     async def at(cls, url: str) -> AsyncIterator["Endpoint"]:
         """The endpoint at a base URL such as http://127.0.0.1:8000; transport failures raise EndpointError."""
-        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=LIMITS) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=LIMITS, trust_env=False) as http:
             try:
                 yield cls(http)
             except httpx.HTTPError as error:
@@ -55,7 +55,11 @@ class Endpoint:
 
     async def health(self) -> dict[str, Any]:
         """What /health says, whether or not the endpoint is healthy."""
-        report: dict[str, Any] = (await self._http.get("/health")).json()
+        response = await self._http.get("/health")
+        try:
+            report: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise EndpointError(f"{response.url} answers {response.text[:100]!r}; is this Slipstream?") from error
         return report
 
     async def model(self) -> str:
@@ -98,7 +102,10 @@ class Counters:
         families = text_string_to_metric_families(exposition)
         values = {sample.name.removeprefix("slipstream_"): int(sample.value) for f in families for sample in f.samples}
         counted = "completion_tokens", "draft_tokens", "accepted_tokens", "verifies", "blocks"
-        return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in counted)))
+        try:
+            return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in counted)))
+        except KeyError as error:
+            raise EndpointError(f"the metrics lack slipstream_{error.args[0]}; is this Slipstream?") from error
 
 
 class _StreamReader:

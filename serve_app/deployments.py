@@ -94,6 +94,7 @@ class TargetDeployment:
         """What this replica holds and has dropped, for status and tests."""
         return {
             "pid": os.getpid(),
+            "rank_pids": self._engine.pids,
             "idle": self._replica.is_idle,
             "dropped": dict(self._replica.verifier.dropped),
             "refused": dict(self._replica.refused),
@@ -118,7 +119,8 @@ class DraftDeployment:
         method = await loop.run_in_executor(None, _drafting_method, config, tokens)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
         target_model = checkpoint_fingerprint(local_folder(config.model.target))
-        self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model)
+        ahead = config.speculation.draft_ahead
+        self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model, ahead)
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
         self._work = asyncio.create_task(self._drafter.run())
 

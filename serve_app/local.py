@@ -9,8 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -19,14 +18,13 @@ from ray import serve
 from rich.console import Console
 from rich.status import Status
 
-from cluster.config import Replicas, SlipstreamConfig
+from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
-from cluster.placement import rank_bundle, target_group_options
 from serve_app.app import APPLICATION, application
+from serve_app.capacity import check_resources, demand
 from serve_app.client import Counters
 
 OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
-ROUTER_CPUS = 0.1
 READY_TIMEOUT_S = 60.0  # from "deployed" to "both pools are reached"
 POLL_S = 0.1
 
@@ -48,9 +46,9 @@ def serving(
         port = checked_port(host, port)
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     with console.status("Starting") as status, _cluster(config, address, status, verbose):
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
         try:
             status.update("Loading the models")
-            serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             _deploy(config)
             _wait_until_ready(url)
             status.stop()
@@ -115,7 +113,7 @@ def _wait_until_ready(url: str) -> None:
     answer = "nothing"
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(f"{url}/health")
+            response = httpx.get(f"{url}/health", trust_env=False)
         except httpx.TransportError as error:
             answer = str(error)
         else:
@@ -131,15 +129,12 @@ def _drain(url: str, drain_s: float) -> None:
     deadline = time.monotonic() + drain_s
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(f"{url}/metrics")
+            response = httpx.get(f"{url}/metrics", trust_env=False)
         except httpx.TransportError:
             return
         if not response.is_success or Counters.parse(response.text).running_requests == 0:
             return
         time.sleep(POLL_S)
-
-
-# ---------------------------------------------------------------- what is needed and what there is
 
 
 def checked_port(host: str, port: int) -> int:
@@ -152,28 +147,3 @@ def checked_port(host: str, port: int) -> int:
             place = f"{host}:{port} ({error.strerror})"
             raise ConfigError(f"server.port: cannot listen on {place}; choose another port, as with --port") from error
         return int(probe.getsockname()[1])
-
-
-def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
-    """What Ray must offer for the pools at the size that `size` picks from their bounds."""
-    target, draft = config.target, config.draft
-    total: Counter[str] = Counter()
-    bundles = [(bundle, target.replicas) for bundle in target_group_options(target)["placement_group_bundles"]]
-    for bundle, replicas in [*bundles, (rank_bundle(draft.resources), draft.replicas)]:
-        total.update({name: amount * size(replicas) for name, amount in bundle.items()})
-    return {**total, "CPU": total["CPU"] + ROUTER_CPUS * config.server.routers}
-
-
-def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
-    """Raises ConfigError when this machine, a cluster that cannot grow, does not offer what the pools need."""
-    elsewhere = "ask for less, or give the --address of a cluster that has it"
-    needed = demand(config, lambda replicas: replicas.min)
-    missing = [
-        f"{amount:g} {name} where there is {offered.get(name, 0):g}"
-        for name, amount in needed.items()
-        if amount > offered.get(name, 0)
-    ]
-    if missing:
-        raise ConfigError(f"target.resources_per_rank and draft.resources need {', '.join(missing)}; {elsewhere}")
-    if config.target.resources_per_rank.labels or config.draft.resources.labels:
-        raise ConfigError(f"resources.labels: a local cluster has no labels; {elsewhere}")

@@ -107,12 +107,18 @@ class DraftModel:
             token = self._draw_by_ratio(draft, row)
         else:
             token = self._draw_coupled(draft, row)
-            if float(torch.softmax(row, dim=-1)[token]) < self._min_confidence and draft.tokens:
+            if self._is_doubtful(draft, row, token):
                 draft.done = True
                 return
         draft.tokens.append(token)
         draft.prefix_hash = extend_hash(draft.prefix_hash, token)
         draft.done = len(draft.tokens) == draft.want.max_tokens
+
+    def _is_doubtful(self, draft: _Draft, logits: Tensor, token: int) -> bool:
+        """Whether a block had better end before this token; its first one, or a guess before it, always stays."""
+        if len(draft.tokens) <= draft.want.ahead:
+            return False
+        return float(torch.softmax(logits, dim=-1)[token]) < self._min_confidence
 
     def _draw_coupled(self, draft: _Draft, logits: Tensor) -> int:
         """The token that the target would draw from these logits: with the same noise, at the same address."""
@@ -142,7 +148,7 @@ class DraftModel:
     def _proposal(self, draft: _Draft) -> Proposal:
         want = draft.want
         probs = SparseProbs(tuple(draft.ids), tuple(draft.weights)) if draft.ratio else None
-        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, tuple(draft.tokens), probs)
+        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, tuple(draft.tokens), probs, want.ahead)
 
 
 def load_draft_model(

@@ -40,4 +40,4 @@ class PromptLookup:
 
     def _propose(self, want: Want) -> Proposal:
         found = look_up(want.tokens, want.max_tokens, self._longest, self._shortest)
-        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, found)
+        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, found, ahead=want.ahead)

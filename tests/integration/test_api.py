@@ -10,9 +10,6 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from scripted_generator import STALL, Script, ScriptedGenerator
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from cluster.config import validated
 from cluster.errors import CapacityError, RequestError, TargetLostError
@@ -21,20 +18,12 @@ from protos.messages import Acceptance, Finish
 from serve_app.api import create_api
 from serve_app.metrics import Metrics
 from serve_app.text import TextCodec
+from tests.byte_tokenizer import byte_tokenizer
+from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
 
 CONTEXT, MAX_BODY, MAX_DRAFT = 64, 4096, 5
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
 USER = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-def byte_tokenizer() -> Any:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    built = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    built.decoder = decoders.ByteLevel()
-    built.add_special_tokens(["<eos>"])
-    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<eos>", chat_template=TEMPLATE)
 
 
 @dataclass
@@ -96,7 +85,8 @@ async def front() -> AsyncIterator[Front]:
         return health["ready"]
 
     api = create_api(generator, codec, config, metrics, ready)
-    server = uvicorn.Server(uvicorn.Config(api, host="127.0.0.1", port=0, log_level="error"))
+    settings = uvicorn.Config(api, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(settings)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     host, port = server.servers[0].sockets[0].getsockname()
@@ -294,7 +284,7 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
         (COMPLETIONS, {"max_tokens": CONTEXT}, "max_tokens"),
         (COMPLETIONS, {"prompt": ""}, "prompt[0].text"),
         (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt"),
-        (COMPLETIONS, {"prompt": [1, 257]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, 259]}, "prompt"),
         (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"n": 129}, "n"),
         (COMPLETIONS, {"stop": "x" * 1000}, "stop[0]"),

@@ -15,7 +15,7 @@ from actors.executor import StepExecutor
 from actors.methods.draft_model import DraftModel
 from actors.toy import ToyRunner
 from cluster.drafting import DraftBook, DrafterLimits
-from cluster.session import Command, Emit, Ended, Failed, Generation, Session, ToDrafter, ToTarget
+from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
 from cluster.verifier import Send, Verifier, VerifierLimits
 from protos.messages import Acceptance, Block, Close, Message, Open, Resync, Sampling, Verdict
 
@@ -136,7 +136,7 @@ class World:
         if self._drafting:
             return
         self._method.close(self.book.take_closed())
-        wants = self.book.wants(len(self.sessions))
+        wants = self.book.wants(len(self.sessions)) or self.book.wants_ahead(len(self.sessions))
         if not wants:
             return
         self._drafting = True
@@ -160,7 +160,7 @@ class World:
             elif isinstance(command, ToDrafter):
                 self._after(HOP_S, lambda m=command.message: self._to_drafter(m))
             else:
-                assert isinstance(command, Emit | Ended) and not isinstance(command, Failed)
+                assert isinstance(command, Emit | Ended)
 
     def _route(self, sends: list[Send]) -> None:
         """Router links are reliable; what drafter and target say to each other is up to the schedule."""

