@@ -59,6 +59,7 @@ class Drafter:
             if closed:
                 await loop.run_in_executor(self._thread, self._method.close, closed)
                 await self._drop_unused_targets()
+                continue  # sessions may have been closed and opened meanwhile: slots come back before new ones go
             wants = self.book.wants(limit) or self.book.wants_ahead(limit)
             if not wants:
                 self._changed.clear()
@@ -118,7 +119,7 @@ class Drafter:
             self.refused[item.kind] += 1
             log.warning("refused a malformed %s from %s: %s", item.kind, peer, item.why)
             if item.kind == "Open":
-                self._send([(peer, Refusal(item.session, 0, RefusalReason.INVALID, item.why))])
+                self._send([(peer, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
     # ------------------------------------------------------------ targets
 
@@ -136,8 +137,8 @@ class Drafter:
         )
 
     async def _drop_unused_targets(self) -> None:
-        for address in self._targets.keys() - self.book.targets:
-            await self._targets.pop(address).close()
+        while unused := self._targets.keys() - self.book.targets:  # asked anew: sessions are opened meanwhile
+            await self._targets.pop(unused.pop()).close()
 
     def _target_up(self, address: str) -> None:
         self._send(self.book.target_up(address))

@@ -71,16 +71,16 @@ def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -
 def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
     """Raises ModelError when a draft checkpoint does not share the target's vocabulary.
 
-    A draft without a tokenizer of its own was made for the target's and must have a row for each of its tokens.
+    A draft without a tokenizer of its own was made for the target's. Either must have a row for each of the
+    target's tokens, for it is fed all of them.
     """
     if any((draft_folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         check_same_vocabulary(target, vocabulary(draft_folder))
-        return
     rows = int(AutoConfig.from_pretrained(draft_folder).get_text_config().vocab_size)
     if rows <= max(target):
         raise ModelError(
-            f"draft {draft_folder} has no tokenizer and {rows} vocabulary rows, but the target's ids"
-            f" go up to {max(target)}; use a draft made for this target, or add its tokenizer files"
+            f"draft {draft_folder} has {rows} vocabulary rows, but the target's ids go up to {max(target)};"
+            " use a draft model made for this target"
         )
 
 

@@ -48,8 +48,8 @@ def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
     x = keys + token_ids * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
-    bits = _shift_right(x ^ _shift_right(x, 31), 11)  # 53 bits: exact in float64
-    return (bits.to(torch.float64) + 0.5) * 2.0**-53
+    bits = _shift_right(x ^ _shift_right(x, 31), 12)  # 52 bits: with the half, exact in float64 and never 1
+    return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
@@ -65,4 +65,4 @@ def uniform_scalar(at: int) -> float:
     x = at & mask
     x = ((x ^ (x >> 30)) * (_MULTIPLY_1 & mask)) & mask
     x = ((x ^ (x >> 27)) * (_MULTIPLY_2 & mask)) & mask
-    return (((x ^ (x >> 31)) >> 11) + 0.5) * 2.0**-53
+    return (((x ^ (x >> 31)) >> 12) + 0.5) * 2.0**-52

@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.cache import ATTENTION_NAME, FeedRow, RaggedBatch, SlotCache, register_attention
+from cluster.errors import ModelError
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what `slot_attention` computes
 
 
 class Runner(Protocol):
@@ -22,10 +25,22 @@ class Runner(Protocol):
     def forward(self, rows: Sequence[FeedRow]) -> Tensor: ...
 
 
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises ModelError for a model that would run, but wrongly: soft caps, sinks, recurrent or chunked layers."""
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    if others or not model._supports_sdpa:
+        raise ModelError(
+            f"{type(model).__name__} needs attention that is not supported"
+            f" ({', '.join(sorted(others)) or 'more than scaled dot products'}); expected full or sliding-window"
+            " attention without soft caps or sinks"
+        )
+
+
 class ModelRunner:
     """A Hugging Face causal language model behind `Runner`."""
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int) -> None:
+        check_attention(model)
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model.eval()

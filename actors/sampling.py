@@ -23,7 +23,8 @@ def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft:
         logits = _penalise(logits, sampling, generated, draft)
     if sampling.greedy:
         return logits
-    logits = logits / sampling.temperature
+    # The likeliest token is put at 0 first: no temperature, however small, makes logits infinite.
+    logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = _keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:

@@ -99,7 +99,8 @@ class TargetReplica:
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
         """A router's stream begins: only the sessions that it lists stay."""
         stream, outbox = self._stream_up(hello)
-        self.verifier.hello(stream, hello.live)
+        self.verifier.hello(stream, hello.live, self._clock())
+        self._changed.set()
         return stream, outbox
 
     def router_frame(self, stream: str, frame: Decoded) -> None:
@@ -152,7 +153,7 @@ class TargetReplica:
             self.refused[item.kind] += 1
             log.warning("refused a malformed %s from %s: %s", item.kind, stream, item.why)
             if item.kind == "Open":
-                self._send([(stream, Refusal(item.session, 0, RefusalReason.INVALID, item.why))])
+                self._send([(stream, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
     # ------------------------------------------------------------ inspection
 

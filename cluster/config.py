@@ -143,7 +143,7 @@ def load_config(
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no mapping; expected the sections model, target, draft, ...")
@@ -175,7 +175,10 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
             raise ConfigError(f"{name}: '{key}' is not a section")
-    section[keys[-1]] = yaml.safe_load(value)
+    try:
+        section[keys[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: '{value}' is not a YAML value: {error}") from error
 
 
 def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path) -> None:

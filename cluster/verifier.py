@@ -8,6 +8,7 @@ are handed in.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cluster.pacing import StepCost, Yield, patience_s
 from cluster.steps import Outcome, Row, StepPlan
@@ -118,7 +119,7 @@ class Verifier:
 
     # ------------------------------------------------------------ what a router says
 
-    def hello(self, router: str, live: Iterable[LiveSession]) -> None:
+    def hello(self, router: str, live: Iterable[LiveSession], now: float) -> None:
         """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
         wanted = {(item.session, item.attempt) for item in live}
         for session in [*self._sessions.values(), *self._queue.values()]:
@@ -127,6 +128,7 @@ class Verifier:
             session.router = router
             if (session.open.session, session.open.attempt) not in wanted:
                 self._forget(session.open.session)
+        self._admit(now)
 
     def open(self, router: str, request: Open, now: float) -> list[Send]:
         """Serves a session from its ledger; an open one is replaced unless the request is older."""
@@ -225,8 +227,10 @@ class Verifier:
         return plan
 
     def next_due(self) -> float | None:
-        """When a step will be due if nothing else happens; None while no session could run."""
-        return min((self._due(session) for session in self._sessions.values()), default=None)
+        """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
+        dues = [self._due(session) for session in self._sessions.values()]
+        dues += [waiting.since + self._limits.room_age_s for waiting in islice(self._unopened.values(), 1)]
+        return min(dues, default=None)
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
         """Turns what the engine computed into verdicts, for the router and for the drafter."""
@@ -293,10 +297,11 @@ class Verifier:
         if sum(w.drafter == drafter for w in self._unopened.values()) >= self._limits.room_sessions:
             return None
         self._unopened[name] = _Waiting(now, drafter)
+        self._unopened.move_to_end(name)  # oldest first, for expiry
         return self._unopened[name]
 
     def _expire(self, now: float) -> None:
-        while self._unopened and now - next(iter(self._unopened.values())).since > self._limits.room_age_s:
+        while self._unopened and now >= next(iter(self._unopened.values())).since + self._limits.room_age_s:
             _, expired = self._unopened.popitem(last=False)
             self.dropped["expired"] += len(expired.blocks)
 

@@ -36,15 +36,17 @@ from protos.messages import (
 )
 
 MAX_SPARSE_WIDTH = 1024
+MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
 FrameT = TypeVar("FrameT", bound=ProtoMessage)
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A received message that was refused: of which kind and session, and why."""
+    """A received message that was refused: of which kind, session and attempt, and why."""
 
     kind: str
     session: str
+    attempt: int  # 0 for kinds that have none
     why: str
 
 
@@ -133,6 +135,8 @@ def _sampling_from_pb(m: pb.Sampling) -> Sampling:
     _require(m.temperature >= 0, f"temperature is {m.temperature}, expected 0 or more")
     _require(0 < m.top_p <= 1, f"top_p is {m.top_p}, expected 0 < top_p <= 1")
     _require(0 <= m.min_p <= 1, f"min_p is {m.min_p}, expected 0..1")
+    for name, value in (("frequency_penalty", m.frequency_penalty), ("presence_penalty", m.presence_penalty)):
+        _require(abs(value) <= MAX_PENALTY, f"{name} is {value}, expected -{MAX_PENALTY}..{MAX_PENALTY}")
     return Sampling(m.temperature, m.top_k, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty)
 
 
@@ -163,7 +167,6 @@ def _open_to_pb(m: Open) -> pb.Open:
 
 
 def _open_from_pb(m: pb.Open) -> Open:
-    _require(bool(m.session), "session is empty")
     tokens = _int32_tuple(m.tokens, "tokens")
     _require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
     _require(m.max_len > len(tokens), f"max_len is {m.max_len}, not beyond the {len(tokens)} tokens")
@@ -334,8 +337,10 @@ def decode(frame: ProtoMessage) -> Decoded:
     for descriptor, value in frame.ListFields():
         for item in value if descriptor.is_repeated else (value,):
             try:
+                _require(getattr(item, "session", None) != "", "session is empty")
                 messages.append(_FROM_PB[type(item)](item))
             except ValueError as error:
                 kind = type(item).__name__
-                malformed.append(Malformed(kind, getattr(item, "session", ""), str(error)))
+                session, attempt = getattr(item, "session", ""), getattr(item, "attempt", 0)
+                malformed.append(Malformed(kind, session, attempt, str(error)))
     return Decoded(tuple(messages), tuple(malformed))

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
-from cluster.session import Emit, Ended, Generation
+from cluster.session import Emit, Generation
 from protos.messages import Finish
 from serve_app.generation import Generator
 from serve_app.metrics import Metrics
@@ -139,7 +138,7 @@ async def _follow_one(
     clock: Callable[[], float],
 ) -> None:
     transcript, last = choice.transcript, clock()
-    outputs = cast(AsyncGenerator[Emit | Ended, None], generator.generate(choice.generation))
+    outputs = generator.generate(choice.generation)
     async with aclosing(outputs):
         async for output in outputs:
             if isinstance(output, Emit):

@@ -3,7 +3,7 @@
 The seam between HTTP and the distributed system; tests put a scripted generator behind it. Knows nothing of text.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from cluster.session import Emit, Ended, Generation
@@ -12,7 +12,7 @@ from cluster.session import Emit, Ended, Generation
 class Generator(Protocol):
     """Generates one session's tokens."""
 
-    def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """Yields committed tokens as they come, then exactly one `Ended`.
 
         Closing the iterator early (a client that left, a stop string that was found) cancels the session

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from actors.streams import Link
@@ -69,7 +69,7 @@ class Router:
 
     # ------------------------------------------------------------ one session
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """See `Generator`."""
         if len(self._flights) >= self._limits.max_sessions:
             raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from openai import AsyncOpenAI, OpenAI
 from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,14 +34,18 @@ class Served:
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
-    @cached_property
+    @property
     def async_client(self) -> AsyncOpenAI:
+        """A new one each time: connections belong to the event loop of the test that makes them."""
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def inspect(self, deployment: str) -> list[dict[str, Any]]:
-        """What each replica of a deployment holds."""
+        """What each replica of a deployment holds; nothing while there is none."""
         handle = serve.get_deployment_handle(deployment, APPLICATION)
-        return list(handle.broadcast("inspect").results(timeout_s=20))
+        try:
+            return list(handle.broadcast("inspect").results(timeout_s=20))
+        except (DeploymentUnavailableError, RayActorError):
+            return []
 
 
 @contextmanager

@@ -185,7 +185,7 @@ async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing_behind():
             async for event in stream:
                 if isinstance(event, Emit):
                     break
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
         await asyncio.gather(*(begin_and_leave(i) for i in range(50)))
     # The harness has checked that router, target and drafter hold nothing any more.

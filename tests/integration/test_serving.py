@@ -152,8 +152,8 @@ async def test_bad_requests_disturb_nobody(served: Served, reference: Reference)
         reference.assert_greedy(prompt, 32, text)
 
 
-def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, disturb: Callable[[], None]) -> str:
-    """Streams an answer and makes something happen once a few tokens have come."""
+def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, happenings: dict[int, Callable[[], None]]) -> str:
+    """Streams an answer and makes things happen, each once so many pieces of it have come."""
     stream = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",
         messages=[{"role": "user", "content": prompt}],
@@ -165,14 +165,15 @@ def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, disturb: C
     for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
             pieces.append(chunk.choices[0].delta.content)
-            if len(pieces) == 5:
-                disturb()
+            if len(pieces) in happenings:
+                happenings[len(pieces)]()
+    assert len(pieces) >= max(happenings), "the answer was over before everything had happened"
     return "".join(pieces)
 
 
 def test_a_drafter_killed_in_mid_stream_changes_no_token(served: Served, reference: Reference) -> None:
     (before,) = [r["pid"] for r in served.inspect("Drafter")]
-    text = _stream_and_disturb(served, PROMPTS[1], 64, lambda: os.kill(before, signal.SIGKILL))
+    text = _stream_and_disturb(served, PROMPTS[1], 64, {5: lambda: os.kill(before, signal.SIGKILL)})
     reference.assert_greedy(PROMPTS[1], 64, text)
 
     def replaced() -> bool:
@@ -200,11 +201,10 @@ def test_a_target_that_is_stopped_and_woken_commits_nothing(served: Served, refe
         os.kill(busy, signal.SIGSTOP)
         stopped.append(busy)
 
-    try:
-        text = _stream_and_disturb(served, PROMPTS[1], 64, stop_the_busy_one)
-    finally:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+    def wake_it() -> None:
+        os.kill(stopped[0], signal.SIGCONT)
+
+    text = _stream_and_disturb(served, PROMPTS[1], 64, {5: stop_the_busy_one, 15: wake_it})
     reference.assert_greedy(PROMPTS[1], 64, text)
     eventually(lambda: len(served.inspect("Target")) == 2, "both replicas answer again", 120)
 
@@ -214,6 +214,6 @@ def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Ref
         (busy,) = [r for r in served.inspect("Target") if not r["idle"]]
         os.kill(busy["rank_pids"][0], signal.SIGKILL)
 
-    text = _stream_and_disturb(served, PROMPTS[3], 64, kill_the_busy_rank)
+    text = _stream_and_disturb(served, PROMPTS[3], 64, {5: kill_the_busy_rank})
     reference.assert_greedy(PROMPTS[3], 64, text)
     eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica", 120)

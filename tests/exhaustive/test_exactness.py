@@ -1,0 +1,82 @@
+"""Equality at length: many prompts, long answers, both concurrencies, both tensor-parallel sizes. Takes a while.
+
+Not part of the default suite: `make test-exhaustive`.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scipy.stats import chi2_contingency
+
+from tests.integration.serving import Reference, Served, demo_served
+
+MODEL = "SmolLM2-135M-Instruct"
+MAX_TOKENS, CONCURRENCIES = 96, (1, 8)
+LINES = (Path(__file__).parents[2] / "examples" / "bench_prompts.jsonl").read_text().splitlines()
+PROMPTS = [json.loads(line)["prompt"] for line in LINES][:20]
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["tensor_parallel 1", "tensor_parallel 3"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with demo_served(f"target.tensor_parallel={request.param}", "target.resources_per_rank.num_cpus=0.3") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def reference(served: Served) -> Reference:
+    return Reference(served.config.model.target)
+
+
+async def answers(served: Served, prompts: list[str], concurrency: int, **options: object) -> list[str]:
+    client, places = served.async_client, asyncio.Semaphore(concurrency)
+    options = {"temperature": 0.0, "max_tokens": MAX_TOKENS, **options}
+
+    async def one(prompt: str) -> str:
+        async with places:
+            answer = await client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": prompt}],
+                **options,  # type: ignore[call-overload]
+            )
+        return str(answer.choices[0].message.content)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+@pytest.mark.parametrize("concurrency", CONCURRENCIES)
+async def test_greedy_text_equals_plain_generate(served: Served, reference: Reference, concurrency: int) -> None:
+    texts = await answers(served, PROMPTS, concurrency)
+    equal = [reference.assert_greedy(p, MAX_TOKENS, text) for p, text in zip(PROMPTS, texts, strict=True)]
+    print(f"\nconcurrency {concurrency}: {sum(equal)} of {len(equal)} equal, the others part at a near-tie")
+
+
+async def test_a_seed_fixes_the_text_at_any_concurrency_and_draft_length(served: Served) -> None:
+    prompts = PROMPTS[:8]
+    options = {"temperature": 0.8, "seed": 42, "max_tokens": 48}
+    first = await answers(served, prompts, 1, **options)
+    for concurrency, speculation in ((8, {}), (8, {"max_draft_tokens": 1}), (4, {"max_draft_tokens": 0})):
+        again = await answers(served, prompts, concurrency, extra_body={"speculation": speculation}, **options)
+        assert again == first
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "ratio"])
+async def test_first_tokens_follow_plain_decoding(served: Served, acceptance: str) -> None:
+    """Homogeneity of two samples by chi-square; false-alarm rate 1e-4."""
+    draws, prompt = 400, "Name one animal, and nothing else."
+
+    async def sample(speculation: dict[str, object]) -> list[str]:
+        return await answers(
+            served, [prompt] * draws, 8, temperature=1.0, max_tokens=3, extra_body={"speculation": speculation}
+        )
+
+    plain = await sample({"max_draft_tokens": 0})
+    speculative = await sample({"max_draft_tokens": 3, "acceptance": acceptance})
+    common = [text for text in sorted(set(plain)) if plain.count(text) + speculative.count(text) >= 10]
+    table = [[texts.count(text) for text in common] for texts in (plain, speculative)]
+    for row in table:
+        row.append(draws - sum(row))
+    assert len(common) > 2, "too few different answers to compare"
+    assert chi2_contingency(table).pvalue > 1e-4

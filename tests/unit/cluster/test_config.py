@@ -1,0 +1,115 @@
+"""Reading the configuration: what wins, what is refused, and whether the refusal names the key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import SlipstreamConfig, load_config, validated
+from cluster.errors import ConfigError
+
+SMALLEST = {"model": {"target": "org/model"}, "draft": {"method": "prompt_lookup"}}
+
+
+def written(folder: Path, data: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def test_two_keys_are_enough(tmp_path):
+    config = load_config(written(tmp_path, SMALLEST))
+    assert config == validated(SMALLEST)
+    assert config.model.name == "model"
+    assert config.speculation.acceptance == "coupled"
+    assert (config.target.tensor_parallel, config.draft.replicas.max) == (1, 1)
+
+
+def test_command_line_beats_environment_beats_file(tmp_path):
+    data = SMALLEST | {"server": {"port": 1, "host": "a", "drain_s": 1}}
+    environment = {"SLIPSTREAM__SERVER__PORT": "2", "SLIPSTREAM__SERVER__HOST": "b", "UNRELATED": "{"}
+    config = load_config(written(tmp_path, data), ["server.port=3"], environment)
+    assert (config.server.port, config.server.host, config.server.drain_s) == (3, "b", 1)
+
+
+def test_overrides_make_sections_and_keep_their_neighbours(tmp_path):
+    config = load_config(
+        written(tmp_path, SMALLEST), ["target.resources_per_rank.num_gpus=0.5", "target.tensor_parallel=3"]
+    )
+    assert config.target.resources_per_rank.num_gpus == 0.5
+    assert config.target.tensor_parallel == 3
+
+
+def test_folders_are_relative_to_the_file_and_ids_stay_ids(tmp_path):
+    """A config that works only from its own folder, or an id that turns into a path."""
+    (tmp_path / "models" / "draft").mkdir(parents=True)
+    config = load_config(written(tmp_path, {"model": {"target": "org/model"}, "draft": {"model": "models/draft"}}))
+    assert config.model.target == "org/model"
+    assert config.draft.model == str(tmp_path / "models" / "draft")
+    home = load_config(written(tmp_path, SMALLEST), ["model.target=~/m"])
+    assert home.model.target == str(Path.home() / "m")
+    missing = load_config(written(tmp_path, SMALLEST), ["model.target=./not-there"])
+    assert missing.model.target == str(tmp_path / "not-there")
+
+
+WRONG = {
+    "unknown key": ("target.tensor_paralel=2", "target.tensor_paralel"),
+    "unknown section": ("sever.port=1", "sever"),
+    "below its bound": ("target.max_step_tokens=0", "target.max_step_tokens"),
+    "beyond its bound": ("speculation.max_draft_tokens=129", "speculation.max_draft_tokens"),
+    "wrong type": ("server.port=many", "server.port"),
+    "not one of": ("speculation.acceptance=typical", "speculation.acceptance"),
+    "bounds swapped": ("draft.replicas={min: 3, max: 2}", "draft.replicas"),
+    "a draft model without one": ("draft.method=draft_model", "draft"),
+    "a model that is not used": ("draft.model=org/draft", "draft"),
+    "ngrams swapped": ("draft.lookup_max_ngram=1", "lookup_max_ngram"),
+    "into a value": ("model.target.x=1", "model.target.x"),
+    "no value": ("model.target", "model.target"),
+    "no YAML value": ("model.target=[", "model.target"),
+    "nothing": ("model.target=", "model.target"),
+}
+
+
+@pytest.mark.parametrize(("override", "named"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_refused_by_name(tmp_path, override, named):
+    with pytest.raises(ConfigError) as error:
+        load_config(written(tmp_path, SMALLEST), [override])
+    assert named in str(error.value)
+
+
+def test_every_wrong_key_is_named_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)model\.dtype.*server\.port"):
+        validated(SMALLEST | {"model": {"target": "m", "dtype": "int3"}, "server": {"port": -1}})
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- a list", b"", b"\xff\xfe\x00bad"], ids=repr)
+def test_a_file_that_is_no_mapping_is_refused_by_its_path(tmp_path, content):
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(path)
+
+
+def test_a_missing_file_is_refused_by_its_path(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_the_environment_names_its_variable(tmp_path):
+    with pytest.raises(ConfigError, match="SLIPSTREAM__MODEL__TARGET__X"):
+        load_config(written(tmp_path, SMALLEST), environment={"SLIPSTREAM__MODEL__TARGET__X": "1"})
+
+
+def test_a_config_cannot_be_changed_afterwards():
+    with pytest.raises(ValueError, match="frozen"):
+        validated(SMALLEST).server.port = 1  # type: ignore[misc]
+
+
+def test_every_key_has_a_place_in_the_schema():
+    assert set(SlipstreamConfig.model_json_schema()["properties"]) == {
+        "model",
+        "target",
+        "draft",
+        "speculation",
+        "server",
+    }

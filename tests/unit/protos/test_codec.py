@@ -1,0 +1,303 @@
+"""The codec: what is sent is what arrives, and what does not fit is set aside alone."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import speculation_pb2 as pb
+from protos.codec import MAX_SPARSE_WIDTH, Decoded, Malformed, decode, encode
+from protos.messages import (
+    MAX_BLOCK_TOKENS,
+    Acceptance,
+    Attach,
+    Block,
+    Close,
+    Finish,
+    Hello,
+    LiveSession,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    SparseProbs,
+    Verdict,
+    Welcome,
+)
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+IDS = st.integers(0, 2**31 - 1)
+NAMES = st.text(min_size=1, max_size=8)
+
+
+def token_lists(smallest: int, largest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(IDS, min_size=smallest, max_size=largest).map(tuple)
+
+
+def floats(low: float, high: float, **kwargs: Any) -> st.SearchStrategy[float]:
+    return st.floats(low, high, width=32, **kwargs)  # as wide as on the wire
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=floats(0, 2),
+    top_k=U32,
+    top_p=floats(0, 1, exclude_min=True),
+    min_p=floats(0, 1),
+    frequency_penalty=floats(-2, 2),
+    presence_penalty=floats(-2, 2),
+)
+
+
+@st.composite
+def opens(draw: st.DrawFn) -> Open:
+    tokens = draw(token_lists(1, 12))
+    return Open(
+        session=draw(NAMES),
+        attempt=draw(U32),
+        tokens=tokens,
+        prompt_len=draw(st.integers(1, len(tokens))),
+        max_len=draw(st.integers(len(tokens) + 1, 2**32 - 1)),
+        stop_ids=draw(token_lists(0, 3)),
+        sampling=draw(SAMPLINGS),
+        seed=draw(U64),
+        choice=draw(U32),
+        hash_key=draw(U64),
+        acceptance=draw(st.sampled_from(Acceptance)),
+        max_draft_tokens=draw(st.integers(0, MAX_BLOCK_TOKENS)),
+        target_address=draw(st.text(max_size=8)),
+    )
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Block:
+    tokens = draw(token_lists(1, 4))
+    probs = None
+    if draw(st.booleans()):
+        width = draw(st.integers(1, 4))
+        others = st.lists(IDS, min_size=width, max_size=width, unique=True)
+        rows = [(token, *[i for i in draw(others) if i != token][: width - 1]) for token in tokens]
+        padded = tuple(row + (0,) * (width - len(row)) for row in rows)
+        weight = st.integers(1, 2**16 - 1)
+        weights = tuple((*[draw(weight) for _ in row], *[0] * (width - len(row))) for row in rows)
+        probs = SparseProbs(padded, weights)
+    return Block(draw(NAMES), draw(U32), draw(U64), tokens, probs)
+
+
+@st.composite
+def verdicts(draw: st.DrawFn) -> Verdict:
+    tokens = draw(token_lists(1, 5))
+    accepted = draw(st.integers(0, len(tokens)))
+    return Verdict(
+        session=draw(NAMES),
+        attempt=draw(U32),
+        base_len=draw(U32),
+        prefix_hash=draw(U64),
+        tokens=tokens,
+        accepted=accepted,
+        drafted=draw(st.integers(accepted, 2**32 - 1)),
+        finish=draw(st.sampled_from(Finish)),
+        hidden_states=draw(st.binary(max_size=8)),
+    )
+
+
+HELLOS = st.builds(
+    Hello, NAMES, st.text(max_size=5), st.text(max_size=5), st.lists(st.builds(LiveSession, NAMES, U32)).map(tuple), U32
+)
+WELCOMES = st.builds(Welcome, NAMES, U32)
+CLOSES = st.builds(Close, NAMES, U32)
+ATTACHES = st.builds(Attach, NAMES, U32, U64)
+RESYNCS = st.builds(Resync, NAMES, U32, U64)
+REFUSALS = st.builds(Refusal, NAMES, U32, st.sampled_from(RefusalReason), st.text(max_size=8))
+FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then what repeats, in the frame's order
+    pb.RouterToDrafter: (HELLOS, opens(), CLOSES),
+    pb.DrafterToRouter: (WELCOMES, RESYNCS, REFUSALS),
+    pb.RouterToTarget: (HELLOS, opens(), CLOSES),
+    pb.TargetToRouter: (WELCOMES, verdicts(), REFUSALS),
+    pb.DrafterToTarget: (HELLOS, ATTACHES, blocks()),
+    pb.TargetToDrafter: (WELCOMES, verdicts(), RESYNCS),
+}
+
+
+@pytest.mark.parametrize("frame_type", FRAMES, ids=lambda t: t.__name__)
+@given(data=st.data())
+def test_every_message_of_every_frame_arrives_as_it_was_sent(frame_type, data):
+    """Guards against a field that one direction of the codec forgets, swaps or narrows."""
+    greeting, *repeated = FRAMES[frame_type]
+    messages = [data.draw(greeting)] if data.draw(st.booleans()) else []
+    for kind in repeated:
+        messages += data.draw(st.lists(kind, max_size=2))
+    wire = encode(frame_type, messages).SerializeToString()
+    assert decode(frame_type.FromString(wire)) == Decoded(tuple(messages))
+
+
+def test_what_a_frame_has_no_place_for_is_a_fault_of_the_sender():
+    with pytest.raises(ValueError, match="verdicts"):
+        encode(pb.RouterToTarget, [Verdict("s", 1, 1, 0, (1,), 0, 0)])
+    with pytest.raises(KeyError):
+        encode(pb.RouterToTarget, [LiveSession("s", 1)])  # type: ignore[list-item]
+
+
+# ---------------------------------------------------------------- malformed
+
+
+def ids(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+
+
+def weights(*values: int) -> bytes:
+    return b"".join(value.to_bytes(2, "little") for value in values)
+
+
+def good_open() -> pb.Open:
+    message = Open("good", 3, (1, 2), 1, 9, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4)
+    return encode(pb.RouterToTarget, [message]).opens[0]
+
+
+def good_block() -> pb.Block:
+    message = Block("good", 2, 7, (5, 6), SparseProbs(((5, 8), (6, 8)), ((1, 1), (1, 1))))
+    return encode(pb.DrafterToTarget, [message]).blocks[0]
+
+
+def good_verdict() -> pb.Verdict:
+    return encode(pb.TargetToRouter, [Verdict("good", 1, 2, 7, (5, 6), 1, 4)]).verdicts[0]
+
+
+def with_sampling(**values: float) -> Callable[[pb.Open], None]:
+    def change(message: pb.Open) -> None:
+        for name, value in values.items():
+            setattr(message.sampling, name, value)
+
+    return change
+
+
+def with_fields(**values: Any) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        for name, value in values.items():
+            setattr(message, name, value)
+
+    return change
+
+
+def with_probs(**values: Any) -> Callable[[pb.Block], None]:
+    def change(message: pb.Block) -> None:
+        for name, value in values.items():
+            setattr(message.draft_probs, name, value)
+
+    return change
+
+
+BAD_OPENS = {
+    "empty session": (with_fields(session=""), "session is empty"),
+    "negative id": (with_fields(tokens=ids(1, -2)), "tokens holds a negative"),
+    "negative stop id": (with_fields(stop_ids=ids(-1)), "stop_ids holds a negative"),
+    "half a token": (with_fields(tokens=ids(1, 2) + b"\0"), "multiple of 4"),
+    "no tokens": (with_fields(tokens=b""), "prompt_len"),
+    "no prompt": (with_fields(prompt_len=0), "prompt_len is 0"),
+    "prompt beyond tokens": (with_fields(prompt_len=3), "prompt_len is 3 of 2"),
+    "no room": (with_fields(max_len=2), "max_len is 2"),
+    "huge K": (with_fields(max_draft_tokens=2**32 - 1), "max_draft_tokens"),
+    "unspecified acceptance": (with_fields(acceptance=0), "Acceptance"),
+    "unknown acceptance": (with_fields(acceptance=77), "Acceptance"),
+    "negative temperature": (with_sampling(temperature=-1.0), "temperature is -1"),
+    "NaN temperature": (with_sampling(temperature=math.nan), "not finite"),
+    "infinite temperature": (with_sampling(temperature=math.inf), "not finite"),
+    "top_p 0": (with_sampling(top_p=0.0), "top_p is 0"),
+    "top_p above 1": (with_sampling(top_p=1.5), "top_p is 1.5"),
+    "NaN top_p": (with_sampling(top_p=math.nan), "not finite"),
+    "negative min_p": (with_sampling(min_p=-0.5), "min_p is -0.5"),
+    "NaN penalty": (with_sampling(presence_penalty=math.nan), "not finite"),
+    "overflowing penalty": (with_sampling(frequency_penalty=-3e38), "frequency_penalty"),
+}
+BAD_BLOCKS = {
+    "empty session": (with_fields(session=""), "session is empty"),
+    "no tokens": (with_fields(tokens=b""), "a block of 0 tokens"),
+    "huge K": (with_fields(tokens=ids(*[1] * (MAX_BLOCK_TOKENS + 1))), f"{MAX_BLOCK_TOKENS + 1} tokens"),
+    "negative id": (with_fields(tokens=ids(5, -6)), "negative"),
+    "probs of another length": (with_fields(tokens=ids(5, 6, 7)), "3 x 2 entries"),
+    "width 0": (with_probs(width=0), "width is 0"),
+    "huge width": (with_probs(width=MAX_SPARSE_WIDTH + 1), "width"),
+    "width that does not fit": (with_probs(width=3), "2 x 3 entries"),
+    "half a weight": (with_probs(weights=weights(1, 1, 1, 1)[:-1]), "2 x 2 entries"),
+    "token absent from its row": (with_probs(token_ids=ids(8, 9, 6, 8)), "probability zero"),
+    "token with weight 0": (with_probs(weights=weights(0, 1, 1, 1)), "probability zero"),
+    "all weights 0": (with_probs(weights=weights(1, 1, 0, 0)), "probability zero"),
+    "a token twice": (with_probs(token_ids=ids(5, 5, 6, 8)), "name a token twice"),
+}
+BAD_VERDICTS = {
+    "empty session": (with_fields(session=""), "session is empty"),
+    "no tokens": (with_fields(tokens=b""), "decides no token"),
+    "more accepted than drafted": (with_fields(accepted=2, drafted=1), "accepted 2 of 1"),
+    "more accepted than decided": (with_fields(accepted=3), "accepted 3 of 4"),
+    "unknown finish": (with_fields(finish=9), "Finish"),
+    "negative id": (with_fields(tokens=ids(-1)), "negative"),
+}
+CASES = [
+    pytest.param(frame, field, good, change, why, id=f"{kind}: {name}")
+    for kind, frame, field, good, table in (
+        ("Open", pb.RouterToTarget, "opens", good_open, BAD_OPENS),
+        ("Block", pb.DrafterToTarget, "blocks", good_block, BAD_BLOCKS),
+        ("Verdict", pb.TargetToRouter, "verdicts", good_verdict, BAD_VERDICTS),
+    )
+    for name, (change, why) in table.items()
+]
+
+
+@pytest.mark.parametrize(("frame_type", "field", "good", "change", "why"), CASES)
+def test_a_malformed_message_is_set_aside_and_its_neighbours_survive(frame_type, field, good, change, why):
+    bad = good()
+    change(bad)
+    neighbour = good()
+    decoded = decode(frame_type(**{field: [neighbour, bad, neighbour]}))
+    assert len(decoded.messages) == 2
+    (malformed,) = decoded.malformed
+    assert why in malformed.why
+    assert malformed == Malformed(type(bad).__name__, bad.session, getattr(bad, "attempt", 0), malformed.why)
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_OPENS if "empty" not in name])
+def test_a_malformed_open_is_refused_under_its_own_attempt(name):
+    """A Refusal for attempt 0 would be void for the ledger, and its request would wait for ever."""
+    message = good_open()
+    BAD_OPENS[name][0](message)
+    assert decode(pb.RouterToTarget(opens=[message])).malformed[0].attempt == 3
+
+
+def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
+    frame = pb.TargetToRouter(refusals=[pb.Refusal(session="s", reason=9), pb.Refusal(session="s", reason=0)])
+    assert [m.kind for m in decode(frame).malformed] == ["Refusal", "Refusal"]
+    assert [m.kind for m in decode(pb.RouterToTarget(hello=pb.Hello())).malformed] == ["Hello"]
+
+
+@given(
+    st.builds(
+        pb.Block,
+        session=st.text(max_size=2),
+        base_len=U32,
+        prefix_hash=U64,
+        tokens=st.binary(max_size=24),
+        draft_probs=st.builds(
+            pb.SparseProbs, width=st.integers(0, 4) | U32, token_ids=st.binary(max_size=48), weights=st.binary(max_size=24)
+        ),
+    ),
+    st.builds(
+        pb.Open,
+        session=st.text(max_size=2),
+        tokens=st.binary(max_size=24),
+        prompt_len=st.integers(0, 6) | U32,
+        max_len=U32,
+        stop_ids=st.binary(max_size=9),
+        sampling=st.builds(pb.Sampling, temperature=st.floats(width=32), top_k=U32, top_p=st.floats(width=32)),
+        acceptance=st.integers(-(2**31), 2**31 - 1),
+        max_draft_tokens=U32,
+    ),
+)
+def test_decoding_never_raises(block, request):
+    """Whatever fits the wire format is either a message or malformed; one hostile field must not end a stream."""
+    for frame in (pb.DrafterToTarget(blocks=[block]), pb.RouterToTarget(opens=[request])):
+        decoded = decode(frame)
+        assert len(decoded.messages) + len(decoded.malformed) == 1
