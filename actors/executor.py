@@ -27,6 +27,7 @@ class StepExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._slots = len(runner.free_slots)
         self._sessions: dict[str, _Session] = {}
 
     def step(self, plan: StepPlan) -> list[Outcome]:
@@ -37,6 +38,7 @@ class StepExecutor:
             assert request.session not in self._sessions, f"session {request.session} is open already"
             self._sessions[request.session] = _Session(request, self._runner.free_slots.pop(), [])
         if not plan.rows:
+            self._check_integrity()
             return []
         logits = self._runner.forward([self._feed(row) for row in plan.rows])
         return self._decide(plan, logits)
@@ -44,6 +46,11 @@ class StepExecutor:
     @property
     def is_idle(self) -> bool:
         return not self._sessions
+
+    def _check_integrity(self) -> None:
+        """In tests and in production alike, whenever a step has nothing to compute: no slot was lost or shared."""
+        held = [session.slot for session in self._sessions.values()]
+        assert sorted([*held, *self._runner.free_slots]) == list(range(self._slots)), "slots were lost or shared"
 
     def _feed(self, row: Row) -> FeedRow:
         session = self._sessions[row.session]

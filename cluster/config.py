@@ -52,6 +52,7 @@ class Replicas(_Frozen):
 
     min: Positive = 1
     max: Positive = 1
+    sessions_per_replica: float = Field(8, gt=0, description="load that scaling between the bounds aims at")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

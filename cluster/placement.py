@@ -48,4 +48,13 @@ def scaling_options(replicas: Replicas) -> dict[str, Any]:
     """Serve options for a pool's size: fixed, or scaled between bounds by load."""
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
-    return {"autoscaling_config": {"min_replicas": replicas.min, "max_replicas": replicas.max}}
+    return {
+        "autoscaling_config": {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "policy": {
+                "policy_function": "cluster.autoscaling:SessionsPolicy",
+                "policy_kwargs": {"sessions_per_replica": replicas.sessions_per_replica},
+            },
+        }
+    }

@@ -5,6 +5,7 @@ Knows nothing of how the endpoint is run.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
@@ -64,7 +65,8 @@ def _legend(console: Console) -> Text:
 
 
 def _show(pieces: Sequence[Piece], console: Console) -> None:
-    for text, drafted in pieces:
+    for drafted, run in groupby(pieces, key=lambda piece: piece[1]):
+        text = "".join(text for text, _ in run)
         console.print(_piece(text, drafted, console), end="", soft_wrap=True)
 
 

@@ -80,6 +80,7 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
 
 def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at 15
     # Ray only counts these, it hands out no cores: pools larger than the machine start too, and share its cores.
     cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
     ray.init(

@@ -63,6 +63,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner, allowed: Tensor, top_k: int, min_confidence: float) -> None:
         self._runner = runner
+        self._slots = len(runner.free_slots)
         self._excluded = ~allowed
         self._top_k, self._min_confidence = top_k, min_confidence
         self._cached: dict[str, tuple[int, list[int]]] = {}  # slot and tokens in it, by session
@@ -86,6 +87,8 @@ class DraftModel:
             if name in self._cached:
                 slot, _ = self._cached.pop(name)
                 self._runner.free_slots.append(slot)
+        held = [slot for slot, _ in self._cached.values()]
+        assert sorted([*held, *self._runner.free_slots]) == list(range(self._slots)), "slots were lost or shared"
 
     @property
     def is_idle(self) -> bool:

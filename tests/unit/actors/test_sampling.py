@@ -1,0 +1,114 @@
+"""From logits to a request's distribution, position by position along a draft."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.sampling import process
+from protos.messages import Sampling
+
+VOCABULARY = 12
+TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=5)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    top_k=st.integers(0, VOCABULARY + 1),
+    top_p=st.floats(0.05, 1),
+    min_p=st.floats(0, 1),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+)
+
+
+def some_logits(positions: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(positions, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def allowed(logits: torch.Tensor, sampling: Sampling) -> list[int]:
+    """Token ids that one position may give."""
+    return torch.isfinite(process(logits.unsqueeze(0), sampling, (), ())[0]).nonzero().flatten().tolist()
+
+
+@given(SAMPLINGS, TOKENS, TOKENS)
+def test_every_position_of_a_block_is_processed_as_plain_decoding_would(sampling, generated, draft):
+    """Speculation must not change a distribution: position i sees the draft before it, and nothing after."""
+    logits = some_logits(len(draft) + 1)
+    together = process(logits, sampling, generated, draft)
+    for i in range(len(draft) + 1):
+        alone = process(logits[i : i + 1], sampling, [*generated, *draft[:i]], ())
+        assert torch.equal(together[i], alone[0])
+
+
+def test_frequency_penalty_grows_along_the_draft():
+    """vLLM's test_frequency_penalties: a token loses its lead by its own repetition inside the block."""
+    logits = torch.zeros(4, VOCABULARY)
+    logits[:, 1], logits[:, 5] = 3.0, 0.5
+    own = process(logits, Sampling(temperature=0.0, frequency_penalty=1.0), (1,), (1, 1, 1)).argmax(dim=-1)
+    assert own.tolist() == [1, 1, 5, 5]
+
+
+def test_presence_penalty_counts_once():
+    row = process(torch.zeros(1, VOCABULARY), Sampling(presence_penalty=1.5), (3, 3, 3), ())[0]
+    assert float(row.max() - row[3]) == 1.5
+    assert row.unique().numel() == 2
+
+
+@given(SAMPLINGS, st.integers(0, 50))
+def test_something_is_always_allowed_and_the_likeliest_always_is(sampling, seed):
+    sampling = replace(sampling, frequency_penalty=0.0, presence_penalty=0.0)
+    logits = some_logits(1, seed)[0]
+    assert int(logits.argmax()) in allowed(logits, sampling)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 11])
+def test_exactly_k_stay_though_margins_are_tiny_or_none(top_k):
+    """Ties at the edge must not let more through: the lower id stays, on every device."""
+    tiny = 1.0 + torch.arange(VOCABULARY) * 1e-6
+    assert allowed(tiny, Sampling(top_k=top_k)) == list(range(VOCABULARY - top_k, VOCABULARY))
+    assert allowed(torch.ones(VOCABULARY), Sampling(top_k=top_k)) == list(range(top_k))
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.9, 3), (1.0, 4), (1e-6, 1)])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+    logits = torch.full((VOCABULARY,), -math.inf)
+    logits[:4] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert allowed(logits, Sampling(top_p=top_p)) == list(range(kept))
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    logits = torch.full((VOCABULARY,), -math.inf)
+    logits[:3] = torch.tensor([0.6, 0.3, 0.1]).log()
+    assert allowed(logits, Sampling(min_p=0.4)) == [0, 1]
+    assert allowed(logits, Sampling(min_p=1.0)) == [0]
+
+
+def test_top_k_comes_before_top_p_and_temperature_before_both():
+    logits = torch.full((VOCABULARY,), -math.inf)
+    logits[:3] = torch.tensor([0.4, 0.3, 0.3]).log()
+    assert allowed(logits, Sampling(top_k=2, top_p=0.5)) == [0], "0.4 of the remaining 0.7 is more than half"
+    assert allowed(logits, Sampling(temperature=0.1, top_p=0.9)) == [0]
+
+
+def test_temperature_scales_and_greedy_does_not():
+    logits = some_logits(1)
+    scaled = process(logits, Sampling(temperature=0.5), (), ())
+    assert torch.allclose(torch.softmax(scaled, -1), torch.softmax(2 * logits, -1))
+    assert torch.equal(process(logits, Sampling(temperature=0.0, top_k=1), (), ()), logits)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45])
+def test_a_temperature_near_zero_is_nearly_greedy(temperature):
+    """Infinite logits tie with each other, are no distribution, and once ended the drafter: HTTP lets these in."""
+    logits = some_logits(1).abs() + 1
+    row = process(logits, Sampling(temperature=temperature), (), ())[0]
+    probs = torch.softmax(row, dim=-1)
+    assert float(probs[int(logits.argmax())]) == 1.0
+    assert torch.isfinite(row).any()
+
+
+def test_half_precision_logits_are_processed_in_float32():
+    assert process(some_logits(1).bfloat16(), Sampling(), (), ()).dtype == torch.float32

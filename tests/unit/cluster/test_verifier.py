@@ -1,0 +1,618 @@
+"""The target's book: what goes into a step, what comes out of it, and what becomes of blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.pacing import StepCost, Yield
+from cluster.steps import Outcome, Row, StepPlan
+from cluster.verifier import Send, Verifier, VerifierLimits, settle
+from protos.messages import (
+    Attach,
+    Close,
+    Finish,
+    LiveSession,
+    Refusal,
+    RefusalReason,
+    Resync,
+    SparseProbs,
+    Verdict,
+)
+from protos.prefix import Prefix
+from tests.unit.cluster.samples import KEY, a_block, an_open
+
+VOCABULARY = 50
+LIMITS = VerifierLimits(VOCABULARY, max_context=100, max_sessions=4, max_step_tokens=64)
+ROUTER, DRAFTER = "router#1", "drafter#1"
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model of these tests: what follows is a function of everything before."""
+    return (sum(tokens) * 7 + len(tokens)) % VOCABULARY
+
+
+def text(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Plain decoding."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+class Desk:
+    """A verifier with an engine that checks what it is asked for as a real cache would."""
+
+    def __init__(self, patience: Callable[[Yield, StepCost], float] = lambda *_: 0.0, **limits: Any) -> None:
+        self.limits = replace(LIMITS, **limits)
+        self.verifier = Verifier(self.limits, patience)
+        self.now = 0.0
+        self.cached: dict[str, list[int]] = {}
+        self.rows: list[tuple[Row, ...]] = []  # of every step
+
+    def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
+        return self.verifier.open(router, an_open(session, **changes), self.now)
+
+    def attach(self, tokens: tuple[int, ...], session: str = "s", drafter: str = DRAFTER) -> list[Send]:
+        return self.verifier.attach(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
+
+    def block(self, before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s") -> None:
+        self.verifier.block(DRAFTER, a_block(before, tokens, session), self.now)
+
+    def step(self) -> list[Send]:
+        plan = self.verifier.plan(self.now)
+        assert plan is not None, "nothing was due"
+        return self.verifier.apply(self.compute(plan), 0.1, self.now)
+
+    def compute(self, plan: StepPlan) -> list[Outcome]:
+        for name in plan.closes:
+            del self.cached[name]
+        for request in plan.opens:
+            assert request.session not in self.cached
+            self.cached[request.session] = []
+        assert len(self.cached) <= self.limits.max_sessions
+        assert sum(len(row.tokens) for row in plan.rows) <= self.limits.max_step_tokens
+        assert len({row.session for row in plan.rows}) == len(plan.rows)
+        self.rows.append(plan.rows)
+        return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
+
+    def _run(self, row: Row) -> Outcome | None:
+        cached = self.cached[row.session]
+        assert row.tokens
+        assert row.start <= len(cached), "a row begins beyond the cache"
+        cached[row.start :] = row.tokens
+        accepted, base = 0, len(cached) - row.draft_len
+        while accepted < row.draft_len and next_token(cached[: base + accepted]) == cached[base + accepted]:
+            accepted += 1
+        return Outcome(row.session, accepted, next_token(cached[: base + accepted])) if row.decide else None
+
+
+def only_verdict(sends: list[Send], receiver: str = ROUTER) -> Verdict:
+    (verdict,) = (message for to, message in sends if to == receiver)
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+# ---------------------------------------------------------------- settle
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "max_len", "stops", "expected"),
+    [
+        ((5, 6, 7, 8), 3, 99, (), ((5, 6, 7, 8), 3, Finish.NONE)),
+        ((5, 0, 7, 8), 3, 99, (0,), ((5, 0), 2, Finish.STOP)),
+        ((5, 0), 1, 99, (0,), ((5, 0), 1, Finish.STOP)),
+        ((5, 6, 7, 0), 3, 99, (0,), ((5, 6, 7, 0), 3, Finish.STOP)),
+        ((0,), 0, 99, (0,), ((0,), 0, Finish.STOP)),
+        ((5, 9, 0, 8), 3, 99, (0, 9), ((5, 9), 2, Finish.STOP)),
+        ((5, 6, 7, 8), 3, 12, (), ((5, 6), 2, Finish.LENGTH)),
+        ((5, 6), 1, 12, (), ((5, 6), 1, Finish.LENGTH)),
+        ((5, 6, 7, 8), 3, 14, (), ((5, 6, 7, 8), 3, Finish.LENGTH)),
+        ((5, 0, 7, 8), 3, 12, (0,), ((5, 0), 2, Finish.STOP)),
+        ((5, 6, 0, 8), 3, 12, (0,), ((5, 6), 2, Finish.LENGTH)),
+    ],
+    ids=[
+        "no end",
+        "stop inside the accepted part",
+        "stop at the recovered token",
+        "stop at the bonus token",
+        "stop in a plain step",
+        "first of several stops",
+        "limit inside the accepted part",
+        "limit at the recovered token",
+        "limit at the bonus token",
+        "stop at the limit",
+        "stop beyond the limit",
+    ],
+)
+def test_settle(tokens, accepted, max_len, stops, expected):
+    assert settle(tokens, accepted, base_len=10, max_len=max_len, stop_ids=stops) == expected
+
+
+# ---------------------------------------------------------------- one session
+
+
+def test_a_session_without_a_drafter_is_decoded_plainly_from_its_first_step():
+    desk = Desk()
+    desk.open(tokens=(1, 2, 3), max_len=6)
+    verdicts = [only_verdict(desk.step()) for _ in range(3)]
+    assert tuple(v.tokens[0] for v in verdicts) == text((1, 2, 3), 3)
+    assert [v.base_len for v in verdicts] == [3, 4, 5]
+    assert verdicts[1].prefix_hash == Prefix(KEY, (1, 2, 3, verdicts[0].tokens[0])).hash
+    assert [v.finish for v in verdicts] == [Finish.NONE, Finish.NONE, Finish.LENGTH]
+    assert [[len(row.tokens) for row in rows] for rows in desk.rows] == [[3], [1], [1]]
+
+
+@pytest.mark.parametrize(("wrong_from", "accepted"), [(3, 3), (1, 1), (0, 0)], ids=["all", "some", "none"])
+def test_a_block_is_verified_and_only_what_it_lacks_is_fed_next(wrong_from, accepted):
+    """After a rejection the cache holds wrong tokens, after full acceptance one too few: both feed from there."""
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 5)
+    draft = right[:wrong_from] + tuple((token + 1) % VOCABULARY for token in right[wrong_from:3])
+    desk.block((1, 2), draft)
+    verdict = only_verdict(desk.step())
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[: accepted + 1], accepted, 3)
+    assert only_verdict(desk.step()).tokens == (right[accepted + 1],)
+    (row,) = desk.rows[-1]
+    assert (row.start, row.tokens) == (2 + accepted, (right[accepted],))
+
+
+def test_a_stop_id_inside_the_accepted_part_ends_the_session_there():
+    right = text((1, 2), 3)
+    desk = Desk()
+    desk.open(tokens=(1, 2), stop_ids=(right[1],))
+    desk.attach((1, 2))
+    desk.block((1, 2), right)
+    sends = desk.step()
+    verdict = only_verdict(sends)
+    assert (verdict.tokens, verdict.accepted, verdict.finish) == (right[:2], 2, Finish.STOP)
+    assert only_verdict(sends, DRAFTER) == verdict, "the drafter hears of the end too"
+    assert desk.verifier.plan(desk.now) == StepPlan(("s",), (), ())
+    desk.verifier.apply([], 0.0, desk.now)
+    assert desk.verifier.is_idle
+
+
+def test_a_session_that_is_closed_during_its_step_gets_no_verdict():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    plan = desk.verifier.plan(0.0)
+    assert plan is not None
+    desk.verifier.close(ROUTER, Close("s", 1), 0.0)
+    assert desk.verifier.apply(desk.compute(plan), 0.1, 0.0) == []
+    assert desk.verifier.plan(0.0) == StepPlan(("s",), (), ())
+
+
+def test_a_session_that_is_reopened_during_its_step_starts_anew():
+    """The outcome belongs to the old attempt's tokens: applied to the new one it would be a wrong verdict."""
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    plan = desk.verifier.plan(0.0)
+    assert plan is not None
+    desk.open(tokens=(4, 5, 6), attempt=2)
+    assert desk.verifier.apply(desk.compute(plan), 0.1, 0.0) == []
+    verdict = only_verdict(desk.step())
+    assert (verdict.attempt, verdict.base_len, verdict.tokens) == (2, 3, text((4, 5, 6), 1))
+
+
+def test_an_older_or_equal_attempt_changes_nothing():
+    desk = Desk()
+    desk.open(tokens=(4, 5, 6), attempt=2)
+    assert desk.open(tokens=(1, 2), attempt=1) == []
+    assert desk.open(tokens=(1, 2), attempt=2) == []
+    desk.verifier.close(ROUTER, Close("s", 1), 0.0)
+    assert only_verdict(desk.step()).base_len == 3
+
+
+def test_opening_and_closing_before_a_step_never_reaches_the_engine():
+    desk = Desk()
+    desk.open()
+    desk.verifier.close(ROUTER, Close("s", 1), 0.0)
+    assert desk.verifier.plan(0.0) is None
+    assert desk.verifier.is_idle
+
+
+def test_a_row_carries_its_blocks_draft_probs():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    probs = SparseProbs(((9,),), ((1,),))
+    desk.verifier.block(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
+    desk.step()
+    assert desk.rows[0][0].draft_probs == probs
+    desk.step()
+    assert desk.rows[1][0].draft_probs is None
+
+
+# ---------------------------------------------------------------- the room
+
+
+def test_the_first_arrival_for_a_prefix_stays():
+    """Which of two blocks is used must not depend on the second: under ratio that would bias the text."""
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.block((1, 2), (9,))
+    desk.block((1, 2), text((1, 2), 1))
+    assert only_verdict(desk.step()).accepted == 0
+    assert desk.verifier.dropped == {"duplicate": 1}
+
+
+def test_a_block_waits_for_its_prefix_and_is_used_there():
+    """Pre-submission: the next block is there before the verdict that it builds on."""
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 5)
+    desk.block((1, 2), right[:2])
+    desk.block((1, 2, *right[:3]), right[3:])
+    assert only_verdict(desk.step()).tokens == right[:3]
+    assert only_verdict(desk.step()).tokens[:2] == right[3:]
+    assert not desk.verifier.dropped
+
+
+def test_blocks_that_were_passed_by_are_counted_by_cause():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 3)
+    desk.block((1, 2, 49), (5,))  # another token than the target will decide
+    desk.block((1, 2, right[0]), (right[1],))
+    desk.step()
+    assert desk.verifier.dropped == {"wrong_guess": 1}
+    desk.step()
+    desk.block((1, 2), (right[0],))
+    assert desk.verifier.dropped["stale"] == 1
+    desk.block((1, 2, 49, 48, 47), (5,))
+    assert desk.verifier.dropped["other_prefix"] == 1
+
+
+def test_a_block_that_was_right_but_came_too_late_counts_as_late():
+    desk = Desk(max_step_tokens=4)
+    desk.open(tokens=(1, 2))
+    desk.block((1, 2), text((1, 2), 3))  # does not fit into this step
+    assert only_verdict(desk.step()).drafted == 0
+    assert desk.verifier.dropped == {"late": 1}
+
+
+BAD_BLOCKS = {
+    "out_of_vocabulary": a_block((1, 2), (VOCABULARY,)),
+    "beyond_context": replace(a_block((1, 2), (3, 3)), base_len=99),
+    "too_long": a_block((1, 2), (3,) * 5),
+}
+
+
+@pytest.mark.parametrize("cause", BAD_BLOCKS)
+def test_what_can_never_be_verified_is_dropped_and_disturbs_nothing(cause):
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.verifier.block(DRAFTER, BAD_BLOCKS[cause], 0.0)
+    assert desk.verifier.dropped == {cause: 1}
+    assert only_verdict(desk.step()).tokens == text((1, 2), 1)
+
+
+def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
+    """It would index the target's row out of range, and end the replica."""
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    probs = SparseProbs(((9, VOCABULARY),), ((1, 1),))
+    desk.verifier.block(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
+    assert desk.verifier.dropped == {"out_of_vocabulary": 1}
+
+
+def test_plain_sessions_take_no_blocks():
+    desk = Desk()
+    desk.open(tokens=(1, 2), max_draft_tokens=0)
+    desk.block((1, 2), (5,))
+    assert desk.verifier.dropped == {"too_long": 1}
+
+
+def test_the_room_of_a_session_is_bounded():
+    desk = Desk(room_blocks=2)
+    desk.open(tokens=(1, 2))
+    for token in range(5):
+        desk.block((1, 2, token), (5,))
+    assert desk.verifier.dropped == {"room_full": 3}
+
+
+# ---------------------------------------------------------------- what comes before its Open
+
+
+def test_a_block_and_an_attach_that_come_before_the_open_are_used():
+    """Drafter and router have streams of their own: nothing orders them."""
+    desk = Desk()
+    right = text((1, 2), 3)
+    assert desk.attach((1, 2)) == []
+    desk.block((1, 2), right[:2])
+    desk.open(tokens=(1, 2))
+    sends = desk.step()
+    assert only_verdict(sends).tokens == right
+    assert only_verdict(sends, DRAFTER).tokens == right
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["the drafter left", "time passed"])
+def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
+    """Otherwise late blocks of ended sessions stay, and a replica that has nothing to do is never idle."""
+    desk = Desk(room_age_s=5)
+    desk.attach((1, 2))
+    desk.block((1, 2), (5,))
+    if gone:
+        desk.verifier.drafter_gone(DRAFTER)
+    else:
+        due = desk.verifier.next_due()
+        assert due == 5.0, "the loop must wake for it"
+        assert desk.verifier.plan(due - 0.1) is None
+        assert not desk.verifier.is_idle
+        assert desk.verifier.plan(due) is None
+        assert desk.verifier.dropped == {"expired": 1}
+    assert desk.verifier.is_idle
+
+
+def test_expiry_goes_by_age_though_an_entry_changes_its_drafter():
+    """An entry that is replaced is young again; it must not shield older ones behind it."""
+    desk = Desk(room_age_s=5)
+    desk.attach((1,), "a")
+    desk.now = 1.0
+    desk.attach((1,), "b")
+    desk.now = 4.0
+    desk.attach((1,), "a", drafter="other#1")
+    assert desk.verifier.next_due() == 6.0
+    desk.verifier.plan(6.5)
+    assert desk.verifier.next_due() == 9.0
+
+
+def test_a_drafter_that_floods_unknown_sessions_fills_only_its_own_room():
+    desk = Desk(room_sessions=3, room_blocks=2)
+    for number in range(6):
+        desk.block((1, 2), (5,), f"unknown{number}")
+    for _ in range(3):
+        desk.block((1, 2), (5,), "unknown0")
+    assert desk.verifier.dropped == {"room_full": 5}
+    assert desk.attach((1, 2), "s", "other#1") == []
+    desk.open(tokens=(1, 2))
+    assert only_verdict(desk.step(), "other#1").tokens == text((1, 2), 1)
+
+
+# ---------------------------------------------------------------- attaching
+
+
+def test_a_drafter_that_attaches_late_gets_what_it_missed_as_one_verdict():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.step()
+    desk.step()
+    missed = only_verdict(desk.attach((1, 2)), DRAFTER)
+    assert (missed.base_len, missed.prefix_hash, missed.tokens) == (2, Prefix(KEY, (1, 2)).hash, text((1, 2), 2))
+    assert desk.attach((1, 2, *missed.tokens)) == [], "nothing was missed"
+
+
+@pytest.mark.parametrize("tokens", [(1, 3), (1, 2, 3)], ids=["other tokens", "more tokens"])
+def test_a_drafter_with_other_tokens_is_told_to_resynchronise_and_gets_no_verdicts(tokens):
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    assert desk.attach(tokens) == [(DRAFTER, Resync("s", 2, Prefix(KEY, (1, 2)).hash))]
+    assert [receiver for receiver, _ in desk.step()] == [ROUTER]
+
+
+def test_a_drafter_that_left_is_told_nothing_and_waited_for_no_more():
+    desk = Desk(patience=lambda *_: 9.0)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    desk.step()
+    desk.verifier.drafter_gone(DRAFTER)
+    assert [receiver for receiver, _ in desk.step()] == [ROUTER]
+
+
+# ---------------------------------------------------------------- patience
+
+
+def test_a_session_is_waited_for_until_its_patience_ends_and_then_decoded_plainly():
+    desk = Desk(patience=lambda *_: 2.0)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    desk.step()  # the prompt is fed at once
+    assert desk.verifier.plan(1.9) is None
+    assert desk.verifier.next_due() == 2.0
+    desk.now = 2.0
+    assert only_verdict(desk.step()).drafted == 0
+
+
+def test_a_block_ends_the_wait_at_once():
+    desk = Desk(patience=lambda *_: 2.0)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    decided = only_verdict(desk.step()).tokens
+    desk.block((1, 2, *decided), (5,))
+    assert desk.verifier.next_due() == 0.0
+    assert only_verdict(desk.step()).drafted == 1
+
+
+def test_nothing_is_waited_for_before_the_last_token_or_with_speculation_off():
+    """A block there could not bring anything: one plain step ends the session."""
+    desk = Desk(patience=lambda *_: 2.0)
+    desk.open("last", tokens=(1, 2), max_len=4)
+    desk.open("plain", tokens=(1, 2), max_draft_tokens=0)
+    for name in ("last", "plain"):
+        desk.attach((1, 2), name)
+    desk.step()
+    assert len([send for send in desk.step() if send[0] == ROUTER]) == 2
+
+
+def test_waiting_in_vain_is_remembered_and_a_block_forgives():
+    seen: list[Yield] = []
+
+    def patience(blocks: Yield, _: StepCost) -> float:
+        seen.append(blocks)
+        return 0.0
+
+    desk = Desk(patience)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    for _ in range(4):
+        desk.step()
+    assert seen[-1].vain_rounds == 2
+    tokens = (1, 2, *text((1, 2), 4))
+    desk.block(tokens, text(tokens, 2))
+    desk.step()
+    desk.step()
+    assert seen[-1].vain_rounds == 0
+    assert seen[-1].accepted > 0.4
+
+
+# ---------------------------------------------------------------- many sessions
+
+
+def test_sessions_beyond_the_cache_queue_in_order_and_come_in_between_steps():
+    desk = Desk(max_sessions=2)
+    for name in "abcd":
+        desk.open(name, tokens=(1, 2), max_len=3 if name == "a" else 5)
+    desk.step()
+    assert [row.session for row in desk.rows[0]] == ["a", "b"]
+    assert desk.verifier.load() == {"sessions": 2.0, "queued": 1.0}, "a has ended, and c has its place"
+    desk.verifier.close(ROUTER, Close("b", 1), 0.0)
+    desk.step()
+    assert [row.session for row in desk.rows[1]] == ["c", "d"]
+
+
+def test_a_queued_session_can_be_attached_closed_and_replaced():
+    desk = Desk(max_sessions=1)
+    desk.open("a", tokens=(1, 2), max_len=3)
+    desk.open("b", tokens=(1, 2))
+    desk.open("c", tokens=(1, 2))
+    desk.open("b", tokens=(3, 4), attempt=2)
+    desk.attach((3, 4), "b")
+    desk.verifier.close(ROUTER, Close("c", 1), 0.0)
+    desk.step()
+    verdict = only_verdict(desk.step(), DRAFTER)
+    assert (verdict.session, verdict.tokens) == ("b", text((3, 4), 1))
+
+
+def test_a_full_queue_is_refused_and_so_is_what_can_never_be_served():
+    desk = Desk(max_sessions=1, max_queued=1)
+    desk.open("a")
+    desk.open("b")
+    for changes, reason in (
+        ({}, RefusalReason.OVERLOADED),
+        ({"tokens": (VOCABULARY,)}, RefusalReason.INVALID),
+        ({"max_len": 101}, RefusalReason.INVALID),
+    ):
+        ((receiver, refusal),) = desk.open("c", attempt=3, **changes)
+        assert isinstance(refusal, Refusal)
+        assert (receiver, refusal.session, refusal.attempt, refusal.reason) == (ROUTER, "c", 3, reason)
+
+
+def test_long_prompts_are_fed_in_chunks_and_nobody_starves():
+    """A prompt of ten steps must not keep short sessions waiting, nor they it."""
+    desk = Desk(max_step_tokens=8)
+    desk.open("long", tokens=tuple(range(40)), max_len=90)
+    desk.open("short", tokens=(1, 2))
+    decided: dict[str, list[int]] = {"long": [], "short": []}
+    for _ in range(20):
+        for _, message in desk.step():
+            assert isinstance(message, Verdict)
+            decided[message.session] += message.tokens
+    assert tuple(decided["long"]) == text(tuple(range(40)), len(decided["long"]))
+    assert tuple(decided["short"]) == text((1, 2), len(decided["short"]))
+    assert len(decided["long"]) >= 8
+    assert len(decided["short"]) >= 15
+    chunks = [row for rows in desk.rows for row in rows if row.session == "long" and not row.decide]
+    assert max(len(row.tokens) for row in chunks) <= 8
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12), min_size=1, max_size=5),
+    max_sessions=st.integers(1, 3),
+    max_step_tokens=st.integers(1, 12),
+    data=st.data(),
+)
+def test_whatever_blocks_come_every_session_gets_its_plain_text(prompts, max_sessions, max_step_tokens, data):
+    """Right, wrong, late, early and doubled blocks, in any batch, under any limits: the same tokens."""
+    desk = Desk(max_sessions=max_sessions, max_step_tokens=max_step_tokens)
+    wanted = {f"s{i}": text(tuple(prompt), 6) for i, prompt in enumerate(prompts)}
+    tokens = {f"s{i}": tuple(prompt) for i, prompt in enumerate(prompts)}
+    for i, prompt in enumerate(prompts):
+        desk.open(f"s{i}", tokens=tuple(prompt), max_len=len(prompt) + 6)
+    for _ in range(400):
+        name = data.draw(st.sampled_from(sorted(tokens)))
+        ahead = data.draw(st.integers(0, 2))
+        before = tokens[name] + text(tokens[name], ahead)
+        draft = [*text(before, 3)][: data.draw(st.integers(1, 3))]
+        if data.draw(st.booleans()):
+            draft[-1] = data.draw(st.integers(0, VOCABULARY - 1))
+        desk.block(before, tuple(draft), name)
+        for receiver, message in desk.step():
+            assert isinstance(message, Verdict)
+            assert receiver == ROUTER
+            assert (message.base_len, message.prefix_hash) == (
+                len(tokens[message.session]),
+                Prefix(KEY, tokens[message.session]).hash,
+            )
+            tokens[message.session] += message.tokens
+        if not any(desk.verifier.load().values()):
+            break
+    assert {name: whole[-6:] for name, whole in tokens.items()} == wanted
+
+
+# ---------------------------------------------------------------- routers come and go
+
+
+def test_a_router_that_is_gone_frees_its_sessions_and_no_others():
+    desk = Desk(max_sessions=2)
+    desk.open("a", tokens=(1, 2))
+    desk.open("b", "other#2", tokens=(1, 2))
+    desk.open("c", "other#2", tokens=(1, 2))
+    desk.verifier.router_gone(ROUTER, 0.0)
+    assert {message.session for _, message in desk.step()} == {"b", "c"}
+    desk.verifier.router_gone("other#2", 0.0)
+    assert desk.verifier.plan(0.0) == StepPlan(("b", "c"), (), ())
+
+
+def test_a_new_stream_of_a_router_frees_what_it_does_not_list():
+    desk = Desk()
+    for name in "abc":
+        desk.open(name, tokens=(1, 2))
+    desk.open("d", "other#1", tokens=(1, 2))
+    desk.verifier.hello("router#5", [LiveSession("a", 1), LiveSession("b", 2)], 0.0)
+    sends = desk.step()
+    assert sorted((receiver, message.session) for receiver, message in sends) == [("other#1", "d"), ("router#5", "a")]
+    desk.verifier.router_gone(ROUTER, 0.0)
+    assert desk.verifier.load()["sessions"] == 2, "the old stream's end, heard late, is nothing to the new one"
+
+
+def test_what_a_hello_frees_is_given_to_the_queue():
+    """Nothing else may happen for a while: a queued session would wait beside free places."""
+    desk = Desk(max_sessions=1)
+    desk.open("a", tokens=(1, 2))
+    desk.open("b", "other#1", tokens=(1, 2))
+    desk.verifier.hello("router#2", [], 0.0)
+    assert [message.session for _, message in desk.step()] == ["b"]
+
+
+def test_another_router_cannot_close_a_session():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.verifier.close("other#1", Close("s", 9), 0.0)
+    assert desk.verifier.load()["sessions"] == 1
+
+
+def test_unknown_sessions_are_no_error():
+    desk = Desk()
+    desk.verifier.close(ROUTER, Close("unknown", 1), 0.0)
+    desk.verifier.router_gone("unknown#1", 0.0)
+    desk.verifier.drafter_gone("unknown#1")
+    desk.verifier.hello("unknown#1", [LiveSession("unknown", 1)], 0.0)
+    assert desk.verifier.is_idle
+    assert desk.verifier.plan(0.0) is None
+    assert desk.verifier.next_due() is None
+
+
+def test_blocks_of_one_session_never_go_to_another():
+    desk = Desk()
+    desk.open("a", tokens=(1, 2))
+    desk.open("b", tokens=(1, 2))
+    right = text((1, 2), 2)
+    desk.block((1, 2), right, "b")
+    by_session = {message.session: message for _, message in desk.step()}
+    assert isinstance(by_session["a"], Verdict)
+    assert isinstance(by_session["b"], Verdict)
+    assert (by_session["a"].drafted, by_session["b"].drafted) == (0, 2)
+
