@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
 from cluster.errors import ProtocolError
@@ -100,12 +101,21 @@ def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> He
 
 async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
     """Reads and checks the greeting; a caller that does not fit is sent away with the reason."""
-    frame = await context.read()
+    frame = await _read_frame(context)
     decoded = decode(frame) if frame is not grpc.aio.EOF else Decoded(())
     try:
         return check_hello(next(iter(decoded.messages), None), vocabulary, target_model)
     except ProtocolError as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise
+
+
+async def _read_frame(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The next frame or EOF; a caller whose bytes are no frame is sent away."""
+    try:
+        return await context.read()
+    except DecodeError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a frame of this protocol: {error}")
         raise
 
 
@@ -118,7 +128,7 @@ async def converse(
     """Serves a greeted stream until either side ends it."""
 
     async def read() -> None:
-        while (frame := await context.read()) is not grpc.aio.EOF:
+        while (frame := await _read_frame(context)) is not grpc.aio.EOF:
             on_frame(decode(frame))
 
     async def write() -> None:

@@ -23,6 +23,7 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Resync,
+    SparseProbs,
     Verdict,
 )
 from protos.prefix import Prefix
@@ -63,6 +64,7 @@ class _Session:
     cached_len: int = 0  # tokens in the engine's cache that stand
     drafter: str | None = None
     waiting_since: float = 0.0  # when the session last became ready for a step
+    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
     blocks: Yield = field(default_factory=Yield)
     room: OrderedDict[tuple[int, int], Block] = field(default_factory=OrderedDict)  # by (base_len, prefix_hash)
 
@@ -115,6 +117,7 @@ class Verifier:
         self._in_step: list[tuple[_Session, Row]] = []
         self._turn: deque[str] = deque()  # admitted sessions, longest unserved first
         self.step_cost = StepCost()
+        self.rebased = 0  # blocks that came late and were verified from where the target had got to
         self.dropped: Counter[str] = Counter()  # blocks that were not verified, by cause
 
     # ------------------------------------------------------------ what a router says
@@ -194,7 +197,7 @@ class Verifier:
             else:
                 waiting.blocks.append(block)
             return
-        self._place(session, block)
+        self._place(session, block, now)
 
     def drafter_gone(self, drafter: str) -> None:
         """The stream broke: its sessions go on plainly; blocks that arrived stay good."""
@@ -305,12 +308,16 @@ class Verifier:
             _, expired = self._unopened.popitem(last=False)
             self.dropped["expired"] += len(expired.blocks)
 
-    def _place(self, session: _Session, block: Block) -> None:
+    def _place(self, session: _Session, block: Block, now: float) -> None:
+        self._note_arrival(session, block, now)
+        if block.base_len < len(session.prefix):
+            late, block = block, self._rebased(session, block) or block
+            if block is late:
+                self.dropped["stale"] += 1
+                return
         address = (block.base_len, block.prefix_hash)
         if len(block.tokens) > session.open.max_draft_tokens:
             self.dropped["too_long"] += 1
-        elif block.base_len < len(session.prefix):
-            self.dropped["stale"] += 1
         elif address in session.room:
             self.dropped["duplicate"] += 1
         elif len(session.room) >= self._limits.room_blocks:
@@ -319,6 +326,29 @@ class Verifier:
             self.dropped["other_prefix"] += 1
         else:
             session.room[address] = block
+
+    def _rebased(self, session: _Session, block: Block) -> Block | None:
+        """What a block that comes too late is still good for: the target decided its first tokens just so.
+
+        Exact under ratio too: given the tokens decided, the rest follows the draft_probs sent, and neither whether
+        nor at what length it is used depends on the rest.
+        """
+        gap = len(session.prefix) - block.base_len
+        decided = tuple(session.prefix.tokens[block.base_len :])
+        agrees = session.prefix.matches(block.base_len, block.prefix_hash) and block.tokens[:gap] == decided
+        if gap >= len(block.tokens) or not agrees:
+            return None
+        self.rebased += 1
+        probs = block.draft_probs
+        rest = SparseProbs(probs.token_ids[gap:], probs.weights[gap:]) if probs is not None else None
+        return Block(block.session, len(session.prefix), session.prefix.hash, block.tokens[gap:], rest)
+
+    def _note_arrival(self, session: _Session, block: Block, now: float) -> None:
+        decided = dict(session.decided_at).get(block.base_len)
+        if decided is not None:
+            session.blocks = session.blocks.after_arrival(now - decided)
+        elif block.base_len > len(session.prefix):
+            session.blocks = session.blocks.after_arrival(0.0)  # drafted ahead: it will be there when it is due
 
     def _forget(self, name: str) -> None:
         if self._queue.pop(name, None) is not None:
@@ -366,8 +396,9 @@ class Verifier:
             del session.room[(base_len, base_hash)]
             session.blocks = session.blocks.after_block(outcome.accepted)
         elif len(row.tokens) == 1 and session.drafter is not None:
-            session.blocks = session.blocks.after_vain_wait()
+            session.blocks = session.blocks.after_plain_round()
         session.prefix.extend(tokens)
+        session.decided_at.append((len(session.prefix), now))
         session.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
         self._clear_room(session)
         verdict = Verdict(
@@ -382,11 +413,16 @@ class Verifier:
         return sends
 
     def _clear_room(self, session: _Session) -> None:
-        """Drops blocks that the session has passed by."""
-        length, prefix_hash = len(session.prefix), session.prefix.hash
-        for address in list(session.room):
-            base_len, block_hash = address
-            if base_len > length or address == (length, prefix_hash):
+        """Drops blocks that the session has passed by, but for what they are still good for."""
+        length = len(session.prefix)
+        for block in list(session.room.values()):
+            address = (block.base_len, block.prefix_hash)
+            if block.base_len > length or address == (length, session.prefix.hash):
                 continue
             del session.room[address]
-            self.dropped["late" if session.prefix.matches(base_len, block_hash) else "wrong_guess"] += 1
+            rebased = self._rebased(session, block) if block.base_len < length else None
+            if rebased is None:
+                overtaken = session.prefix.matches(block.base_len, block.prefix_hash)
+                self.dropped["late" if overtaken else "wrong_guess"] += 1
+            else:
+                session.room.setdefault((length, session.prefix.hash), rebased)

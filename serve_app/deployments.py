@@ -97,6 +97,7 @@ class TargetDeployment:
             "rank_pids": self._engine.pids,
             "idle": self._replica.is_idle,
             "dropped": dict(self._replica.verifier.dropped),
+            "rebased": self._replica.verifier.rebased,
             "refused": dict(self._replica.refused),
             "timeline": self._replica.timeline.events(),
             **self._replica.verifier.load(),

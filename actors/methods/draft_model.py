@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actors.cache import FeedRow
 from actors.methods import TargetNeeds
+from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
 from actors.models import load_model
 from actors.noise import Purpose, gumbel, key
 from actors.runner import ModelRunner, Runner
@@ -165,7 +166,11 @@ def load_draft_model(
     min_confidence: float,
 ) -> DraftModel:
     """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
-    runner = ModelRunner(load_model(folder, dtype, device), slots, context)
+    model = load_model(folder, dtype, device)
+    frequent = read_frequent_tokens(folder, int(model.config.get_text_config().vocab_size))
+    if frequent is not None:
+        reduce_head(model, frequent)
+    runner = ModelRunner(model, slots, context)
     allowed = torch.zeros(runner.vocabulary, dtype=torch.bool, device=device)
     allowed[[token_id for token_id in target_ids if token_id < runner.vocabulary]] = True
     return DraftModel(runner, allowed, top_k, min_confidence)

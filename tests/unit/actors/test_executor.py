@@ -10,7 +10,7 @@ from actors.cache import FeedRow
 from actors.executor import StepExecutor
 from actors.toy import ToyRunner
 from cluster.steps import Outcome, Row, StepPlan
-from protos.messages import Acceptance, Sampling
+from protos.messages import Sampling
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8
@@ -83,25 +83,26 @@ def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back()
     """Prompt tokens are free, rejected draft tokens were never generated, reopened tokens still count."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
     executor = StepExecutor(SpyRunner(1))
-    # Prompt (2,), generated 7 = NEXT[2] and then 1, before the session was opened here again.
+    # The prompt is (2,); 7, which follows 2, and 1 were generated before the session was opened here again.
     opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
-    rejected = Row("a", (2, 7, 1, 2), 0, True, draft_len=1)
+    rejected = Row("a", (2, 7, 1, 0), 0, True, draft_len=1)
     (outcome,) = executor.step(StepPlan((), (opened,), (rejected,)))
     assert outcome == Outcome("a", 0, NEXT[1])
-    # 4 follows; then 2, of which 7 would follow, but 7 was generated.
-    (outcome,) = executor.step(StepPlan((), (), (Row("a", (4, 2), 3, True),)))
-    assert outcome.next_token == 0, "the lowest id among those without a penalty"
-    assert NEXT[4] == 5, "and 2, which stood in the rejected draft, is no special case"
+    (outcome,) = executor.step(StepPlan((), (), (Row("a", (NEXT[1], 2), 3, True),)))
+    assert outcome.next_token == 0, "the lowest id without a penalty: 7 has one, the rejected 0 has none"
 
 
-def test_the_noise_is_addressed_by_absolute_position():
-    """Reopened with one more token, or verified in a block: the same draws."""
+def test_noise_is_addressed_by_absolute_position():
+    """Reopened with one more token of prompt, or not: the same draws at the same places, others elsewhere."""
     sampling = Sampling(temperature=1.0)
-    texts = []
-    for prompt, fed in (((1,), (1,)), ((1,), (1, 2)), ((1, 2), (1, 2))):
-        executor = StepExecutor(ToyRunner(torch.zeros(VOCABULARY, VOCABULARY), 1))
-        opened = an_open("a", tokens=prompt, sampling=sampling, acceptance=Acceptance.COUPLED, seed=5)
-        (first,) = executor.step(StepPlan((), (opened,), (Row("a", fed, 0, True),)))
-        texts.append((len(fed), first.next_token))
-    assert texts[1] == texts[2]
-    assert texts[0][1] != texts[1][1] or texts[0][0] != texts[1][0]
+
+    def drawn(prompt_len: int, fed: tuple[int, ...]) -> list[int]:
+        executor = StepExecutor(ToyRunner(torch.zeros(VOCABULARY, VOCABULARY), 30))
+        opens = tuple(
+            an_open(str(seed), tokens=fed, prompt_len=prompt_len, sampling=sampling, seed=seed) for seed in range(30)
+        )
+        rows = tuple(Row(str(seed), fed, 0, True) for seed in range(30))
+        return [outcome.next_token for outcome in executor.step(StepPlan((), opens, rows))]
+
+    assert drawn(1, (1, 2)) == drawn(2, (1, 2)) == drawn(2, (3, 4))
+    assert drawn(1, (1, 2)) != drawn(1, (1,))

@@ -1,0 +1,246 @@
+"""Peers that do not fit, and peers that mean harm, over real gRPC: each is refused, and costs nobody else anything."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import speculation_pb2 as pb
+from protos.codec import decode, encode
+from protos.messages import (
+    PROTOCOL_VERSION,
+    Acceptance,
+    Attach,
+    Block,
+    Close,
+    Hello,
+    LiveSession,
+    Open,
+    Refusal,
+    RefusalReason,
+    Sampling,
+    SparseProbs,
+    Welcome,
+)
+from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
+from tests.integration.harness import CONTEXT, IDENTITY, VOCABULARY, Cluster, cluster, eventually, plain_greedy
+
+HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
+OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4, "127.0.0.1:9")
+
+
+@dataclass(frozen=True)
+class Door:
+    """One way into the system."""
+
+    path: str
+    stub: Callable[[grpc.aio.Channel], Any]
+    frame: Any
+    opened_by: Any = field(repr=False)  # the address of the peer in a cluster
+
+    def address(self, c: Cluster) -> str:
+        (address,) = self.opened_by(c)
+        return str(address)
+
+
+DRIVE_TARGET = Door(
+    "/slipstream.v1.TargetService/Drive", lambda ch: TargetServiceStub(ch).Drive(), pb.RouterToTarget, lambda c: c.targets
+)
+VERIFY = Door(
+    "/slipstream.v1.TargetService/Verify", lambda ch: TargetServiceStub(ch).Verify(), pb.DrafterToTarget, lambda c: c.targets
+)
+DRIVE_DRAFTER = Door(
+    "/slipstream.v1.DraftService/Drive", lambda ch: DraftServiceStub(ch).Drive(), pb.RouterToDrafter, lambda c: c.drafters
+)
+DOORS = pytest.mark.parametrize("door", [DRIVE_TARGET, VERIFY, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2])
+
+
+@asynccontextmanager
+async def busy_cluster() -> AsyncIterator[Cluster]:
+    """A cluster with a session under way, which must not notice what else happens."""
+    async with cluster() as c:
+        running = asyncio.create_task(c.tokens(c.generation(max_len=103)))
+        (target,) = c.targets.values()
+        await eventually(lambda: any(e.name == "decided" for e in target.timeline.events()), "a session is under way")
+        yield c
+        assert not running.done(), "the session ended before the harm was done: this showed nothing"
+        assert await running == plain_greedy((1, 2, 3), 100)
+        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "and the next one is served as well"
+
+
+@asynccontextmanager
+async def stream_to(c: Cluster, door: Door) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(door.address(c)) as channel:
+        yield door.stub(channel)
+
+
+@asynccontextmanager
+async def greeted(c: Cluster, door: Door) -> AsyncIterator[Any]:
+    """A stream past its greeting."""
+    async with stream_to(c, door) as stream:
+        await stream.write(encode(door.frame, [HELLO]))
+        assert isinstance(decode(await stream.read()).messages[0], Welcome)
+        yield stream
+
+
+@contextmanager
+def refused_with(code: grpc.StatusCode, details: str) -> Iterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError, match=details) as error:
+        yield
+    assert error.value.code() is code
+
+
+async def within(seconds: float, work: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(seconds):
+        return await work
+
+
+# ---------------------------------------------------------------- the greeting
+
+GREETINGS = {
+    "another protocol version": ([replace(HELLO, protocol_version=PROTOCOL_VERSION + 1)], "protocol version differs"),
+    "another vocabulary": ([replace(HELLO, vocabulary="other")], "vocabulary differs: the caller has other"),
+    "another target model": ([replace(HELLO, target_model="other")], "target model differs"),
+    "no hello": ([], "must hold a Hello"),
+    "a hello without a name": ([replace(HELLO, peer_id="")], "must hold a Hello"),
+}
+
+
+@DOORS
+async def test_strangers_are_sent_away_with_the_reason(door):
+    async with busy_cluster() as c:
+        for messages, why in GREETINGS.values():
+            async with stream_to(c, door) as stream:
+                await stream.write(encode(door.frame, messages))
+                with refused_with(grpc.StatusCode.FAILED_PRECONDITION, why):
+                    await within(5, stream.read())
+
+
+@pytest.mark.parametrize(
+    ("door", "messages"),
+    [(DRIVE_TARGET, [OPEN]), (VERIFY, [Attach("s", 1, 1)]), (DRIVE_DRAFTER, [OPEN])],
+    ids=["target", "verify", "drafter"],
+)
+async def test_nothing_is_done_for_a_peer_that_did_not_greet(door, messages):
+    async with busy_cluster() as c:
+        async with stream_to(c, door) as stream:
+            await stream.write(encode(door.frame, messages))
+            with refused_with(grpc.StatusCode.FAILED_PRECONDITION, "must hold a Hello"):
+                await within(5, stream.read())
+
+
+@DOORS
+async def test_bytes_that_are_no_protobuf_end_their_own_stream_only(door):
+    """As the first frame, and after a proper greeting."""
+    hello = encode(door.frame, [HELLO]).SerializeToString()
+    async with busy_cluster() as c, grpc.aio.insecure_channel(door.address(c)) as channel:
+        for greeting in ([], [hello]):
+            call = channel.stream_stream(door.path)()
+            for frame in greeting:
+                await call.write(frame)
+                assert await within(5, call.read()), "a Welcome"
+            await call.write(b"\xff\xff\xff\xff")
+            with refused_with(grpc.StatusCode.INVALID_ARGUMENT, "not a frame"):
+                await within(5, call.read())
+
+
+@DOORS
+async def test_a_frame_beyond_the_limit_ends_its_own_stream_only(door):
+    async with busy_cluster() as c, greeted(c, door) as stream:
+        large = pb.Hello(peer_id="x" * (17 << 20))
+        with refused_with(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
+            await stream.write(door.frame(hello=large))
+            await within(10, stream.read())
+
+
+# ---------------------------------------------------------------- what strangers ask for
+
+
+def proto_open(**changes: Any) -> pb.Open:
+    message = encode(pb.RouterToTarget, [OPEN]).opens[0]
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return message
+
+
+BAD_OPENS = {
+    "ids out of range": (proto_open(tokens=VOCABULARY.to_bytes(4, "little") * 2), "outside the vocabulary"),
+    "negative ids": (proto_open(tokens=b"\xff" * 8), "negative"),
+    "lengths that do not fit": (proto_open(prompt_len=9), "prompt_len is 9"),
+    "beyond the context": (proto_open(max_len=CONTEXT + 1), "context"),
+    "huge K": (proto_open(max_draft_tokens=1 << 31), "max_draft_tokens"),
+    "no acceptance": (proto_open(acceptance=0), "Acceptance"),
+}
+
+
+@pytest.mark.parametrize("door", [DRIVE_TARGET, DRIVE_DRAFTER], ids=["target", "drafter"])
+async def test_bad_opens_are_refused_by_name_and_attempt(door):
+    async with busy_cluster() as c, greeted(c, door) as stream:
+        for message, why in BAD_OPENS.values():
+            await stream.write(door.frame(opens=[message]))
+            (refusal,) = decode(await within(5, stream.read())).messages
+            assert isinstance(refusal, Refusal)
+            assert (refusal.session, refusal.attempt, refusal.reason) == ("theirs", 1, RefusalReason.INVALID)
+            assert why in refusal.message
+
+
+async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
+    huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, (1,) * 128)]).blocks[0]
+    huge.tokens *= 1000
+    nan_like = pb.SparseProbs(width=1, token_ids=b"\1\0\0\0", weights=b"\0\0")
+    malformed = [huge, pb.Block(session="theirs", base_len=2, tokens=b"\1\0\0\0", draft_probs=nan_like)]
+    outside = SparseProbs(((1, VOCABULARY),), ((1, 1),))
+    async with busy_cluster() as c, greeted(c, VERIFY) as stream:
+        (target,) = c.targets.values()
+        (running,) = target.verifier._sessions
+        before = target.verifier.dropped.copy()
+        await stream.write(pb.DrafterToTarget(blocks=malformed))
+        blocks = [
+            Block("unknown", 2, 1, (1,)),
+            Block(running, 2**32 - 1, 1, (1,)),
+            Block(running, 3, 1, (VOCABULARY,)),
+            Block(running, 3, 1, (1,), outside),
+            Block(running, 3, 1, (1,) * 128),
+            Block(running, 1, 1, (1,)),
+        ]
+        await stream.write(encode(pb.DrafterToTarget, blocks))
+        causes = {"beyond_context", "out_of_vocabulary", "too_long", "stale"}
+        await eventually(lambda: causes <= (target.verifier.dropped - before).keys(), "bad blocks are counted")
+        assert target.refused == {"Block": 2}
+
+
+async def test_a_stranger_cannot_end_or_starve_anothers_session():
+    """Closing it, claiming it in a new greeting, or filling its room with blocks for prefixes that never come."""
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
+        (target,) = c.targets.values()
+        (running,) = target.verifier._sessions
+        await drive.write(encode(pb.RouterToTarget, [Close(running, 9), Close("unknown", 1)]))
+        async with stream_to(c, DRIVE_TARGET) as again:
+            live = (LiveSession(running, 9),)
+            await again.write(encode(pb.RouterToTarget, [replace(HELLO, live=live)]))
+            await again.read()
+        flood = [Block(running, 60 + i % 30, i, (1,)) for i in range(200)]
+        await verify.write(encode(pb.DrafterToTarget, flood))
+        await eventually(lambda: target.verifier.dropped["room_full"] > 0, "the room is bounded")
+
+
+async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():
+    """Nearly greedy, nearly nothing allowed, everything penalised: legal, and for the numerics the worst."""
+    extremes = [
+        Sampling(temperature=1e-39),
+        Sampling(temperature=3e38),
+        Sampling(top_p=1e-40),
+        Sampling(min_p=1.0, top_k=2**32 - 1),
+        Sampling(temperature=1e-3, frequency_penalty=-2.0, presence_penalty=2.0),
+    ]
+    async with cluster() as c:
+        for rule in Acceptance:
+            asked = [c.generation(sampling=sampling, acceptance=rule, max_len=20) for sampling in extremes]
+            texts = await within(60, asyncio.gather(*(c.tokens(generation) for generation in asked)))
+            assert [len(text) for text in texts] == [17] * len(extremes)
+            assert texts[0] == plain_greedy((1, 2, 3), 17)
+        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)

@@ -1,0 +1,223 @@
+"""Drafting with a model: what is fed, what is proposed, and what a proposal may depend on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from actors.acceptance import DrawAddress, draw
+from actors.cache import FeedRow
+from actors.methods.draft_model import DraftModel
+from actors.sampling import process
+from actors.toy import ToyRunner
+from cluster.drafting import Want
+from protos.messages import Acceptance, Sampling
+from protos.prefix import Prefix
+from tests.unit.cluster.samples import GREEDY, KEY, an_open
+
+COUPLED, RATIO = Acceptance
+VOCABULARY = 10
+LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
+DRAWN = Sampling(temperature=1.0)
+
+
+class SpyRunner(ToyRunner):
+    """Remembers what it was fed."""
+
+    def __init__(self, logits: Tensor = LOGITS, slots: int = 3) -> None:
+        super().__init__(logits, slots)
+        self.fed: list[list[FeedRow]] = []
+
+    def forward(self, rows: Sequence[FeedRow]) -> Tensor:
+        self.fed.append(list(rows))
+        return super().forward(rows)
+
+
+def a_method(runner: ToyRunner, masked: Sequence[int] = (), top_k: int = 4, min_confidence: float = 0.0) -> DraftModel:
+    allowed = torch.ones(VOCABULARY, dtype=torch.bool)
+    allowed[list(masked)] = False
+    return DraftModel(runner, allowed, top_k, min_confidence)
+
+
+def a_want(tokens: tuple[int, ...], max_tokens: int = 3, session: str = "s", **changes: Any) -> Want:
+    changes = {"sampling": GREEDY, "tokens": (1,)} | changes
+    return Want(an_open(session, **changes), tokens, Prefix(KEY, tokens).hash, max_tokens)
+
+
+def greedy(last: int, count: int) -> tuple[int, ...]:
+    tokens = [last]
+    for _ in range(count):
+        tokens.append(int(LOGITS[tokens[-1]].argmax()))
+    return tuple(tokens[1:])
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_after_a_verdict_only_what_is_new_is_fed():
+    """One token after a rejection; two after full acceptance, for the last draft token was never fed."""
+    runner = SpyRunner()
+    method = a_method(runner)
+    (first,) = method.propose([a_want((1, 2))])
+    assert [(row.start, len(row.tokens)) for (row,) in runner.fed] == [(0, 2), (2, 1), (3, 1)]
+    bonus = (first.tokens[-1] + 1) % VOCABULARY
+    all_accepted = (1, 2, *first.tokens, bonus)
+    (second,) = method.propose([a_want(all_accepted)])
+    assert (runner.fed[3][0].start, runner.fed[3][0].tokens) == (4, all_accepted[4:])
+    one_accepted = (*all_accepted, second.tokens[0], (second.tokens[1] + 1) % VOCABULARY)
+    (third,) = method.propose([a_want(one_accepted)])
+    assert (runner.fed[6][0].start, runner.fed[6][0].tokens) == (7, one_accepted[7:])
+    assert third.tokens == greedy(one_accepted[-1], 3), "and what is left in the cache does not show"
+
+
+def test_a_reopened_session_with_other_tokens_feeds_from_where_they_differ():
+    runner = SpyRunner()
+    method = a_method(runner)
+    method.propose([a_want((1, 2, 3), max_tokens=1)])
+    (proposal,) = method.propose([a_want((1, 7), max_tokens=1)])
+    assert (runner.fed[1][0].start, runner.fed[1][0].tokens) == (1, (7,))
+    assert proposal.tokens == greedy(7, 1)
+    method.propose([a_want((1, 7), max_tokens=1)])
+    assert runner.fed[2][0].tokens == (7,), "a full hit still computes one token"
+
+
+def test_sessions_are_drafted_together_and_leave_as_their_blocks_end():
+    runner = SpyRunner()
+    wants = [a_want((1,), 1, "a"), a_want((2, 3), 3, "b"), a_want((4,), 2, "c")]
+    proposals = a_method(runner).propose(wants)
+    assert [len(rows) for rows in runner.fed] == [3, 2, 1]
+    assert [p.tokens for p in proposals] == [greedy(1, 1), greedy(3, 3), greedy(4, 2)]
+    assert [(p.session, p.base_len, p.prefix_hash) for p in proposals] == [
+        (want.open.session, len(want.tokens), want.prefix_hash) for want in wants
+    ]
+
+
+def test_slots_come_back_on_close_and_unknown_sessions_are_ignored():
+    runner = SpyRunner(slots=2)
+    method = a_method(runner)
+    method.propose([a_want((1,), session="a"), a_want((1,), session="b")])
+    assert runner.free_slots == []
+    method.close(["a", "unknown"])
+    method.close(["a"])
+    assert len(runner.free_slots) == 1
+    (proposal,) = method.propose([a_want((5, 6), session="c")])
+    assert proposal.tokens == greedy(6, 3), "another session's tokens in the slot do not show"
+    method.close(["b", "c"])
+    assert sorted(runner.free_slots) == [0, 1]
+    assert method.is_idle
+
+
+# ---------------------------------------------------------------- what is proposed
+
+
+def test_coupled_drafts_are_the_targets_draws_when_the_models_agree():
+    """Same noise at the same address: any slip in seed, choice or position costs acceptance, not correctness."""
+    for seed in range(20):
+        want = a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3)
+        (proposal,) = a_method(SpyRunner()).propose([want])
+        before = torch.tensor([3, *proposal.tokens])
+        assert draw(LOGITS[before], DrawAddress(seed, seed % 3, 3))[:4] == list(proposal.tokens)
+
+
+def test_processing_sees_what_was_generated_and_drafted_but_not_the_prompt():
+    """The drafter penalises as the target will: otherwise its drafts are rejected one after another."""
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
+    want = a_want((1, 2, 2), 5, prompt_len=2, sampling=sampling)
+    (proposal,) = a_method(SpyRunner()).propose([want])
+    generated = [2]
+    for token in proposal.tokens:
+        row = process(LOGITS[[[1, 2, *generated][-1]]], sampling, generated, ())[0]
+        assert token == int(row.argmax())
+        generated.append(token)
+    assert len(set(proposal.tokens)) > 1
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance))
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling):
+    """Ids that the target lacks, however much the draft model likes them."""
+    liked = LOGITS.clone()
+    liked[:, [3, 9]] = 50.0
+    for seed in range(30):
+        want = a_want((1,), 4, sampling=sampling, seed=seed, acceptance=acceptance)
+        (proposal,) = a_method(SpyRunner(liked), masked=(3, 9), top_k=10).propose([want])
+        assert not {3, 9} & set(proposal.tokens)
+        if proposal.draft_probs is not None:
+            rows = zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True)
+            assert all(not {3, 9} & {i for i, w in zip(*row, strict=True) if w} for row in rows)
+
+
+@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
+def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, sampling):
+    want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
+    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want])
+    assert len(proposal.tokens) == 1
+    assert proposal.draft_probs is None
+    (ahead,) = a_method(SpyRunner(), min_confidence=1.0).propose([replace(want, ahead=True)])
+    assert len(ahead.tokens) == 2, "a guess and one token"
+
+
+# ---------------------------------------------------------------- ratio's conditions
+
+
+def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **options: Any) -> Any:
+    want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=RATIO)
+    (proposal,) = a_method(SpyRunner(), **options).propose([want])
+    return proposal
+
+
+def test_under_ratio_a_blocks_tokens_depend_on_its_prefix_alone():
+    """Redrafted, longer, shorter, or begun one token later: the same tokens and draft_probs, or which of several
+    blocks is used would say something about their tokens, and the text would be biased."""
+    for seed in range(20):
+        whole = ratio_proposal((1, 2), 4, seed)
+        assert ratio_proposal((1, 2), 4, seed) == whole
+        shorter = ratio_proposal((1, 2), 2, seed)
+        assert (shorter.tokens, shorter.draft_probs.weights) == (whole.tokens[:2], whole.draft_probs.weights[:2])
+        later = ratio_proposal((1, 2, whole.tokens[0]), 3, seed)
+        assert (later.tokens, later.draft_probs.token_ids) == (whole.tokens[1:], whole.draft_probs.token_ids[1:])
+    assert len({ratio_proposal((1, 2), 4, seed).tokens for seed in range(20)}) > 5, "but the seed matters"
+
+
+def test_under_ratio_the_length_never_depends_on_the_tokens():
+    """Neither doubt nor a stop id shortens a block: dropping a drawn token for its value biases the text."""
+    lengths = {len(ratio_proposal((1,), 4, seed, min_confidence=0.9).tokens) for seed in range(30)}
+    assert lengths == {4}
+
+
+def test_under_ratio_tokens_follow_the_draft_probs_that_are_sent():
+    """Truncated and rounded first, drawn then: what is sent is no approximation. False alarm: 1e-6."""
+    counts: Counter[int] = Counter()
+    for seed in range(3000):
+        proposal = ratio_proposal((1,), 1, seed)
+        counts[proposal.tokens[0]] += 1
+    (ids,), (weights,) = proposal.draft_probs.token_ids, proposal.draft_probs.weights
+    assert len(ids) == 4
+    assert set(counts) <= set(ids)
+    expected = [3000 * weight / sum(weights) for weight in weights]
+    assert chisquare([counts[token] for token in ids], expected).pvalue > 1e-6
+    probs = torch.softmax(LOGITS[1], -1)[list(ids)]
+    assert torch.allclose(torch.tensor(weights) / sum(weights), probs / probs.sum(), atol=1e-4)
+
+
+def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
+    """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
+    want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=RATIO)
+    (proposal,) = a_method(SpyRunner(), top_k=4).propose([want])
+    for ids, weights in zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True):
+        assert len(ids) == len(weights) == 4
+        assert [weight > 0 for weight in weights] == [True, True, False, False]
+        assert max(weights) < 1 << 16
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance))
+def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
+    """One such request used to end the drafting loop, on one drafter after another."""
+    want = a_want((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
+    (proposal,) = a_method(SpyRunner()).propose([want])
+    assert proposal.tokens == greedy(1, 3)
