@@ -6,7 +6,7 @@ DEMO := examples/smollm2.yaml
 # The bench gives the target and the drafter a core each.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test check bench
+.PHONY: setup models demo test test-exhaustive check bench
 
 setup: .venv/.complete
 
@@ -29,6 +29,10 @@ demo: setup
 
 test: models
 	$(BIN)/pytest
+
+# Equality at length, with real models; about half an hour on two cores.
+test-exhaustive: models
+	$(BIN)/pytest tests/exhaustive -s --timeout 3600
 
 check: setup
 	$(BIN)/ruff check .

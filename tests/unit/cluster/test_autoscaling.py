@@ -34,7 +34,5 @@ def test_serve_takes_the_policy() -> None:
     from ray.serve.config import AutoscalingConfig
 
     options = scaling_options(Replicas(min=1, max=4, sessions_per_replica=6))["autoscaling_config"]
-    policy = AutoscalingConfig(**options).policy.get_policy()
-    assert (policy if callable(policy) and not isinstance(policy, type) else policy(6))(
-        Reports({"sessions": {"a": 13.0}})
-    )[0] == 3
+    policy = AutoscalingConfig(**options).policy.get_policy()(**options["policy"]["policy_kwargs"])
+    assert policy(Reports({"sessions": {"a": 13.0}}))[0] == 3

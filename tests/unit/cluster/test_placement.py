@@ -40,4 +40,6 @@ def test_ranks_without_cpus_still_leave_room_for_the_coordinator():
 
 def test_equal_bounds_fix_a_pool_and_others_scale_it():
     assert scaling_options(Replicas(min=2, max=2)) == {"num_replicas": 2}
-    assert scaling_options(Replicas(min=1, max=4)) == {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}}
+    scaled = scaling_options(Replicas(min=1, max=4, sessions_per_replica=6))["autoscaling_config"]
+    assert (scaled["min_replicas"], scaled["max_replicas"]) == (1, 4)
+    assert scaled["policy"]["policy_kwargs"] == {"sessions_per_replica": 6}

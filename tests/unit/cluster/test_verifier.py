@@ -266,12 +266,34 @@ def test_blocks_that_were_passed_by_are_counted_by_cause():
     assert desk.verifier.dropped["other_prefix"] == 1
 
 
-def test_a_block_that_was_right_but_came_too_late_counts_as_late():
+def test_a_block_that_waited_too_long_is_verified_from_where_the_target_has_got_to():
+    """Its first token is what the target decided meanwhile: the rest is as good as a new block."""
     desk = Desk(max_step_tokens=4)
     desk.open(tokens=(1, 2))
     desk.block((1, 2), text((1, 2), 3))  # does not fit into this step
     assert only_verdict(desk.step()).drafted == 0
-    assert desk.verifier.dropped == {"late": 1}
+    assert only_verdict(desk.step()).accepted == 2
+    assert desk.verifier.rebased == 1
+    assert not desk.verifier.dropped
+
+
+def test_a_block_that_arrives_too_late_is_verified_from_where_the_target_has_got_to():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.step()
+    desk.block((1, 2), text((1, 2), 3))
+    assert only_verdict(desk.step()).accepted == 2
+
+
+def test_a_late_block_that_guessed_otherwise_is_stale():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 3)
+    desk.step()
+    desk.block((1, 2), ((right[0] + 1) % VOCABULARY, *right[1:]))
+    desk.block((1, 2), right[:1])  # right, but nothing is left of it
+    assert desk.verifier.dropped == {"stale": 2}
+    assert only_verdict(desk.step()).drafted == 0
 
 
 BAD_BLOCKS = {
