@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.noise import Purpose, gumbel, key, uniform_scalar
+from actors.noise import Purpose, gumbel_argmax, key, uniform_scalar
 from protos.messages import Acceptance, SparseProbs
 
 
@@ -59,10 +59,7 @@ def accept(
 
 def draw(logits: Tensor, at: DrawAddress) -> list[int]:
     """The target's own token at each position, shape (positions, vocabulary) -> positions."""
-    keys = [at.key(offset, Purpose.DRAW) for offset in range(logits.shape[0])]
-    noise = gumbel(keys, logits.shape[-1], logits.device)
-    tokens: list[int] = (logits + noise).argmax(dim=-1).tolist()
-    return tokens
+    return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in enumerate(logits)]
 
 
 def _match(own: list[int], draft: tuple[int, ...]) -> Decision:
@@ -106,5 +103,5 @@ def _residual(target_row: Tensor, draft_row: dict[int, float]) -> Tensor:
 
 
 def _draw_from(probs: Tensor, at: int) -> int:
-    """One token from unnormalised probabilities, shape (vocabulary,), by the Gumbel maximum."""
-    return int((probs.log() + gumbel([at], probs.shape[-1], probs.device)[0]).argmax())
+    """One token from unnormalised probabilities, shape (vocabulary,)."""
+    return gumbel_argmax(probs.log(), at)

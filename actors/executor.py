@@ -23,10 +23,10 @@ class _Session:
 
 
 class StepExecutor:
-    """Runs step plans on a `Runner`."""
+    """Runs step plans on a `Runner`; ids from `vocabulary` on are the model's padding and never drawn."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, vocabulary: int) -> None:
+        self._runner, self._vocabulary = runner, vocabulary
         self._slots = len(runner.free_slots)
         self._sessions: dict[str, _Session] = {}
 
@@ -65,7 +65,7 @@ class StepExecutor:
             if not row.decide:
                 continue
             end = begin + row.draft_len + 1
-            outcomes.append(self._decide_row(row, logits[begin:end]))
+            outcomes.append(self._decide_row(row, logits[begin:end, : self._vocabulary]))
             begin = end
         return outcomes
 
@@ -74,7 +74,7 @@ class StepExecutor:
         request = session.open
         base_len = row.start + len(row.tokens) - row.draft_len
         draft = row.tokens[len(row.tokens) - row.draft_len :]
-        generated = session.tokens[request.prompt_len : base_len]
+        generated = session.tokens[request.prompt_len : base_len] if request.sampling.penalised else ()
         decision = accept(
             request.acceptance,
             request.sampling.greedy,

@@ -99,8 +99,14 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Identity of a checkpoint from its config and safetensors headers; weights themselves are not read."""
+    """Identity of a checkpoint: the commit of a Hugging Face snapshot, else config and safetensors headers.
+
+    Neither needs the weights to be read, the first not even to be there.
+    """
     digest = hashlib.blake2b(digest_size=16)
+    if folder.parent.name == "snapshots":
+        digest.update(folder.name.encode())
+        return digest.hexdigest()
     config = json.loads((folder / "config.json").read_text())
     config.pop("transformers_version", None)
     digest.update(json.dumps(config, sort_keys=True).encode())

@@ -59,6 +59,18 @@ def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> Tensor
     return -torch.log(-torch.log(uniform(at, ids)))
 
 
+def gumbel_argmax(scores: Tensor, at: int) -> int:
+    """The token that wins with the noise of key `at`, shape (vocabulary,): one draw from softmax(scores).
+
+    Tokens at -inf cannot win and are given no noise: after top-k or top-p few are left.
+    """
+    ids = torch.isneginf(scores).logical_not().nonzero().squeeze(1)
+    if ids.numel() == 0:  # a model that computes nonsense still gives a token
+        return int(scores.argmax())
+    noise = -torch.log(-torch.log(uniform(torch.tensor(at, dtype=torch.int64, device=scores.device), ids)))
+    return int(ids[(scores[ids] + noise).argmax()])
+
+
 def uniform_scalar(at: int) -> float:
     """`uniform` for one key and token id 0, without tensors."""
     mask = (1 << 64) - 1

@@ -39,6 +39,7 @@ class RankSpec:
     """What every rank of a replica is told."""
 
     folder: str
+    vocabulary: int  # token ids are below this; the model may have padding rows beyond
     dtype: str
     slots: int
     context: int
@@ -86,8 +87,8 @@ class Rank:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def load(self, meeting_point: str) -> tuple[int, int]:
-        """Joins the group, loads this rank's share; returns the model's vocabulary size and this process's id."""
+    def load(self, meeting_point: str) -> int:
+        """Joins the group and loads this rank's share; returns this process's id."""
         spec = self._spec
         device = device_of(spec.resources)
         if spec.ranks > 1:
@@ -100,8 +101,8 @@ class Rank:
             )
         model = load_model(Path(spec.folder), spec.dtype, device, spec.ranks)
         self._runner = ModelRunner(model, spec.slots, spec.context)
-        self._executor = StepExecutor(LeadingRunner(self._runner) if spec.ranks > 1 else self._runner)
-        return self._runner.vocabulary, os.getpid()
+        self._executor = StepExecutor(LeadingRunner(self._runner) if spec.ranks > 1 else self._runner, spec.vocabulary)
+        return os.getpid()
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Leader only."""
@@ -124,8 +125,7 @@ class Rank:
 class RankGroup:
     """The engine of a target replica: its ranks, seen from the coordinator."""
 
-    def __init__(self, ranks: list[Any], vocabulary: int, pids: tuple[int, ...]) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, ranks: list[Any], pids: tuple[int, ...]) -> None:
         self.pids = pids  # of the ranks, in order
         self._ranks = ranks
         self._following = [rank.follow.remote() for rank in ranks[1:]]
@@ -144,8 +144,7 @@ class RankGroup:
                 )
             ranks.append(actor.options(**options).remote(index, spec))
         meeting_point = await ranks[0].free_address.remote()
-        loaded = await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))
-        return cls(ranks, loaded[0][0], tuple(pid for _, pid in loaded))
+        return cls(ranks, tuple(await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))))
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when a rank is gone or its step failed."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from protos.messages import Sampling
 
+CANDIDATES = 1024  # tokens that top-k and top-p look at before they sort everything
+
 
 def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: Sequence[int]) -> Tensor:
     """Scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
@@ -48,12 +50,25 @@ def _penalise(logits: Tensor, sampling: Sampling, generated: Sequence[int], draf
 
 def _keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Exactly k tokens stay; of equal logits the lower id, so that every device keeps the same."""
+    if k < CANDIDATES:
+        floor = logits.topk(k, dim=-1).values[..., -1:]
+        if bool(((logits >= floor).sum(dim=-1) == k).all()):  # no tie at the edge: nothing to sort
+            return logits.masked_fill(logits < floor, -torch.inf)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     return _keep(logits, order[..., :k])
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """The smallest set of likeliest tokens whose probability reaches top_p; never empty."""
+    if logits.shape[-1] > CANDIDATES:
+        # Sorting a whole vocabulary costs a large part of a step; the set is nearly always among few.
+        log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+        values = logits.topk(CANDIDATES, dim=-1).values
+        probs = torch.exp(values - log_total)
+        before = probs.cumsum(dim=-1) - probs
+        if bool((before[..., -1] >= top_p).all()):
+            floor = values.gather(-1, (before < top_p).sum(dim=-1, keepdim=True) - 1)
+            return logits.masked_fill(logits < floor, -torch.inf)
     ranked, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     probs = torch.softmax(ranked, dim=-1)
     before = probs.cumsum(dim=-1) - probs

@@ -15,13 +15,13 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
 from cluster.errors import ProtocolError
-from protos.codec import Decoded, decode, encode
+from protos.codec import Decoded, decode, encode, encoded_bytes
 from protos.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
 
 log = logging.getLogger(__name__)
 
 OUTBOX_LIMIT = 8192  # messages; a peer that is this far behind is not coming back in time
-FRAME_LIMIT = 256  # messages in one frame, so that no frame nears MAX_FRAME_BYTES
+FRAME_BYTES = 4 << 20  # about what one frame may hold; a single message may be larger
 KEEPALIVE_MS = 2_000  # a peer that hangs is noticed within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
 KEEPALIVE_TIMEOUT_MS = 3_000
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
@@ -48,24 +48,31 @@ class Outbox:
         self._limit = limit
         self._due: deque[Message] = deque()
         self._changed = asyncio.Event()
-        self._overflown = False
+        self._overflow = asyncio.Event()
 
     def put(self, message: Message) -> None:
         """Never waits. An overflow ends the stream; its owner hears of it as of any other break."""
         if len(self._due) >= self._limit:
-            self._overflown = True
+            self._overflow.set()
         else:
             self._due.append(message)
-        self._changed.set()
+            self._changed.set()
 
     async def take(self) -> list[Message]:
-        """Everything due, at least one message, at most a frame's worth. Raises ProtocolError after an overflow."""
-        while not self._due and not self._overflown:
+        """Everything due, at least one message, at most a frame's worth."""
+        while not self._due:
             self._changed.clear()
             await self._changed.wait()
-        if self._overflown:
-            raise ProtocolError(f"the peer is {self._limit} messages behind")
-        return [self._due.popleft() for _ in range(min(len(self._due), FRAME_LIMIT))]
+        frame = [self._due.popleft()]
+        size = encoded_bytes(frame[0])
+        while self._due and (size := size + encoded_bytes(self._due[0])) <= FRAME_BYTES:
+            frame.append(self._due.popleft())
+        return frame
+
+    async def overflow(self) -> None:
+        """Raises ProtocolError as soon as the queue overflows, also while a write hangs."""
+        await self._overflow.wait()
+        raise ProtocolError(f"the peer is {self._limit} messages behind")
 
 
 async def _first_to_end(*coroutines: Any) -> None:
@@ -135,7 +142,7 @@ async def converse(
         while True:
             await context.write(encode(reply_type, await outbox.take()))
 
-    await _first_to_end(read(), write())
+    await _first_to_end(read(), write(), outbox.overflow())
 
 
 # ---------------------------------------------------------------- the side that dials
@@ -184,6 +191,9 @@ class Link:
             except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
                 failures = 0 if self.is_up else failures + 1
                 self._note(error)
+            except Exception:  # one message that cannot be handled must not end the link for ever
+                failures += 1
+                log.exception("stream to %s broke on a message that could not be handled", self.address)
             finally:
                 if self.is_up:
                     self.is_up = False
@@ -210,7 +220,7 @@ class Link:
                 raise ProtocolError(f"{self.address} did not answer the Hello with a Welcome")
             self.refused, self._outbox, self.is_up = None, Outbox(), True
             self._on_up()
-            await _first_to_end(self._read(stream), self._write(stream))
+            await _first_to_end(self._read(stream), self._write(stream), self._outbox.overflow())
 
     async def _read(self, stream: Any) -> None:
         while (frame := await stream.read()) is not grpc.aio.EOF:

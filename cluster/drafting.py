@@ -24,6 +24,8 @@ from protos.messages import (
 )
 from protos.prefix import Prefix, extend_hash
 
+AHEAD_SESSIONS = 2  # with more sessions, drafting one while another is verified fills the time anyway
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
@@ -151,8 +153,14 @@ class DraftBook:
         if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
             self.counts["verdict_mismatch"] += 1
             return [self._resync(session)]
-        overlap = len(session.prefix) - verdict.base_len
-        session.prefix.extend(verdict.tokens[overlap:])
+        new = verdict.tokens[len(session.prefix) - verdict.base_len :]
+        if not new and verdict.finish is Finish.NONE:
+            return []  # heard before
+        if new and max(new) >= self._limits.vocabulary:
+            self.counts["verdict_invalid"] += 1
+            self._forget(verdict.session)
+            return []
+        session.prefix.extend(new)
         session.unguessed = ()
         if session.presubmitted is not None:
             self._settle_guess(session)
@@ -194,7 +202,9 @@ class DraftBook:
         Asked for only when no session wants a block: what is not needed for sure comes last.
         """
         found: list[Want] = []
-        for session in self._sessions.values() if self._draft_ahead else ():
+        # A pass cannot be interrupted: with more sessions the next real want is near, and would wait for it.
+        few = self._draft_ahead and len(self._sessions) <= AHEAD_SESSIONS
+        for session in self._sessions.values() if few else ():
             base = len(session.prefix) + len(session.unguessed)
             max_tokens = min(session.open.max_draft_tokens, session.open.max_len - base - 2) + 1
             if session.unguessed and max_tokens > 1 and len(found) < limit:
@@ -271,7 +281,7 @@ class DraftBook:
         return session.open.target_address, block
 
     def _attach(self, session: _Session) -> Send:
-        session.attached = True
+        session.attached, session.proposed_len = True, -1  # what was sent before may have been lost
         name, prefix = session.open.session, session.prefix
         return session.open.target_address, Attach(name, len(prefix), prefix.hash)
 

@@ -4,7 +4,7 @@ Knows nothing of sessions' content.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +13,15 @@ class Candidate:
 
     address: str
     sessions: int  # sessions of this router that are on it
-    refused: bool = False  # it said recently that it is overloaded
+
+    def with_one_more(self) -> "Candidate":
+        return replace(self, sessions=self.sessions + 1)
 
 
 def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset()) -> str | None:
-    """The least loaded candidate, by address where equal; one in `avoid` or overloaded only if nothing else is left.
+    """The least loaded candidate, by address where equal; one in `avoid` only if nothing else is left.
 
     Returns None when there is no candidate at all.
     """
-    ranked = sorted(candidates, key=lambda c: (c.address in avoid, c.refused, c.sessions, c.address))
+    ranked = sorted(candidates, key=lambda c: (c.address in avoid, c.sessions, c.address))
     return ranked[0].address if ranked else None

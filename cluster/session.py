@@ -102,9 +102,11 @@ class Session:
         self.generation = generation
         self.phase = Phase.SEEKING
         self.attempt = 0
+        self.failures = 0  # targets lost so far
         self.target: str | None = None
         self.drafter: str | None = None
         self.failed_targets: frozenset[str] = frozenset()
+        self.drafts = generation.max_draft_tokens > 0
         self.counts = Counts()
         self._prefix = Prefix(generation.hash_key, generation.prompt)
 
@@ -115,7 +117,7 @@ class Session:
     @property
     def wants_drafter(self) -> bool:
         running = self.phase is Phase.RUNNING
-        return running and self.drafter is None and self.generation.max_draft_tokens > 0
+        return running and self.drafter is None and self.drafts
 
     # ------------------------------------------------------------ assignment
 
@@ -160,24 +162,32 @@ class Session:
             self.drafter = None
         return []
 
+    def on_drafter_refusal(self, source: str, refusal: Refusal) -> list[Command]:
+        """A full drafter is left for another; a request that drafters find fault with goes on without any."""
+        if source == self.drafter and refusal.reason is RefusalReason.INVALID:
+            self.drafts = False
+        return self.on_drafter_gone(source)
+
     def on_target_gone(self, source: str) -> list[Command]:
         """The target is lost: seek another, or give up."""
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
         self.phase, self.target = Phase.SEEKING, None
         self.failed_targets |= {source}
-        if self.attempt <= MAX_REOPENS:
+        self.failures += 1
+        if self.failures <= MAX_REOPENS:
             return []
-        lost = TargetLostError(f"the target replica failed {self.attempt} times while serving this request")
+        lost = TargetLostError(f"the target replica failed {self.failures} times while serving this request")
         return [*self._release(), Failed(lost)]
 
     def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
         """The target will not serve the session: a fault of the request fails it, a full target is left."""
         if source != self.target or refusal.attempt != self.attempt:
             return []
-        if refusal.reason is RefusalReason.OVERLOADED:
-            return self.on_target_gone(source)
         self.target = None
+        if refusal.reason is RefusalReason.OVERLOADED:
+            self.phase = Phase.SEEKING  # no failure: another, or the same one later, takes it
+            return []
         return [*self._release(), Failed(RequestError(refusal.message))]
 
     def cancel(self) -> list[Command]:

@@ -28,6 +28,8 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 
+REMEMBERED = 4096  # sessions that are over and whose late blocks are dropped at sight
+
 Send = tuple[str, Message]
 """A message and the stream it goes to."""
 
@@ -112,6 +114,7 @@ class Verifier:
         self._sessions: dict[str, _Session] = {}  # admitted: they have a place in the cache
         self._queue: dict[str, _Session] = {}  # opened, not admitted yet, in order
         self._unopened: OrderedDict[str, _Waiting] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()  # latest sessions that are over: their mail is void
         self._opens: list[Open] = []  # for the engine, with the next plan
         self._closes: list[str] = []
         self._in_step: list[tuple[_Session, Row]] = []
@@ -141,6 +144,7 @@ class Verifier:
         if known is not None and known.open.attempt >= request.attempt:
             return []
         self._forget(request.session)
+        del self._ended[request.session]
         session = _Session(request, router, Prefix(request.hash_key, request.tokens), waiting_since=now)
         self._queue[request.session] = session
         self._admit(now)
@@ -190,6 +194,9 @@ class Verifier:
             self.dropped[cause] += 1
             return
         session = self._find(block.session)
+        if session is None and block.session in self._ended and block.session not in self._unopened:
+            self.dropped["ended"] += 1
+            return
         if session is None:
             waiting = self._waiting_for(block.session, drafter, now)
             if waiting is None or len(waiting.blocks) >= self._limits.room_blocks:
@@ -344,13 +351,15 @@ class Verifier:
         return Block(block.session, len(session.prefix), session.prefix.hash, block.tokens[gap:], rest)
 
     def _note_arrival(self, session: _Session, block: Block, now: float) -> None:
+        """How long after the verdict it came; a block drafted ahead counts once its guess has proved right."""
         decided = dict(session.decided_at).get(block.base_len)
-        if decided is not None:
+        if decided is not None and session.prefix.matches(block.base_len, block.prefix_hash):
             session.blocks = session.blocks.after_arrival(now - decided)
-        elif block.base_len > len(session.prefix):
-            session.blocks = session.blocks.after_arrival(0.0)  # drafted ahead: it will be there when it is due
 
     def _forget(self, name: str) -> None:
+        self._ended[name] = None
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
         if self._queue.pop(name, None) is not None:
             return
         if self._sessions.pop(name, None) is not None:
@@ -415,6 +424,8 @@ class Verifier:
     def _clear_room(self, session: _Session) -> None:
         """Drops blocks that the session has passed by, but for what they are still good for."""
         length = len(session.prefix)
+        if session.ready_block() is not None:
+            session.blocks = session.blocks.after_arrival(0.0)
         for block in list(session.room.values()):
             address = (block.base_len, block.prefix_hash)
             if block.base_len > length or address == (length, session.prefix.hash):

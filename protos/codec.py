@@ -330,6 +330,14 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     return frame_type(**fields)
 
 
+def encoded_bytes(message: Message) -> int:
+    """About how many bytes a message takes in a frame."""
+    tokens = 4 * len(getattr(message, "tokens", ()))
+    probs = getattr(message, "draft_probs", None)
+    sparse = 6 * len(probs) * len(probs.token_ids[0]) if probs else 0
+    return 256 + tokens + sparse + len(getattr(message, "hidden_states", b""))
+
+
 def decode(frame: ProtoMessage) -> Decoded:
     """Unpacks a frame; malformed messages are set aside, never raised."""
     messages: list[Message] = []

@@ -62,6 +62,12 @@ def create_api(
     async def list_models() -> ModelList:
         return models
 
+    @api.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> ModelCard:
+        if name != models.data[0].id:
+            raise HTTPException(404, f"the model '{name}' does not exist; this server has '{models.data[0].id}'")
+        return models.data[0]
+
     @api.get("/health")
     async def report_health() -> Response:
         ready = await health()

@@ -35,7 +35,8 @@ def application(config: SlipstreamConfig) -> serve.Application:
     )
     router = serve.deployment(RouterDeployment, name="Router").options(
         num_replicas=config.server.routers,
-        max_ongoing_requests=config.server.max_requests,
+        # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
+        max_ongoing_requests=2 * config.server.max_requests,
         ray_actor_options={"num_cpus": 0.1},
         graceful_shutdown_timeout_s=config.server.drain_s,
         graceful_shutdown_wait_loop_s=0.5,

@@ -45,8 +45,10 @@ class TargetDeployment:
         pool, model = config.target, config.model
         folder = local_folder(model.target)
         check_tensor_parallel(folder, pool.tensor_parallel)
+        tokens = vocabulary(folder)
         spec = RankSpec(
             folder=str(folder),
+            vocabulary=max(tokens) + 1,
             dtype=model.dtype,
             slots=pool.max_sessions,
             context=model.max_context,
@@ -56,8 +58,8 @@ class TargetDeployment:
         self._engine = await RankGroup.start(spec, get_current_placement_group())
         self._replica = TargetReplica(
             self._engine,
-            VerifierLimits(self._engine.vocabulary, model.max_context, pool.max_sessions, pool.max_step_tokens),
-            vocabulary_fingerprint(vocabulary(folder)),
+            VerifierLimits(spec.vocabulary, model.max_context, pool.max_sessions, pool.max_step_tokens),
+            vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),
             pool.step_timeout_s,
         )
@@ -119,7 +121,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         method = await loop.run_in_executor(None, _drafting_method, config, tokens)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
-        target_model = checkpoint_fingerprint(local_folder(config.model.target))
+        target_model = checkpoint_fingerprint(target_folder)
         ahead = config.speculation.draft_ahead
         self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model, ahead)
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
@@ -185,7 +187,7 @@ class RouterDeployment:
         from serve_app.text import TextCodec
 
         torch.set_num_threads(1)
-        folder = local_folder(config.model.target)
+        folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config

@@ -25,7 +25,7 @@ from serve_app.capacity import check_resources, demand
 from serve_app.client import Counters
 
 OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
-READY_TIMEOUT_S = 60.0  # from "deployed" to "both pools are reached"
+READY_TIMEOUT_S = 60.0  # from "deployed" to "a target is reached"
 POLL_S = 0.1
 
 
@@ -109,7 +109,7 @@ def _deploy(config: SlipstreamConfig) -> None:
 
 
 def _wait_until_ready(url: str) -> None:
-    """Returns when the router reaches both pools."""
+    """Returns when the router reaches a target replica."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     answer = "nothing"
     while time.monotonic() < deadline:

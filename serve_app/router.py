@@ -8,11 +8,12 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from actors.streams import Link
-from cluster.errors import CapacityError, TargetLostError
+from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.membership import Endpoint, Membership
 from cluster.routing import Candidate, choose
 from cluster.session import Command, Emit, Ended, Failed, Generation, Phase, Session, ToDrafter, ToTarget
@@ -65,7 +66,8 @@ class Router:
         self._flights: dict[str, _Flight] = {}
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
-        self._refused_until: dict[str, float] = {}  # by drafter address
+        self._present: frozenset[str] = frozenset()  # addresses that membership lists
+        self._refused_until: dict[str, float] = {}  # by address of a peer that said it is full
 
     # ------------------------------------------------------------ one session
 
@@ -88,27 +90,28 @@ class Router:
             self._do(flight, flight.session.cancel())
             del self._flights[generation.session]
 
-    def _place(self, flight: _Flight) -> None:
-        """Gives a session the target and the drafter that it lacks, as far as there are any."""
-        session = flight.session
-        if session.phase is Phase.SEEKING:
-            target = choose(self._candidates(self._targets, lambda s: s.target), session.failed_targets)
-            if target is not None:
+    def _place(self, *flights: _Flight) -> None:
+        """Gives sessions the target and the drafter that they lack, as far as there are any."""
+        targets = self._candidates(self._targets, lambda session: session.target)
+        drafters = self._candidates(self._drafters, lambda session: session.drafter)
+        for flight in flights:
+            session = flight.session
+            if session.phase is Phase.SEEKING and (target := choose(targets.values(), session.failed_targets)):
+                targets[target] = targets[target].with_one_more()
                 self._do(flight, session.assign_target(target))
-        if session.wants_drafter:
-            willing = [c for c in self._candidates(self._drafters, lambda s: s.drafter) if not c.refused]
-            drafter = choose(willing)
-            if drafter is not None:
+            if session.wants_drafter and (drafter := choose(drafters.values())):
+                drafters[drafter] = drafters[drafter].with_one_more()
                 self._do(flight, session.assign_drafter(drafter))
 
-    def _candidates(self, links: dict[str, Link], place: Callable[[Session], str | None]) -> list[Candidate]:
+    def _candidates(self, links: dict[str, Link], place: Callable[[Session], str | None]) -> dict[str, Candidate]:
+        """Peers that take new sessions: connected, not leaving, and not full a moment ago."""
         now = self._clock()
-        busy = [place(flight.session) for flight in self._flights.values()]
-        return [
-            Candidate(address, busy.count(address), self._refused_until.get(address, 0.0) > now)
+        busy = Counter(place(flight.session) for flight in self._flights.values())
+        return {
+            address: Candidate(address, busy[address])
             for address, link in links.items()
-            if link.is_up
-        ]
+            if link.is_up and address in self._present and self._refused_until.get(address, 0.0) <= now
+        }
 
     def _do(self, flight: _Flight, commands: list[Command]) -> None:
         """Carries out what the ledger asks for."""
@@ -132,8 +135,8 @@ class Router:
             if isinstance(message, Verdict):
                 self._do(flight, flight.session.on_verdict(address, message))
             elif isinstance(message, Refusal):
+                self._note_refusal(address, message)
                 self._do(flight, flight.session.on_target_refusal(address, message))
-                self._seek(flight)
         self._log_malformed(address, frame)
 
     def _drafter_frame(self, address: str, frame: Decoded) -> None:
@@ -144,30 +147,29 @@ class Router:
             if isinstance(message, Resync):
                 self._do(flight, flight.session.on_drafter_resync(address))
             elif isinstance(message, Refusal):
-                if message.reason is RefusalReason.OVERLOADED:
-                    self._refused_until[address] = self._clock() + REFUSED_FOR_S
-                log.info("drafter %s refuses a session: %s", address, message.message)
-                self._do(flight, flight.session.on_drafter_gone(address))
+                self._note_refusal(address, message)
+                self._do(flight, flight.session.on_drafter_refusal(address, message))
         self._log_malformed(address, frame)
 
     def _target_down(self, address: str) -> None:
         lost = [f for f in self._flights.values() if f.session.target == address]
         log.warning("target %s is lost; %d sessions move", address, len(lost))
         for flight in lost:
+            flight.seeking_since = self._clock()
             self._do(flight, flight.session.on_target_gone(address))
-            self._seek(flight)
+        self._place(*lost)
 
     def _drafter_down(self, address: str) -> None:
         lost = [f for f in self._flights.values() if f.session.drafter == address]
         log.warning("drafter %s is lost; %d sessions go on without it", address, len(lost))
         for flight in lost:
             self._do(flight, flight.session.on_drafter_gone(address))
-            self._place(flight)
+        self._place(*lost)
 
-    def _seek(self, flight: _Flight) -> None:
-        if flight.session.phase is Phase.SEEKING:
-            flight.seeking_since = self._clock()
-            self._place(flight)
+    def _note_refusal(self, address: str, refusal: Refusal) -> None:
+        log.info("%s refuses a session: %s", address, refusal.message)
+        if refusal.reason is RefusalReason.OVERLOADED:
+            self._refused_until[address] = self._clock() + REFUSED_FOR_S
 
     def _log_malformed(self, address: str, frame: Decoded) -> None:
         for item in frame.malformed:
@@ -179,6 +181,7 @@ class Router:
         """Follows membership, and places sessions that wait, until cancelled."""
         while True:
             members = await self._membership.current()
+            self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
             await self._follow(members.targets, self._targets, self._dial_target, lambda s: s.target)
             await self._follow(members.drafters, self._drafters, self._dial_drafter, lambda s: s.drafter)
             self._place_waiting()
@@ -225,24 +228,26 @@ class Router:
                 await links.pop(address).close()
 
     def _place_waiting(self) -> None:
+        """Places what can be placed; gives up sessions that have waited too long for a target."""
+        self._place_all()
         now = self._clock()
         for flight in list(self._flights.values()):
-            self._place(flight)
             waited = now - flight.seeking_since
             if flight.session.phase is Phase.SEEKING and waited > self._limits.target_wait_s:
-                error = TargetLostError(f"no target replica could be reached for {waited:.0f} s")
+                error: SlipstreamError = TargetLostError(f"no target replica could be reached for {waited:.0f} s")
+                if self.is_ready:
+                    error = CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
                 self._do(flight, flight.session.fail(error))
 
     def _place_all(self) -> None:
-        for flight in self._flights.values():
-            self._place(flight)
+        self._place(*self._flights.values())
 
     def _dial_target(self, address: str) -> Link:
         return Link(
             address,
             call=lambda channel: TargetServiceStub(channel).Drive(),
             frame_type=pb.RouterToTarget,
-            hello=self._hello,
+            hello=lambda: self._hello(address, lambda session: session.target),
             on_up=self._place_all,
             on_frame=lambda frame: self._target_frame(address, frame),
             on_down=lambda: self._target_down(address),
@@ -253,12 +258,14 @@ class Router:
             address,
             call=lambda channel: DraftServiceStub(channel).Drive(),
             frame_type=pb.RouterToDrafter,
-            hello=self._hello,
+            hello=lambda: self._hello(address, lambda session: session.drafter),
             on_up=self._place_all,
             on_frame=lambda frame: self._drafter_frame(address, frame),
             on_down=lambda: self._drafter_down(address),
         )
 
-    def _hello(self) -> Hello:
-        live = tuple(LiveSession(name, flight.session.attempt) for name, flight in self._flights.items())
+    def _hello(self, address: str, place: Callable[[Session], str | None]) -> Hello:
+        """Lists what is alive at this peer; whatever else it holds of ours from an older stream, it frees."""
+        here = [flight.session for flight in self._flights.values() if place(flight.session) == address]
+        live = tuple(LiveSession(session.generation.session, session.attempt) for session in here)
         return Hello(self.peer_id, self._identity.vocabulary, self._identity.target_model, live)

@@ -102,7 +102,7 @@ class GenerationRequest(_RequestPart):
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[Integer, Field(ge=-1)] = 0  # extension; 0 and -1: all tokens
+    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] = 0  # extension; 0 and -1: all tokens
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # extension
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0

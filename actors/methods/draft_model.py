@@ -15,7 +15,7 @@ from actors.cache import FeedRow
 from actors.methods import TargetNeeds
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
 from actors.models import load_model
-from actors.noise import Purpose, gumbel, key
+from actors.noise import Purpose, gumbel_argmax, key
 from actors.runner import ModelRunner, Runner
 from actors.sampling import process
 from cluster.drafting import Proposal, Want
@@ -32,6 +32,7 @@ class _Draft:
     want: Want
     slot: int
     cached: list[int]  # tokens in the slot
+    pending: list[int]  # tokens to feed next, after the cached ones
     tokens: list[int] = field(default_factory=list)  # drafted so far
     prefix_hash: int = 0
     ids: list[tuple[int, ...]] = field(default_factory=list)  # draft_probs, under ratio
@@ -42,14 +43,11 @@ class _Draft:
     def ratio(self) -> bool:
         return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
 
-    def unfed(self) -> FeedRow:
-        """What the slot lacks of prefix and draft; at least the last token, whose logits are wanted."""
-        whole = [*self.want.tokens, *self.tokens]
-        common = min(len(self.cached), len(whole) - 1)
-        if self.cached[:common] != whole[:common]:
-            common = next(i for i, (old, new) in enumerate(zip(self.cached, whole, strict=False)) if old != new)
-        self.cached[:] = whole
-        return FeedRow(self.slot, tuple(whole[common:]), common, logits=1)
+    def feed(self) -> FeedRow:
+        """The pending tokens, the last of which gives logits; from here on they count as cached."""
+        row = FeedRow(self.slot, tuple(self.pending), len(self.cached), logits=1)
+        self.cached += self.pending
+        return row
 
 
 class DraftModel:
@@ -73,7 +71,7 @@ class DraftModel:
         drafts = [self._begin(want) for want in wants]
         active = list(drafts)
         while active:
-            logits = self._runner.forward([draft.unfed() for draft in active])
+            logits = self._runner.forward([draft.feed() for draft in active])
             logits = logits.masked_fill(self._excluded, -torch.inf)
             for draft, row in zip(active, logits, strict=True):
                 self._extend(draft, row)
@@ -100,12 +98,16 @@ class DraftModel:
         if name not in self._cached:
             self._cached[name] = (self._runner.free_slots.pop(), [])
         slot, cached = self._cached[name]
-        return _Draft(want, slot, cached, prefix_hash=want.prefix_hash)
+        common = min(len(cached), len(want.tokens) - 1)  # the last token is always fed: its logits are wanted
+        if tuple(cached[:common]) != want.tokens[:common]:
+            common = next(i for i, (old, new) in enumerate(zip(cached, want.tokens, strict=False)) if old != new)
+        del cached[common:]
+        return _Draft(want, slot, cached, list(want.tokens[common:]), prefix_hash=want.prefix_hash)
 
     def _extend(self, draft: _Draft, logits: Tensor) -> None:
         """Adds one token to a draft, or ends it."""
         request = draft.want.open
-        generated = [*draft.want.tokens[request.prompt_len :], *draft.tokens]
+        generated = [*draft.want.tokens[request.prompt_len :], *draft.tokens] if request.sampling.penalised else ()
         row = process(logits.unsqueeze(0), request.sampling, generated, ())[0]
         if draft.ratio:
             token = self._draw_by_ratio(draft, row)
@@ -115,12 +117,13 @@ class DraftModel:
                 draft.done = True
                 return
         draft.tokens.append(token)
+        draft.pending = [token]
         draft.prefix_hash = extend_hash(draft.prefix_hash, token)
         draft.done = len(draft.tokens) == draft.want.max_tokens
 
     def _is_doubtful(self, draft: _Draft, logits: Tensor, token: int) -> bool:
         """Whether a block had better end before this token; its first one, or a guess before it, always stays."""
-        if len(draft.tokens) <= draft.want.ahead:
+        if self._min_confidence == 0 or len(draft.tokens) <= draft.want.ahead:
             return False
         return float(torch.softmax(logits, dim=-1)[token]) < self._min_confidence
 
@@ -131,7 +134,7 @@ class DraftModel:
             return int(logits.argmax())
         position = len(draft.want.tokens) + len(draft.tokens)
         at = key(request.seed, request.choice, position, Purpose.DRAW)
-        return int((logits + gumbel([at], logits.shape[-1], logits.device)[0]).argmax())
+        return gumbel_argmax(logits, at)
 
     def _draw_by_ratio(self, draft: _Draft, logits: Tensor) -> int:
         """A token from the truncated and rounded distribution that goes on the wire, and that distribution.
@@ -142,8 +145,7 @@ class DraftModel:
         values, ids = logits.topk(min(self._top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * WEIGHT_SCALE).round()
         at = key(draft.want.open.seed, draft.want.open.choice, draft.prefix_hash, Purpose.DRAFT)
-        noise = gumbel([at], len(ids), logits.device)[0]
-        token = int(ids[int((weights.double().log() + noise).argmax())])
+        token = int(ids[gumbel_argmax(weights.double().log(), at)])
         padding = self._top_k - len(ids)
         draft.ids.append((*ids.tolist(), *[0] * padding))
         draft.weights.append((*map(int, weights.tolist()), *[0] * padding))

@@ -117,7 +117,7 @@ async def cluster(
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
     for _ in range(targets):
-        engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS, SESSIONS))))
+        engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS, SESSIONS), VOCABULARY)))
         limits = VerifierLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64)
         replica = TargetReplica(wrap_engine(engines[-1]), limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
         server = await serve_target(replica, "127.0.0.1")

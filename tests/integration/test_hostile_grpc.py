@@ -48,13 +48,22 @@ class Door:
 
 
 DRIVE_TARGET = Door(
-    "/slipstream.v1.TargetService/Drive", lambda ch: TargetServiceStub(ch).Drive(), pb.RouterToTarget, lambda c: c.targets
+    "/slipstream.v1.TargetService/Drive",
+    lambda ch: TargetServiceStub(ch).Drive(),
+    pb.RouterToTarget,
+    lambda c: c.targets,
 )
 VERIFY = Door(
-    "/slipstream.v1.TargetService/Verify", lambda ch: TargetServiceStub(ch).Verify(), pb.DrafterToTarget, lambda c: c.targets
+    "/slipstream.v1.TargetService/Verify",
+    lambda ch: TargetServiceStub(ch).Verify(),
+    pb.DrafterToTarget,
+    lambda c: c.targets,
 )
 DRIVE_DRAFTER = Door(
-    "/slipstream.v1.DraftService/Drive", lambda ch: DraftServiceStub(ch).Drive(), pb.RouterToDrafter, lambda c: c.drafters
+    "/slipstream.v1.DraftService/Drive",
+    lambda ch: DraftServiceStub(ch).Drive(),
+    pb.RouterToDrafter,
+    lambda c: c.drafters,
 )
 DOORS = pytest.mark.parametrize("door", [DRIVE_TARGET, VERIFY, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2])
 
@@ -126,11 +135,10 @@ async def test_strangers_are_sent_away_with_the_reason(door):
     ids=["target", "verify", "drafter"],
 )
 async def test_nothing_is_done_for_a_peer_that_did_not_greet(door, messages):
-    async with busy_cluster() as c:
-        async with stream_to(c, door) as stream:
-            await stream.write(encode(door.frame, messages))
-            with refused_with(grpc.StatusCode.FAILED_PRECONDITION, "must hold a Hello"):
-                await within(5, stream.read())
+    async with busy_cluster() as c, stream_to(c, door) as stream:
+        await stream.write(encode(door.frame, messages))
+        with refused_with(grpc.StatusCode.FAILED_PRECONDITION, "must hold a Hello"):
+            await within(5, stream.read())
 
 
 @DOORS
@@ -204,7 +212,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
             Block(running, 2**32 - 1, 1, (1,)),
             Block(running, 3, 1, (VOCABULARY,)),
             Block(running, 3, 1, (1,), outside),
-            Block(running, 3, 1, (1,) * 128),
+            Block(running, 200, 1, (1,) * 128),
             Block(running, 1, 1, (1,)),
         ]
         await stream.write(encode(pb.DrafterToTarget, blocks))

@@ -71,7 +71,7 @@ class World:
         context = len(setting.prompt) + setting.new_tokens
         self.verifier = Verifier(VerifierLimits(vocabulary, context, sessions, 8 * sessions, max_queued=sessions))
         self.book = DraftBook(DrafterLimits(vocabulary, context, sessions))
-        self._executor = StepExecutor(ToyRunner(setting.target_logits, sessions))
+        self._executor = StepExecutor(ToyRunner(setting.target_logits, sessions), vocabulary)
         draft = ToyRunner(setting.draft_logits, sessions)
         allowed = setting.draft_logits.new_ones(vocabulary).bool()
         self._method = DraftModel(draft, allowed, top_k=vocabulary, min_confidence=0.0)

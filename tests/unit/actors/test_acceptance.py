@@ -220,7 +220,9 @@ def test_a_model_that_computes_nonsense_still_gives_tokens_of_the_vocabulary(rul
 
 
 @pytest.mark.parametrize("rule", list(Acceptance))
-@pytest.mark.parametrize(("sampling", "size"), [(Sampling(top_k=5), 5), (Sampling(top_p=0.5), 4), (Sampling(top_k=1), 1)])
+@pytest.mark.parametrize(
+    ("sampling", "size"), [(Sampling(top_k=5), 5), (Sampling(top_p=0.5), 4), (Sampling(top_k=1), 1)]
+)
 def test_decided_tokens_stay_in_the_allowed_set_though_margins_are_tiny(rule, sampling, size):
     """[test_top_k, test_top_p] for accepted, recovered and bonus tokens alike."""
     raw = torch.zeros(3, 8) - torch.arange(8) * 1e-5

@@ -35,7 +35,7 @@ class SpyRunner(ToyRunner):
 def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
     """A prefill chunk, a block, a single token and a whole prompt in one forward [test_multiple_sequences]."""
     runner = SpyRunner(4)
-    executor = StepExecutor(runner)
+    executor = StepExecutor(runner, runner.vocabulary)
     opens = tuple(an_open(name) for name in ("chunk", "block", "single", "prompt"))
     executor.step(StepPlan((), opens, (Row("block", (2,), 0, False), Row("single", (5,), 0, False))))
     right = (NEXT[4], NEXT[NEXT[4]])
@@ -55,7 +55,7 @@ def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
 
 def test_slots_are_taken_given_back_and_used_again():
     runner = SpyRunner(2)
-    executor = StepExecutor(runner)
+    executor = StepExecutor(runner, runner.vocabulary)
     executor.step(StepPlan((), (an_open("a"), an_open("b")), ()))
     assert runner.free_slots == []
     executor.step(StepPlan(("a",), (an_open("c"),), (Row("b", (1,), 0, True), Row("c", (2,), 0, True))))
@@ -67,14 +67,14 @@ def test_slots_are_taken_given_back_and_used_again():
 
 
 def test_a_session_may_be_closed_and_opened_again_in_one_step():
-    executor = StepExecutor(SpyRunner(1))
+    executor = StepExecutor(SpyRunner(1), SpyRunner(1).vocabulary)
     executor.step(StepPlan((), (an_open("a"),), (Row("a", (1, 2), 0, True),)))
     row = Row("a", (3,), 0, True)
     assert executor.step(StepPlan(("a",), (an_open("a", attempt=2),), (row,))) == [Outcome("a", 0, NEXT[3])]
 
 
 def test_a_row_beyond_what_is_cached_is_a_bug_and_says_so():
-    executor = StepExecutor(SpyRunner(1))
+    executor = StepExecutor(SpyRunner(1), SpyRunner(1).vocabulary)
     with pytest.raises(AssertionError, match="beyond what is cached"):
         executor.step(StepPlan((), (an_open("a"),), (Row("a", (1,), 1, True),)))
 
@@ -82,7 +82,7 @@ def test_a_row_beyond_what_is_cached_is_a_bug_and_says_so():
 def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back():
     """Prompt tokens are free, rejected draft tokens were never generated, reopened tokens still count."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
-    executor = StepExecutor(SpyRunner(1))
+    executor = StepExecutor(SpyRunner(1), SpyRunner(1).vocabulary)
     # The prompt is (2,); 7, which follows 2, and 1 were generated before the session was opened here again.
     opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
     rejected = Row("a", (2, 7, 1, 0), 0, True, draft_len=1)
@@ -97,7 +97,7 @@ def test_noise_is_addressed_by_absolute_position():
     sampling = Sampling(temperature=1.0)
 
     def drawn(prompt_len: int, fed: tuple[int, ...]) -> list[int]:
-        executor = StepExecutor(ToyRunner(torch.zeros(VOCABULARY, VOCABULARY), 30))
+        executor = StepExecutor(ToyRunner(torch.zeros(VOCABULARY, VOCABULARY), 30), VOCABULARY)
         opens = tuple(
             an_open(str(seed), tokens=fed, prompt_len=prompt_len, sampling=sampling, seed=seed) for seed in range(30)
         )

@@ -60,7 +60,7 @@ def test_a_draft_that_means_other_tokens_is_refused(draft):
 
 
 def test_the_refusal_shows_what_differs():
-    with pytest.raises(ModelError, match="2 ids mean different tokens.*1: 'a' / 'b'"):
+    with pytest.raises(ModelError, match=r"2 ids mean different tokens.*1: 'a' / 'b'"):
         check_same_vocabulary(TARGET, {0: "<eos>", 1: "b", 2: "a"})
 
 
@@ -154,5 +154,5 @@ def test_loading_takes_the_dtype_and_names_what_cannot_be_loaded(tmp_path):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     assert local_folder(str(tmp_path)) == tmp_path
-    with pytest.raises(ModelError, match="no model folder .*absent"):
+    with pytest.raises(ModelError, match=r"no model folder .*absent"):
         local_folder(str(tmp_path / "absent"))

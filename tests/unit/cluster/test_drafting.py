@@ -51,9 +51,7 @@ class Book:
 
     def propose(self, want: Want, *tokens: int) -> list[Send]:
         session = want.open.session
-        return self.book.proposed(
-            [Proposal(session, len(want.tokens), want.prefix_hash, tokens, ahead=want.ahead)]
-        )
+        return self.book.proposed([Proposal(session, len(want.tokens), want.prefix_hash, tokens, ahead=want.ahead)])
 
 
 def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():

@@ -8,12 +8,15 @@ def test_the_least_loaded_is_chosen_and_equals_by_address():
     assert choose([Candidate("a", 3), Candidate("b", 1)]) == "b"
 
 
-def test_a_full_or_failed_replica_is_the_last_resort():
-    idle_but_full, busy = Candidate("a", 0, refused=True), Candidate("b", 9)
-    assert choose([idle_but_full, busy]) == "b"
+def test_a_failed_replica_is_the_last_resort():
+    busy = Candidate("b", 9)
     assert choose([Candidate("a", 0), busy], avoid=frozenset({"a"})) == "b"
-    assert choose([Candidate("a", 0), Candidate("b", 9, refused=True)], avoid=frozenset({"a"})) == "b"
     assert choose([Candidate("a", 0)], avoid=frozenset({"a"})) == "a"
+
+
+def test_assigning_counts_at_once():
+    """Many sessions placed in one go must not all go to the replica that was idle before."""
+    assert Candidate("a", 1).with_one_more() == Candidate("a", 2)
 
 
 def test_nobody_is_nobody():

@@ -285,6 +285,30 @@ def test_a_block_that_arrives_too_late_is_verified_from_where_the_target_has_got
     assert only_verdict(desk.step()).accepted == 2
 
 
+def test_a_late_blocks_draft_probs_stay_with_their_tokens():
+    """One row off, and every token would be weighed against another's distribution."""
+    right = text((1, 2), 4)
+    probs = SparseProbs(tuple((token,) for token in right[:3]), ((1,), (2,), (3,)))
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.step()
+    desk.verifier.block(DRAFTER, replace(a_block((1, 2), right[:3]), draft_probs=probs), desk.now)
+    desk.step()
+    (row,) = desk.rows[-1]
+    assert row.tokens[-row.draft_len :] == right[1:3]
+    assert row.draft_probs == SparseProbs(probs.token_ids[1:], probs.weights[1:])
+
+
+def test_a_late_block_does_not_push_out_the_one_that_was_drafted_for_this_prefix():
+    right = text((1, 2), 4)
+    desk = Desk(max_step_tokens=4)
+    desk.open(tokens=(1, 2))
+    desk.block((1, 2), right[:3])
+    desk.block((1, 2, right[0]), (right[1],))
+    desk.step()
+    assert only_verdict(desk.step()).drafted == 1
+
+
 def test_a_late_block_that_guessed_otherwise_is_stale():
     desk = Desk()
     desk.open(tokens=(1, 2))
@@ -536,8 +560,17 @@ def test_long_prompts_are_fed_in_chunks_and_nobody_starves():
     assert tuple(decided["short"]) == text((1, 2), len(decided["short"]))
     assert len(decided["long"]) >= 8
     assert len(decided["short"]) >= 15
+    assert [row.session for row in desk.rows[1]] == ["short", "long"], "whoever waited longest comes first"
     chunks = [row for rows in desk.rows for row in rows if row.session == "long" and not row.decide]
     assert max(len(row.tokens) for row in chunks) <= 8
+
+
+def test_more_sessions_than_a_step_has_room_for_take_turns():
+    desk = Desk(max_step_tokens=2)
+    for name in "abcd":
+        desk.open(name, tokens=(1,))
+    served = [message.session for _ in range(8) for _, message in desk.step()]
+    assert sorted(served) == sorted("abcd" * 4)
 
 
 @given(
@@ -637,4 +670,3 @@ def test_blocks_of_one_session_never_go_to_another():
     assert isinstance(by_session["a"], Verdict)
     assert isinstance(by_session["b"], Verdict)
     assert (by_session["a"].drafted, by_session["b"].drafted) == (0, 2)
-

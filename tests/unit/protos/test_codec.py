@@ -281,7 +281,10 @@ def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
         prefix_hash=U64,
         tokens=st.binary(max_size=24),
         draft_probs=st.builds(
-            pb.SparseProbs, width=st.integers(0, 4) | U32, token_ids=st.binary(max_size=48), weights=st.binary(max_size=24)
+            pb.SparseProbs,
+            width=st.integers(0, 4) | U32,
+            token_ids=st.binary(max_size=48),
+            weights=st.binary(max_size=24),
         ),
     ),
     st.builds(

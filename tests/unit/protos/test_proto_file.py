@@ -8,7 +8,9 @@ import protos
 from protos import speculation_pb2 as pb
 
 PROTO = Path(protos.__file__).with_name("speculation.proto")
-DECLARATION = re.compile(r"^\s*(?:(?:message|enum|service|rpc)\s+(\w+)|(?:(?:repeated|optional)\s+)?(?:[\w.]+\s+)?(\w+)\s*=\s*\d+;)")
+DECLARATION = re.compile(
+    r"^\s*(?:(?:message|enum|service|rpc)\s+(\w+)|(?:(?:repeated|optional)\s+)?(?:[\w.]+\s+)?(\w+)\s*=\s*\d+;)"
+)
 
 
 def declared() -> Iterator[tuple[str, bool]]:
@@ -30,5 +32,7 @@ def names_in_descriptor() -> list[str]:
 
 def test_everything_in_the_proto_is_commented():
     found = list(declared())
-    assert sorted(name for name, _ in found) == sorted(names_in_descriptor()), "this test does not see every declaration"
+    assert sorted(name for name, _ in found) == sorted(names_in_descriptor()), (
+        "this test does not see every declaration"
+    )
     assert [name for name, commented in found if not commented] == []
