@@ -50,7 +50,8 @@ class RankSpec:
 def use_cpu(resources: Resources) -> None:
     """Gives this process its cores and threads."""
     if resources.cpu_affinity:
-        os.sched_setaffinity(0, resources.cpu_affinity)
+        for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
+            os.sched_setaffinity(int(thread), resources.cpu_affinity)
     torch.set_num_threads(resources.threads)
 
 

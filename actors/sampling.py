@@ -59,21 +59,19 @@ def _keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest set of likeliest tokens whose probability reaches top_p; never empty."""
-    if logits.shape[-1] > CANDIDATES:
-        # Sorting a whole vocabulary costs a large part of a step; the set is nearly always among few.
-        log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-        values = logits.topk(CANDIDATES, dim=-1).values
-        probs = torch.exp(values - log_total)
-        before = probs.cumsum(dim=-1) - probs
-        if bool((before[..., -1] >= top_p).all()):
-            floor = values.gather(-1, (before < top_p).sum(dim=-1, keepdim=True) - 1)
-            return logits.masked_fill(logits < floor, -torch.inf)
-    ranked, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    probs = torch.softmax(ranked, dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    excluded = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
-    return logits.masked_fill(excluded, -torch.inf)
+    """The smallest set of likeliest tokens whose probability reaches top_p, and what ties with its last; never empty.
+
+    With the ties, a position's set is the same whichever other positions are in the block: sorting a whole
+    vocabulary costs a large part of a step, and is done only when the candidates of some position do not suffice.
+    """
+    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    ranked = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1).values
+    if not bool(((ranked - log_total).exp().sum(dim=-1) > top_p).all()):
+        ranked = torch.sort(logits, dim=-1, descending=True).values
+    probs = torch.exp(ranked - log_total)
+    count = (probs.cumsum(dim=-1) - probs < top_p).sum(dim=-1, keepdim=True)
+    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # a model that computes nonsense counts none
+    return logits.masked_fill(logits < floor, -torch.inf)
 
 
 def _keep(logits: Tensor, ids: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class SpeculationConfig(_Frozen):
         0.0,
         ge=0,
         le=1,
-        description="a block ends before a token whose draft probability is lower; coupled and greedy only",
+        description="a block ends where its chance to be accepted so far falls below; coupled and greedy only",
     )
 
 

@@ -37,6 +37,7 @@ class _Draft:
     prefix_hash: int = 0
     ids: list[tuple[int, ...]] = field(default_factory=list)  # draft_probs, under ratio
     weights: list[tuple[int, ...]] = field(default_factory=list)
+    survival: float = 1.0  # chance that all tokens so far are accepted, by the draft model's own probabilities
     done: bool = False
 
     @property
@@ -54,8 +55,8 @@ class DraftModel:
     """Drafts with a model behind a `Runner`.
 
     `allowed` is true for token ids that the target has, shape (vocabulary,). `top_k` entries of draft_probs are
-    sent per token under ratio. Under the other rules a block ends before a token that the draft model itself
-    holds less likely than `min_confidence`; under ratio it must not, for its length may not depend on its tokens.
+    sent per token under ratio. Under the other rules a block ends where its chance to be accepted so far, by the
+    draft model's own probabilities, falls below `min_confidence`; under ratio its length may not depend on its tokens.
     """
 
     needs = TargetNeeds()
@@ -113,19 +114,24 @@ class DraftModel:
             token = self._draw_by_ratio(draft, row)
         else:
             token = self._draw_coupled(draft, row)
-            if self._is_doubtful(draft, row, token):
-                draft.done = True
+            if self._becomes_doubtful(draft, row, token):
                 return
         draft.tokens.append(token)
         draft.pending = [token]
         draft.prefix_hash = extend_hash(draft.prefix_hash, token)
-        draft.done = len(draft.tokens) == draft.want.max_tokens
+        draft.done |= len(draft.tokens) == draft.want.max_tokens
 
-    def _is_doubtful(self, draft: _Draft, logits: Tensor, token: int) -> bool:
-        """Whether a block had better end before this token; its first one, or a guess before it, always stays."""
-        if self._min_confidence == 0 or len(draft.tokens) <= draft.want.ahead:
+    def _becomes_doubtful(self, draft: _Draft, logits: Tensor, token: int) -> bool:
+        """Ends a draft that is not likely enough to be accepted this far, and says whether it ends before `token`.
+
+        A guess at what the target adds is no part of a block and does not count; a block's first token stays even
+        if it is doubtful, but nothing is drafted after it.
+        """
+        if self._min_confidence == 0 or len(draft.tokens) < draft.want.ahead:
             return False
-        return float(torch.softmax(logits, dim=-1)[token]) < self._min_confidence
+        draft.survival *= float(torch.softmax(logits, dim=-1)[token])
+        draft.done = draft.survival < self._min_confidence
+        return draft.done and len(draft.tokens) > draft.want.ahead
 
     def _draw_coupled(self, draft: _Draft, logits: Tensor) -> int:
         """The token that the target would draw from these logits: with the same noise, at the same address."""

@@ -72,11 +72,29 @@ def test_exactly_k_stay_though_margins_are_tiny_or_none(top_k):
     assert allowed(torch.ones(VOCABULARY), Sampling(top_k=top_k)) == list(range(top_k))
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.87, 3), (0.9, 4), (1.0, 4), (1e-6, 1)])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.8, 4), (0.9, 4), (1.0, 4), (1e-6, 1)])
+def test_top_p_keeps_the_smallest_set_that_reaches_it_and_ties(top_p, kept):
     logits = torch.full((VOCABULARY,), -math.inf)
     logits[:4] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     assert allowed(logits, Sampling(top_p=top_p)) == list(range(kept))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.55), Sampling(top_k=3), Sampling(top_k=1500)], ids=repr)
+def test_in_a_large_vocabulary_a_positions_set_does_not_depend_on_the_others(sampling):
+    """Fast ways that are left when any position needs the slow one: ties at the edge, which bfloat16 makes common,
+    must come out the same, or a draft changes the distribution of tokens before it."""
+    logits = torch.full((2, 2000), -20.0)
+    logits[0, :5] = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1]).log()
+    logits[1] = 0.0  # flat: more candidates than any fast way looks at
+    together, alone = process(logits, sampling, (), (0,)), process(logits[:1], sampling, (), ())
+    assert torch.equal(together[0], alone[0])
+
+
+@pytest.mark.parametrize("vocabulary", [10, 2000])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_model_that_computes_nonsense_ends_nothing(vocabulary, value):
+    for sampling in (Sampling(top_p=0.5), Sampling(top_k=5), Sampling(min_p=0.1)):
+        assert process(torch.full((2, vocabulary), value), sampling, (), (0,)).shape == (2, vocabulary)
 
 
 def test_min_p_is_relative_to_the_likeliest():
