@@ -5,6 +5,7 @@ Knows nothing of caches or sessions.
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from cluster.errors import ModelError
 
+COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
 
@@ -104,7 +106,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
     Neither needs the weights to be read, the first not even to be there.
     """
     digest = hashlib.blake2b(digest_size=16)
-    if folder.parent.name == "snapshots":
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
         digest.update(folder.name.encode())
         return digest.hexdigest()
     config = json.loads((folder / "config.json").read_text())

@@ -75,8 +75,10 @@ class TargetPool(_Frozen):
 class DraftPool(_Frozen):
     """The pool of drafters."""
 
-    method: Literal["draft_model", "prompt_lookup"] = "draft_model"
-    model: str | None = Field(None, description="Hugging Face id or folder of the draft model, for draft_model")
+    method: Literal["draft_model", "prompt_lookup", "lookup_first"] = Field(
+        "draft_model", description="lookup_first looks the continuation up in the text and else asks the model"
+    )
+    model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
@@ -85,10 +87,10 @@ class DraftPool(_Frozen):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("method draft_model needs a model: a Hugging Face id or a folder")
-        if self.method != "draft_model" and self.model is not None:
-            raise ValueError(f"method {self.method} takes no model")
+        if self.method == "prompt_lookup" and self.model is not None:
+            raise ValueError("method prompt_lookup takes no model")
+        if self.method != "prompt_lookup" and self.model is None:
+            raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
         if self.lookup_max_ngram < self.lookup_min_ngram:
             raise ValueError("lookup_max_ngram is smaller than lookup_min_ngram")
         return self

@@ -12,6 +12,7 @@ from itertools import islice
 
 from cluster.pacing import StepCost, Yield, patience_s
 from cluster.steps import Outcome, Row, StepPlan
+from protos.codec import encoded_bytes
 from protos.messages import (
     Attach,
     Block,
@@ -55,6 +56,7 @@ class VerifierLimits:
     max_queued: int = 1024
     room_blocks: int = 8  # blocks that wait per session
     room_age_s: float = 30.0  # how long blocks and attachments wait for a session not opened yet
+    room_bytes: int = 16 << 20  # of the blocks that a drafter may have waiting for unopened sessions
     room_sessions: int = 1024  # unopened sessions that a drafter may have things waiting for
 
 
@@ -199,7 +201,7 @@ class Verifier:
             return
         if session is None:
             waiting = self._waiting_for(block.session, drafter, now)
-            if waiting is None or len(waiting.blocks) >= self._limits.room_blocks:
+            if waiting is None or len(waiting.blocks) >= self._limits.room_blocks or self._room_is_full(drafter):
                 self.dropped["room_full"] += 1
             else:
                 waiting.blocks.append(block)
@@ -309,6 +311,10 @@ class Verifier:
         self._unopened[name] = _Waiting(now, drafter)
         self._unopened.move_to_end(name)  # oldest first, for expiry
         return self._unopened[name]
+
+    def _room_is_full(self, drafter: str) -> bool:
+        blocks = (block for w in self._unopened.values() if w.drafter == drafter for block in w.blocks)
+        return sum(encoded_bytes(block) for block in blocks) > self._limits.room_bytes
 
     def _expire(self, now: float) -> None:
         while self._unopened and now >= next(iter(self._unopened.values())).since + self._limits.room_age_s:

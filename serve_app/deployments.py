@@ -17,6 +17,7 @@ from ray.util import get_current_placement_group
 
 from actors.draft import Drafter
 from actors.methods import DraftingMethod
+from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
 from actors.models import (
     check_draft,
@@ -157,13 +158,14 @@ class DraftDeployment:
 
 def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) -> DraftingMethod:
     draft, speculation = config.draft, config.speculation
+    lookup = PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
     if draft.model is None:
-        return PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
+        return lookup
     from actors.methods.draft_model import load_draft_model
 
     folder = local_folder(draft.model)
     check_draft(target_tokens, folder)
-    return load_draft_model(
+    model = load_draft_model(
         folder,
         dtype=config.model.dtype,
         device=device_of(draft.resources),
@@ -173,6 +175,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
         top_k=speculation.draft_probs_top_k,
         min_confidence=speculation.min_confidence,
     )
+    return LookupFirst(lookup, model) if draft.method == "lookup_first" else model
 
 
 @serve.ingress()

@@ -6,19 +6,33 @@ their target probability.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from actors.methods import TargetNeeds
 from cluster.drafting import Proposal, Want
 from protos.messages import Verdict
 
+TOKEN_BYTES = 4
+
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
     """What followed the latest earlier occurrence of the longest suffix of `longest` to `shortest` tokens."""
+    text = np.asarray(tokens, dtype="<i4").tobytes()  # searched as bytes: contexts are long, and this is every round
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        suffix = list(tokens[-size:])
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if list(tokens[start : start + size]) == suffix:
-                return tuple(tokens[start + size : start + size + max_tokens])
+        end = _latest(text, text[-TOKEN_BYTES * size :])
+        if end is not None:
+            return tuple(tokens[end : end + max_tokens])
     return ()
+
+
+def _latest(text: bytes, suffix: bytes) -> int | None:
+    """Index of the token after the latest occurrence of `suffix` that ends before the text does."""
+    before = len(text) - 1
+    while (start := text.rfind(suffix, 0, before)) >= 0:
+        if start % TOKEN_BYTES == 0:
+            return (start + len(suffix)) // TOKEN_BYTES
+        before = start + len(suffix) - 1  # the bytes of two neighbours look alike: no occurrence
+    return None
 
 
 class PromptLookup:

@@ -1,0 +1,35 @@
+"""Looks the continuation up in the text, and asks the draft model where it does not occur there.
+
+Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Which
+of the two drafts is a function of the prefix alone, so ratio acceptance stays exact. Knows nothing of streams.
+"""
+
+from collections.abc import Sequence
+
+from actors.methods import DraftingMethod, TargetNeeds
+from cluster.drafting import Proposal, Want
+from protos.messages import Verdict
+
+
+class LookupFirst:
+    """Two methods as one: `model` drafts what `lookup` has nothing to offer for."""
+
+    needs = TargetNeeds()
+
+    def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
+        self._lookup, self._model = lookup, model
+
+    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+        # A guess ahead is worth only as much as its first token, which the model gets right more often.
+        found = {p.session: p for p in self._lookup.propose([w for w in wants if not w.ahead]) if p.tokens}
+        rest = [want for want in wants if want.open.session not in found]
+        drafted = {p.session: p for p in self._model.propose(rest)} if rest else {}
+        return [(found | drafted)[want.open.session] for want in wants]
+
+    def observe(self, verdict: Verdict) -> None:
+        self._lookup.observe(verdict)
+        self._model.observe(verdict)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._lookup.close(sessions)
+        self._model.close(sessions)

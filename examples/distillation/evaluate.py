@@ -1,0 +1,191 @@
+"""How often the draft's likeliest token is the target's greedy choice, on prompts it was not made with.
+
+The target continues each prompt greedily; one teacher-forced pass of the draft over prompt and continuation then
+tells at every position whether the draft would have been accepted there. At temperature 0 that is the acceptance
+rate of one drafted token, and it decides the tokens per verify of every block length K as well.
+
+With `--lookup N` the draft is asked only where the last N tokens have not occurred before in prompt and answer;
+where they have, the token that followed them then is proposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from target import ChatFrame, TargetSource, end_of_turn_ids
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+DEFAULT_PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
+ALL_KINDS = "all"
+BLOCK_LENGTHS = (1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A held-out prompt and what the target greedily says to it."""
+
+    kind: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one kind of prompt."""
+
+    positions: int
+    agreement: float
+    tokens_per_verify: dict[int, float]  # by block length K
+
+
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [(row["kind"], row["prompt"]) for row in rows]
+
+
+@torch.inference_mode()
+def continue_greedily(source: TargetSource, prompts: list[tuple[str, str]], tokens: int) -> list[Continuation]:
+    """The target's answers at temperature 0, one prompt at a time, in float32."""
+    tokenizer, model = source.load_tokenizer(), source.load_model(torch.float32)
+    frame, ends = ChatFrame.of(tokenizer), end_of_turn_ids(model)
+    continuations = []
+    for kind, text in track(prompts, "target", console=Console(stderr=True)):
+        prompt_ids = frame.prompt(tokenizer, text)
+        continuations.append(Continuation(kind, prompt_ids, greedy_answer(model, prompt_ids, ends, tokens)))
+    return continuations
+
+
+def greedy_answer(model: PreTrainedModel, prompt_ids: list[int], ends: frozenset[int], tokens: int) -> list[int]:
+    cache = DynamicCache(config=model.config)
+    fed, answer = torch.tensor([prompt_ids]), list[int]()
+    while len(answer) < tokens and not ends.intersection(answer[-1:]):
+        logits = model(input_ids=fed, past_key_values=cache, logits_to_keep=1).logits
+        answer.append(int(logits[0, -1].argmax()))
+        fed = torch.tensor([answer[-1:]])
+    return answer
+
+
+def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) -> list[Continuation]:
+    """Continuations do not depend on the draft, so they are kept in a file for the next evaluation."""
+    if path and path.exists():
+        return [Continuation(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+    continuations = make()
+    if path:
+        path.write_text(json.dumps([asdict(c) for c in continuations]), encoding="utf-8")
+    return continuations
+
+
+@torch.inference_mode()
+def matches(draft: PreTrainedModel, continuation: Continuation, lookup: int) -> list[bool]:
+    """At each position of the answer: whether the proposed token is the target's."""
+    prompt, answer = continuation.prompt_ids, continuation.answer_ids
+    tokens = prompt + answer
+    logits = draft(input_ids=torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
+    proposed: list[int] = logits.argmax(dim=-1).tolist()
+    if lookup:
+        for index in range(len(answer)):
+            found = look_up(tokens[: len(prompt) + index], lookup)
+            proposed[index] = proposed[index] if found is None else found
+    return [ours == theirs for ours, theirs in zip(proposed, answer, strict=True)]
+
+
+def look_up(tokens: list[int], shortest: int, longest: int = 4) -> int | None:
+    """The token that followed the latest earlier occurrence of the last `longest` to `shortest` tokens."""
+    for length in range(longest, shortest - 1, -1):
+        last = tokens[-length:]
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == last:
+                return tokens[start + length]
+    return None
+
+
+def verifies_needed(matched: list[bool], block_length: int) -> int:
+    """Rounds of drafting `block_length` tokens until the answer is complete."""
+    position = rounds = 0
+    while position < len(matched):
+        block = matched[position : position + block_length]
+        accepted = block.index(False) if False in block else len(block)
+        position += accepted + 1
+        rounds += 1
+    return rounds
+
+
+def score(answers: list[list[bool]]) -> Score:
+    positions = sum(map(len, answers))
+    lengths = {k: positions / sum(verifies_needed(a, k) for a in answers) for k in BLOCK_LENGTHS}
+    return Score(positions, sum(map(sum, answers)) / positions, lengths)
+
+
+def evaluate(draft: PreTrainedModel, continuations: Iterable[Continuation], lookup: int = 0) -> dict[str, Score]:
+    """Scores by kind, and over all."""
+    by_kind: dict[str, list[list[bool]]] = defaultdict(list)
+    for continuation in continuations:
+        matched = matches(draft, continuation, lookup)
+        by_kind[continuation.kind].append(matched)
+        by_kind[ALL_KINDS].append(matched)
+    return {kind: score(by_kind[kind]) for kind in sorted(by_kind, key=lambda k: (k == ALL_KINDS, k))}
+
+
+@torch.inference_mode()
+def step_ms(model: PreTrainedModel, context: int = 60, steps: int = 30) -> float:
+    """Median milliseconds of a forward of one token after `context` tokens."""
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.ones((1, context), dtype=torch.long), past_key_values=cache)
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        model(input_ids=torch.ones((1, 1), dtype=torch.long), past_key_values=cache)
+        times.append(1000 * (time.perf_counter() - start))
+    return sorted(times)[steps // 2]
+
+
+def table_of(scores: dict[str, Score]) -> Table:
+    table = Table("kind", "positions", "agreement", *(f"K = {k}" for k in BLOCK_LENGTHS))
+    for kind, row in scores.items():
+        lengths = (f"{row.tokens_per_verify[k]:.2f}" for k in BLOCK_LENGTHS)
+        table.add_row(kind, str(row.positions), f"{row.agreement:.3f}", *lengths)
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("draft", help="a Hugging Face folder or id")
+    parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSON lines with kind and prompt")
+    parser.add_argument("--tokens", type=int, default=96, help="longest continuation")
+    parser.add_argument("--continuations", type=Path, help="file that keeps the target's continuations")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--lookup", type=int, default=0, help="copy after so many repeated tokens; 0: never")
+    parser.add_argument("--time", action="store_true", help="also time a forward of one token, in bfloat16")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    source = TargetSource(arguments.target, arguments.gguf_file)
+    continuations = load_or_continue(
+        arguments.continuations,
+        lambda: continue_greedily(source, read_prompts(arguments.prompts), arguments.tokens),
+    )
+    draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=torch.bfloat16).eval()
+    console = Console()
+    console.print(table_of(evaluate(draft, continuations, arguments.lookup)))
+    if arguments.time:
+        target_ms, draft_ms = step_ms(source.load_model(torch.bfloat16)), step_ms(draft)
+        console.print(f"one token, {arguments.threads} thread(s): target {target_ms:.1f} ms, draft {draft_ms:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

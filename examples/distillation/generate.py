@@ -1,0 +1,291 @@
+"""Let the target write the training data of its draft: many prompts, answered mostly greedily.
+
+Every chunk file holds whole sequences (prompt and answer) and, for each position where the target chose, its `top_k`
+most likely next tokens with their probabilities: the teacher's view comes for free while generating, so training needs
+no pass of the target. Chunks are complete as soon as they appear, so training can start with the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from prompts import DEFAULT_PROMPTS, Prompt, PromptSource
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from slots import ATTENTION, SlotCache, feed
+from target import ChatFrame, TargetSource, end_of_turn_ids
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """How much to write and how."""
+
+    out: Path
+    seed: int
+    minutes: float
+    slots: int
+    answer_tokens: int  # an answer is cut here
+    user_tokens: int  # so is a user's turn that the target writes itself
+    max_prompt: int  # a prompt that could get longer is skipped
+    greedy_share: float  # of the answers; the others are sampled, at up to `max_temperature`
+    max_temperature: float
+    user_temperature: float
+    top_k: int
+    chunk_sequences: int
+
+
+@dataclass
+class Sequence:
+    """One user turn and its answer, while it is being written."""
+
+    kind: str
+    tokens: list[int]
+    fed: int  # tokens already in the cache
+    user_budget: int  # tokens the target may still add to the user's turn
+    answer_budget: int
+    temperature: float
+    answer_start: int = -1  # index of the answer's first token, once it is known
+    scored: list[int] = field(default_factory=list)  # indices whose next token the target was asked for
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_probs: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def next_token(self) -> int:
+        return self.tokens[self.fed]
+
+    @property
+    def wants_choice(self) -> bool:
+        """Whether the token just fed was the last one known."""
+        return self.fed == len(self.tokens)
+
+
+class Author:
+    """Starts sequences from prompts, and turns the target's choices into more of them."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        prompts: Iterator[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        ends: frozenset[int],
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._rng = random.Random(config.seed)
+        self.frame = ChatFrame.of(tokenizer)
+
+    def begin(self) -> Sequence:
+        """The next sequence; the ids before the user's turn are in every slot's cache already."""
+        while True:
+            prompt = next(self._prompts)
+            tokens = self.frame.prompt(self._tokenizer, prompt.text)
+            longest = len(tokens) + (self._config.user_tokens if prompt.is_open else 0)
+            if longest > self._config.max_prompt:
+                continue
+            if prompt.is_open:
+                tokens = tokens[: len(tokens) - len(self.frame.after_user)]
+            return self._sequence(prompt, tokens)
+
+    def extend(self, sequence: Sequence, token: int) -> bool:
+        """Append the target's choice; whether the sequence goes on."""
+        if sequence.answer_start < 0:
+            sequence.user_budget -= 1
+            if token not in self._ends:
+                sequence.tokens.append(token)
+            if token in self._ends or sequence.user_budget == 0:
+                self._open_answer(sequence)
+            return True
+        sequence.tokens.append(token)
+        sequence.answer_budget -= 1
+        return token not in self._ends and sequence.answer_budget > 0
+
+    def temperature(self, sequence: Sequence) -> float:
+        return self._config.user_temperature if sequence.answer_start < 0 else sequence.temperature
+
+    def _sequence(self, prompt: Prompt, tokens: list[int]) -> Sequence:
+        config = self._config
+        is_greedy = self._rng.random() < config.greedy_share
+        return Sequence(
+            kind=prompt.kind,
+            tokens=tokens,
+            fed=len(self.frame.before_user),
+            user_budget=config.user_tokens,
+            answer_budget=config.answer_tokens,
+            temperature=0.0 if is_greedy else self._rng.uniform(0.1, config.max_temperature),
+            answer_start=-1 if prompt.is_open else len(tokens),
+        )
+
+    def _open_answer(self, sequence: Sequence) -> None:
+        sequence.tokens.extend(self.frame.after_user)
+        sequence.answer_start = len(sequence.tokens)
+
+
+class ChunkWriter:
+    """Collects finished sequences and writes them, a chunk at a time."""
+
+    def __init__(self, config: GenerateConfig, kinds: list[str]) -> None:
+        self._config = config
+        self._kinds = kinds
+        self._waiting: list[Sequence] = []
+        self._chunks = 0
+        self.answer_tokens = 0
+        config.out.mkdir(parents=True, exist_ok=True)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+        self.answer_tokens += len(sequence.tokens) - sequence.answer_start
+        if len(self._waiting) == self._config.chunk_sequences:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, under a name that appears only when the file is complete."""
+        if not self._waiting:
+            return
+        path = self._config.out / f"chunk-{self._config.seed:03d}-{self._chunks:04d}.npz"
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            np.savez(file, **self._arrays())
+        os.replace(partial, path)
+        self._waiting.clear()
+        self._chunks += 1
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        rows = self._waiting
+        return {
+            "tokens": np.concatenate([np.array(r.tokens, np.int32) for r in rows]),
+            "lengths": np.array([len(r.tokens) for r in rows], np.int32),
+            "answer_starts": np.array([r.answer_start for r in rows], np.int32),
+            "kinds": np.array([self._kinds.index(r.kind) for r in rows], np.int8),
+            "kind_names": np.array(self._kinds),
+            "scored": np.concatenate([np.array(r.scored, np.int32) for r in rows]),
+            "scored_lengths": np.array([len(r.scored) for r in rows], np.int32),
+            "top_ids": np.concatenate([np.stack(r.top_ids) for r in rows]),
+            "top_probs": np.concatenate([np.stack(r.top_probs) for r in rows]),
+        }
+
+
+def choose(logits: Tensor, temperatures: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Next tokens at each row's temperature (0: the likeliest), and the `top_k` ids and their probabilities."""
+    values, ids = logits.topk(top_k, dim=-1)
+    values = values.float()
+    scaled = values / temperatures.clamp(min=1e-6)[:, None]
+    noise = -torch.empty_like(scaled).exponential_().log()
+    noise[temperatures == 0] = 0.0
+    picks = (scaled + noise).argmax(dim=-1)
+    return ids.gather(1, picks[:, None])[:, 0], ids, values.softmax(dim=-1)
+
+
+@torch.inference_mode()
+def write_data(source: TargetSource, prompt_source: PromptSource, config: GenerateConfig) -> None:
+    """Fill chunk files until the time is over."""
+    torch.manual_seed(config.seed)
+    tokenizer = source.load_tokenizer()
+    model = source.load_model(torch.bfloat16, ATTENTION)
+    author = Author(config, prompt_source.stream(config.seed), tokenizer, end_of_turn_ids(model))
+    writer = ChunkWriter(config, prompt_source.kinds)
+    cache = SlotCache(model, config.slots, config.max_prompt + config.answer_tokens)
+    for token in author.frame.before_user:
+        feed(model, cache, torch.full((config.slots,), token))
+    running = [author.begin() for _ in range(config.slots)]
+    with Clock(config) as clock:
+        while clock.has_time_left(writer):
+            hidden = feed(model, cache, torch.tensor([s.next_token for s in running]))
+            for sequence in running:
+                sequence.fed += 1
+            asked = [slot for slot, s in enumerate(running) if s.wants_choice]
+            if not asked:
+                continue
+            temperatures = torch.tensor([author.temperature(running[slot]) for slot in asked])
+            chosen = choose(model.get_output_embeddings()(hidden[asked]), temperatures, config.top_k)
+            for slot in record(author, running, asked, chosen):
+                writer.add(running[slot])
+                running[slot] = author.begin()
+                cache.lengths[slot] = running[slot].fed
+    writer.flush()
+
+
+def record(
+    author: Author, running: list[Sequence], asked: list[int], chosen: tuple[Tensor, Tensor, Tensor]
+) -> list[int]:
+    """Give each sequence its token and the teacher's view; the slots that are finished."""
+    tokens, ids, probs = chosen
+    id_rows, prob_rows = ids.numpy().astype(np.uint32), probs.numpy().astype(np.float16)
+    finished = []
+    for row, (slot, token) in enumerate(zip(asked, tokens.tolist(), strict=True)):
+        sequence = running[slot]
+        sequence.scored.append(sequence.fed - 1)
+        sequence.top_ids.append(id_rows[row])
+        sequence.top_probs.append(prob_rows[row])
+        if not author.extend(sequence, token):
+            finished.append(slot)
+    return finished
+
+
+class Clock:
+    """The time that is left, shown as a progress bar."""
+
+    def __init__(self, config: GenerateConfig) -> None:
+        self._end = time.monotonic() + 60 * config.minutes
+        columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}"))
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("writing", total=60 * config.minutes, rate="")
+        self._start = time.monotonic()
+
+    def __enter__(self) -> Clock:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def has_time_left(self, writer: ChunkWriter) -> bool:
+        elapsed = time.monotonic() - self._start
+        rate = f"{writer.answer_tokens / max(elapsed, 1):.0f} answer tokens/s, {writer.answer_tokens / 1e6:.3f} M"
+        self._progress.update(self._task, completed=elapsed, rate=rate)
+        return time.monotonic() < self._end
+
+
+def parse_arguments() -> tuple[argparse.Namespace, GenerateConfig]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("out", type=Path, help="folder for the chunk files")
+    parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="templates and fillers")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time")
+    parser.add_argument("--seed", type=int, default=0, help="give every run its own: it also names the chunks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--slots", type=int, default=192, help="sequences written at once")
+    parser.add_argument("--answer-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--user-tokens", type=int, default=96, help="longest user turn the target writes itself")
+    parser.add_argument("--max-prompt", type=int, default=192, help="longest prompt")
+    parser.add_argument("--greedy-share", type=float, default=0.7, help="share of greedy answers")
+    parser.add_argument("--max-temperature", type=float, default=0.6, help="of the other answers")
+    parser.add_argument("--user-temperature", type=float, default=0.85, help="of user turns")
+    parser.add_argument("--top-k", type=int, default=24, help="teacher probabilities kept per position")
+    parser.add_argument("--chunk-sequences", type=int, default=256, help="sequences a file")
+    arguments = parser.parse_args()
+    names = GenerateConfig.__dataclass_fields__
+    return arguments, GenerateConfig(**{name: getattr(arguments, name) for name in names})
+
+
+def main() -> None:
+    arguments, config = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    source = TargetSource(arguments.target, arguments.gguf_file)
+    write_data(source, PromptSource.load(arguments.prompts), config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Training prompts: templates filled with many topics, drawn at random without repetition.
+
+The templates and their fillers are data (`training_prompts.yaml`); this module only draws from them. A prompt is
+either complete or *open*: it ends in `{...}` and the target writes the rest of the user's turn itself.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+DEFAULT_PROMPTS = Path(__file__).with_name("training_prompts.yaml")
+OPEN_END = "{...}"
+_FIELD = re.compile(r"\{(?:(\d+)\.\.(\d+)|([a-z_]+))\}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A user's turn, or the beginning of one."""
+
+    kind: str
+    text: str
+    is_open: bool  # the target is to write on from here
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Templates by kind, and what their fields may become."""
+
+    weights: dict[str, float]
+    templates: dict[str, list[str]]
+    fillers: dict[str, list[str]]
+
+    @classmethod
+    def load(cls, path: Path = DEFAULT_PROMPTS) -> PromptSource:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        source = cls(document["weights"], document["kinds"], document["fillers"])
+        source._check()
+        return source
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted(self.templates)
+
+    def draw(self, rng: random.Random) -> Prompt:
+        """One prompt of a kind drawn by weight."""
+        kind = rng.choices(list(self.weights), weights=list(self.weights.values()))[0]
+        template = rng.choice(self.templates[kind])
+        body = template.removesuffix(OPEN_END)
+        is_open = body != template
+        text = self._fill(body, rng).replace("{{", "{").replace("}}", "}")
+        return Prompt(kind, text.rstrip(" ") if is_open else text, is_open)
+
+    def stream(self, seed: int) -> Iterator[Prompt]:
+        """Prompts for ever; a complete prompt comes only once."""
+        rng = random.Random(seed)
+        seen: set[str] = set()
+        while True:
+            prompt = self.draw(rng)
+            if prompt.is_open or prompt.text not in seen:
+                seen.add(prompt.text)
+                yield prompt
+
+    def _fill(self, text: str, rng: random.Random) -> str:
+        def replace(match: re.Match[str]) -> str:
+            low, high, name = match.groups()
+            if name is None:
+                return str(rng.randint(int(low), int(high)))
+            return self._fill(str(rng.choice(self.fillers[name])), rng)
+
+        return _FIELD.sub(replace, text)
+
+    def _check(self) -> None:
+        texts = [t for group in (*self.templates.values(), *self.fillers.values()) for t in group]
+        names = {m.group(3) for t in texts for m in _FIELD.finditer(str(t)) if m.group(3)}
+        unknown = names - self.fillers.keys()
+        if unknown or self.weights.keys() != self.templates.keys():
+            raise ValueError(f"unknown fields {sorted(unknown)}, or weights and kinds that differ")

@@ -1,0 +1,313 @@
+"""Train the draft on what the target wrote: cross-entropy against the target's most likely next tokens.
+
+Reads the chunk files of `generate.py`, and takes in new ones as they appear. Acceptance at temperature 0 asks for
+the same likeliest token, so the teacher's probabilities are sharpened a little before they are learnt. The vocabulary
+is by far the largest part of a small draft: the loss is taken over the tokens that a batch's teacher names and a
+random sample of the others, which is several times cheaper and pushes down the same wrong tokens over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+POSITIONS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train."""
+
+    data: tuple[Path, ...]
+    out: Path
+    seed: int
+    minutes: float
+    batch: int  # sequences a step
+    learning_rate: float
+    embedding_share: float  # of the learning rate
+    warmup_steps: int
+    weight_decay: float
+    user_weight: float  # of positions outside the assistant's answer
+    sharpening: float  # exponent on the teacher's probabilities
+    top_k: int  # of the teacher's tokens that are learnt from
+    negatives: int  # random vocabulary entries beside those that the teacher names
+    save_minutes: float
+    reload_minutes: float
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence and the teacher's view of it."""
+
+    tokens: np.ndarray  # [length]
+    answer_start: int
+    scored: np.ndarray  # [positions] indices whose next token the teacher was asked for
+    top_ids: np.ndarray  # [positions, k]
+    top_probs: np.ndarray  # [positions, k]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded sequences, and all their scored positions flattened."""
+
+    tokens: Tensor  # [rows, longest]
+    rows: Tensor  # [positions]
+    columns: Tensor  # [positions]
+    top_ids: Tensor  # [positions, k]
+    top_probs: Tensor  # [positions, k]
+    weights: Tensor  # [positions]
+
+
+def read_chunk(path: Path) -> list[Example]:
+    with np.load(path) as chunk:
+        tokens = np.split(chunk["tokens"], np.cumsum(chunk["lengths"])[:-1])
+        ends = np.cumsum(chunk["scored_lengths"])[:-1]
+        columns = (np.split(chunk[name], ends) for name in ("scored", "top_ids", "top_probs"))
+        return [Example(*row) for row in zip(tokens, chunk["answer_starts"].tolist(), *columns, strict=True)]
+
+
+class Data:
+    """All examples found so far, in batches of similar length."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._rng = np.random.default_rng(config.seed)
+        self._read: set[Path] = set()
+        self._fresh: list[Example] = []
+        self.examples: list[Example] = []
+        self.refresh()
+        if not self.examples:
+            raise ValueError(f"no chunk files in {[str(folder) for folder in config.data]}")
+
+    def refresh(self) -> None:
+        """Take in chunks that have appeared since."""
+        for path in sorted(path for folder in self._config.data for path in folder.glob("*.npz")):
+            if path not in self._read:
+                self._read.add(path)
+                chunk = read_chunk(path)
+                self.examples.extend(chunk)
+                self._fresh.extend(chunk)
+
+    def batches(self) -> Iterator[Batch]:
+        """Epoch after epoch for ever; what is new comes first."""
+        while True:
+            self._fresh.clear()
+            examples, size = self.examples, self._config.batch
+            order = np.array([examples[i].tokens.size for i in range(len(examples))])
+            order = np.argsort(order + self._rng.uniform(0, 24, len(order)))
+            groups = [order[start : start + size] for start in range(0, len(order), size)]
+            for group in self._rng.permutation(len(groups)):
+                yield self._collate([examples[i] for i in groups[group]])
+                while len(self._fresh) >= size:
+                    yield self._collate([self._fresh.pop() for _ in range(size)])
+
+    def _collate(self, examples: list[Example]) -> Batch:
+        longest = max(e.tokens.size for e in examples)
+        tokens = np.zeros((len(examples), longest), np.int64)
+        for row, example in enumerate(examples):
+            tokens[row, : example.tokens.size] = example.tokens
+        top_k = self._config.top_k
+        in_answer = [e.scored >= e.answer_start - 1 for e in examples]
+        weights = np.where(np.concatenate(in_answer), 1.0, self._config.user_weight)
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            rows=torch.from_numpy(np.repeat(np.arange(len(examples)), [e.scored.size for e in examples])),
+            columns=torch.from_numpy(np.concatenate([e.scored for e in examples]).astype(np.int64)),
+            top_ids=torch.from_numpy(np.concatenate([e.top_ids[:, :top_k] for e in examples]).astype(np.int64)),
+            top_probs=torch.from_numpy(np.concatenate([e.top_probs[:, :top_k] for e in examples]).astype(np.float32)),
+            weights=torch.from_numpy(weights.astype(np.float32)),
+        )
+
+
+class SoftTargetLoss(torch.autograd.Function):
+    """Weighted cross-entropy of softmax(hidden @ head.T + offset) against a few soft targets a row.
+
+    Logits of all positions at once would be hundreds of megabytes; so loss and gradients are made a slice at a time,
+    in one pass. Returns the mean loss, and how often the likeliest entry is the teacher's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,
+        head: Tensor,
+        offset: Tensor,
+        labels: Tensor,
+        wanted: Tensor,
+        weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
+        loss = agreed = torch.zeros(())
+        shares = weights / weights.sum()
+        named = int((offset == 0).sum())  # the entries before the random ones
+        for part in torch.arange(len(hidden)).split(POSITIONS_AT_ONCE):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            logits = (hidden[rows] @ head.T).float().add_(offset)
+            highest = logits.amax(dim=1, keepdim=True)
+            likeliest = logits[:, :named].argmax(dim=1)
+            agreed = agreed + ((likeliest == labels[rows, 0]) * shares[rows]).sum()
+            at_labels = logits.gather(1, labels[rows])
+            probs = logits.sub_(highest).exp_()
+            total = probs.sum(dim=1, keepdim=True)
+            losses = (highest + total.log())[:, 0] - (wanted[rows] * at_labels).sum(dim=1)
+            loss = loss + (losses * shares[rows]).sum()
+            gradient = probs.div_(total).scatter_add_(1, labels[rows], -wanted[rows]).mul_(shares[rows, None])
+            gradient = gradient.to(hidden.dtype)
+            hidden_grad[rows] = gradient @ head
+            head_grad += gradient.T @ hidden[rows]
+        ctx.save_for_backward(hidden_grad, head_grad)
+        return loss, agreed
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, head_grad = ctx.saved_tensors
+        return hidden_grad * upstream[0], head_grad * upstream[0], None, None, None, None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one batch."""
+
+    loss: Tensor
+    agreement: float  # of the likeliest tokens, over the sampled vocabulary
+
+
+def distillation_loss(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> StepResult:
+    """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings().weight
+    hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state[batch.rows, batch.columns]
+    vocabulary, labels, others = sampled_vocabulary(batch.top_ids, len(head), config.negatives)
+    offset = torch.zeros(len(vocabulary))
+    offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
+    wanted = batch.top_probs.pow(config.sharpening)
+    wanted = wanted / wanted.sum(dim=1, keepdim=True)
+    loss, agreed = SoftTargetLoss.apply(
+        hidden.to(torch.bfloat16), head[vocabulary].to(torch.bfloat16), offset, labels, wanted, batch.weights
+    )
+    return StepResult(loss, float(agreed.detach()))
+
+
+def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tensor, Tensor, int]:
+    """The ids the teacher names and some others; where the teacher's are in it; how many others there are."""
+    named, labels = top_ids.unique(return_inverse=True)
+    is_other = torch.ones(size, dtype=torch.bool)
+    is_other[named] = False
+    others = is_other.nonzero()[:, 0]
+    drawn = others[torch.randint(len(others), (negatives,))]
+    return torch.cat((named, drawn)), labels, len(others)
+
+
+def optimizer_for(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; most rows of the embedding see little of the data, so it moves more slowly."""
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, "share": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "share": 1.0},
+        {"params": [embedding], "weight_decay": 0.0, "share": config.embedding_share},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
+    """Linear warm-up by steps, then a cosine over the time that there is."""
+    done = min(1.0, elapsed / (60 * config.minutes))
+    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps) * cosine
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write the bfloat16 draft beside its place, then move each file there."""
+    partial = folder.with_name(folder.name + ".partial")
+    copy = type(model)(model.config).to(torch.bfloat16)
+    copy.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
+    copy.save_pretrained(partial)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in partial.iterdir():
+        os.replace(file, folder / file.name)
+    partial.rmdir()
+
+
+def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
+    """Step until the time is over; save now and then, and at the end."""
+    optimizer = optimizer_for(model, config)
+    start = time.monotonic()
+    saved = reloaded = 0.0
+    agreement = 0.5
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("training", total=60 * config.minutes, note="")
+        for step, batch in enumerate(data.batches()):
+            elapsed = time.monotonic() - start
+            for group in optimizer.param_groups:
+                group["lr"] = group["share"] * learning_rate(config, step, elapsed)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                result = distillation_loss(model, batch, config)
+            result.loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            agreement += 0.02 * (result.agreement - agreement)
+            note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}"
+            progress.update(task, completed=elapsed, note=note)
+            if step % 100 == 0:
+                progress.console.print(note)
+            if elapsed >= 60 * config.minutes:
+                break
+            if elapsed - saved > 60 * config.save_minutes:
+                saved = elapsed
+                save(model, config.out)
+            if elapsed - reloaded > 60 * config.reload_minutes:
+                reloaded = elapsed
+                data.refresh()
+        progress.console.print(note)
+    save(model, config.out)
+
+
+def parse_arguments() -> tuple[argparse.Namespace, TrainConfig]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("start", help="the draft to start from: a Hugging Face folder or id")
+    parser.add_argument("out", type=Path, help="folder for the trained draft")
+    parser.add_argument("data", type=Path, nargs="+", help="folders with chunk files")
+    parser.add_argument("--minutes", type=float, default=40.0, help="stop after this time")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--learning-rate", type=float, default=6e-4, help="at its highest")
+    parser.add_argument("--embedding-share", type=float, default=0.2, help="of the learning rate, for the embedding")
+    parser.add_argument("--warmup-steps", type=int, default=60, help="until the learning rate is reached")
+    parser.add_argument("--weight-decay", type=float, default=0.02, help="of matrices")
+    parser.add_argument("--user-weight", type=float, default=0.3, help="weight of positions outside the answers")
+    parser.add_argument("--sharpening", type=float, default=1.5, help="exponent on the teacher's probabilities")
+    parser.add_argument("--top-k", type=int, default=10, help="of the teacher's tokens, to learn from")
+    parser.add_argument("--negatives", type=int, default=2048, help="random vocabulary entries a step")
+    parser.add_argument("--save-minutes", type=float, default=5.0, help="between two saves")
+    parser.add_argument("--reload-minutes", type=float, default=2.0, help="between two looks for new chunks")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    arguments = parser.parse_args()
+    values = {name: getattr(arguments, name) for name in TrainConfig.__dataclass_fields__}
+    return arguments, TrainConfig(**{**values, "data": tuple(arguments.data)})
+
+
+def main() -> None:
+    arguments, config = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(config.seed)
+    model = AutoModelForCausalLM.from_pretrained(arguments.start, dtype=torch.float32).train()
+    train(model, Data(config), config)
+
+
+if __name__ == "__main__":
+    main()
