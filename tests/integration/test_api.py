@@ -63,7 +63,7 @@ class Front:
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for what no event tells."""
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 
