@@ -8,11 +8,10 @@ are handed in.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from cluster.pacing import StepCost, Yield, patience_s
 from cluster.steps import Outcome, Row, StepPlan
-from protos.codec import encoded_bytes
+from cluster.waiting_room import RoomLimits, WaitingRoom
 from protos.messages import (
     Attach,
     Block,
@@ -28,8 +27,6 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
-
-REMEMBERED = 4096  # sessions that are over and whose late blocks are dropped at sight
 
 Send = tuple[str, Message]
 """A message and the stream it goes to."""
@@ -54,10 +51,7 @@ class VerifierLimits:
     max_sessions: int  # in the cache at once; further ones queue
     max_step_tokens: int
     max_queued: int = 1024
-    room_blocks: int = 8  # blocks that wait per session
-    room_age_s: float = 30.0  # how long blocks and attachments wait for a session not opened yet
-    room_bytes: int = 16 << 20  # of the blocks that a drafter may have waiting for unopened sessions
-    room_sessions: int = 1024  # unopened sessions that a drafter may have things waiting for
+    room: RoomLimits = RoomLimits()  # for blocks that wait for a prefix or for a session
 
 
 @dataclass(eq=False)
@@ -78,16 +72,6 @@ class _Session:
 
     def ready_block(self) -> Block | None:
         return self.room.get((len(self.prefix), self.prefix.hash))
-
-
-@dataclass
-class _Waiting:
-    """What a drafter sent for a session that no router has opened yet."""
-
-    since: float
-    drafter: str
-    attach: Attach | None = None
-    blocks: list[Block] = field(default_factory=list)
 
 
 def settle(
@@ -115,8 +99,6 @@ class Verifier:
         self._patience = patience
         self._sessions: dict[str, _Session] = {}  # admitted: they have a place in the cache
         self._queue: dict[str, _Session] = {}  # opened, not admitted yet, in order
-        self._unopened: OrderedDict[str, _Waiting] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()  # latest sessions that are over: their mail is void
         self._opens: list[Open] = []  # for the engine, with the next plan
         self._closes: list[str] = []
         self._in_step: list[tuple[_Session, Row]] = []
@@ -124,6 +106,7 @@ class Verifier:
         self.step_cost = StepCost()
         self.rebased = 0  # blocks that came late and were verified from where the target had got to
         self.dropped: Counter[str] = Counter()  # blocks that were not verified, by cause
+        self._unopened = WaitingRoom(limits.room, self.dropped)
 
     # ------------------------------------------------------------ what a router says
 
@@ -146,11 +129,10 @@ class Verifier:
         if known is not None and known.open.attempt >= request.attempt:
             return []
         self._forget(request.session)
-        del self._ended[request.session]
         session = _Session(request, router, Prefix(request.hash_key, request.tokens), waiting_since=now)
         self._queue[request.session] = session
         self._admit(now)
-        waiting = self._unopened.pop(request.session, None)
+        waiting = self._unopened.take(request.session)
         if waiting is None:
             return []
         for block in waiting.blocks:
@@ -176,8 +158,7 @@ class Verifier:
         """Sends the session's verdicts to this drafter from now on, and first what it missed."""
         session = self._find(attach.session)
         if session is None:
-            if waiting := self._waiting_for(attach.session, drafter, now):
-                waiting.attach = attach
+            self._unopened.attach(drafter, attach, now)
             return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
@@ -196,15 +177,8 @@ class Verifier:
             self.dropped[cause] += 1
             return
         session = self._find(block.session)
-        if session is None and block.session in self._ended and block.session not in self._unopened:
-            self.dropped["ended"] += 1
-            return
         if session is None:
-            waiting = self._waiting_for(block.session, drafter, now)
-            if waiting is None or len(waiting.blocks) >= self._limits.room_blocks or self._room_is_full(drafter):
-                self.dropped["room_full"] += 1
-            else:
-                waiting.blocks.append(block)
+            self._unopened.block(drafter, block, now)
             return
         self._place(session, block, now)
 
@@ -213,15 +187,14 @@ class Verifier:
         for session in [*self._sessions.values(), *self._queue.values()]:
             if session.drafter == drafter:
                 session.drafter = None
-        for name in [name for name, waiting in self._unopened.items() if waiting.drafter == drafter]:
-            del self._unopened[name]
+        self._unopened.drafter_gone(drafter)
 
     # ------------------------------------------------------------ the step
 
     def plan(self, now: float) -> StepPlan | None:
         """What to compute now, or None when nothing is due (see `next_due`)."""
         assert not self._in_step, "a step is planned while another is under way"
-        self._expire(now)
+        self._unopened.expire(now)
         budget = self._limits.max_step_tokens
         for name in list(self._turn):
             session = self._sessions[name]
@@ -241,8 +214,8 @@ class Verifier:
     def next_due(self) -> float | None:
         """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
         dues = [self._due(session) for session in self._sessions.values()]
-        dues += [waiting.since + self._limits.room_age_s for waiting in islice(self._unopened.values(), 1)]
-        return min(dues, default=None)
+        expiry = self._unopened.next_expiry()
+        return min(dues if expiry is None else [*dues, expiry], default=None)
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
         """Turns what the engine computed into verdicts, for the router and for the drafter."""
@@ -301,26 +274,6 @@ class Verifier:
             return "beyond_context"
         return None
 
-    def _waiting_for(self, name: str, drafter: str, now: float) -> _Waiting | None:
-        """The room for a session that is not open; None when this drafter has filled it."""
-        waiting = self._unopened.get(name)
-        if waiting is not None and waiting.drafter == drafter:
-            return waiting
-        if sum(w.drafter == drafter for w in self._unopened.values()) >= self._limits.room_sessions:
-            return None
-        self._unopened[name] = _Waiting(now, drafter)
-        self._unopened.move_to_end(name)  # oldest first, for expiry
-        return self._unopened[name]
-
-    def _room_is_full(self, drafter: str) -> bool:
-        blocks = (block for w in self._unopened.values() if w.drafter == drafter for block in w.blocks)
-        return sum(encoded_bytes(block) for block in blocks) > self._limits.room_bytes
-
-    def _expire(self, now: float) -> None:
-        while self._unopened and now >= next(iter(self._unopened.values())).since + self._limits.room_age_s:
-            _, expired = self._unopened.popitem(last=False)
-            self.dropped["expired"] += len(expired.blocks)
-
     def _place(self, session: _Session, block: Block, now: float) -> None:
         self._note_arrival(session, block, now)
         if block.base_len < len(session.prefix):
@@ -333,7 +286,7 @@ class Verifier:
             self.dropped["too_long"] += 1
         elif address in session.room:
             self.dropped["duplicate"] += 1
-        elif len(session.room) >= self._limits.room_blocks:
+        elif len(session.room) >= self._limits.room.blocks:
             self.dropped["room_full"] += 1
         elif block.base_len == len(session.prefix) and block.prefix_hash != session.prefix.hash:
             self.dropped["other_prefix"] += 1
@@ -363,9 +316,7 @@ class Verifier:
             session.blocks = session.blocks.after_arrival(now - decided)
 
     def _forget(self, name: str) -> None:
-        self._ended[name] = None
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        self._unopened.ended(name)
         if self._queue.pop(name, None) is not None:
             return
         if self._sessions.pop(name, None) is not None:

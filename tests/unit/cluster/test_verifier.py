@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cluster.pacing import StepCost, Yield
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.verifier import Send, Verifier, VerifierLimits, settle
+from cluster.waiting_room import RoomLimits
 from protos.messages import (
     Attach,
     Close,
@@ -353,7 +354,7 @@ def test_plain_sessions_take_no_blocks():
 
 
 def test_the_room_of_a_session_is_bounded():
-    desk = Desk(room_blocks=2)
+    desk = Desk(room=RoomLimits(blocks=2))
     desk.open(tokens=(1, 2))
     for token in range(5):
         desk.block((1, 2, token), (5,))
@@ -378,7 +379,7 @@ def test_a_block_and_an_attach_that_come_before_the_open_are_used():
 @pytest.mark.parametrize("gone", [True, False], ids=["the drafter left", "time passed"])
 def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
     """Otherwise late blocks of ended sessions stay, and a replica that has nothing to do is never idle."""
-    desk = Desk(room_age_s=5)
+    desk = Desk(room=RoomLimits(age_s=5))
     desk.attach((1, 2))
     desk.block((1, 2), (5,))
     if gone:
@@ -395,7 +396,7 @@ def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
 
 def test_expiry_goes_by_age_though_an_entry_changes_its_drafter():
     """An entry that is replaced is young again; it must not shield older ones behind it."""
-    desk = Desk(room_age_s=5)
+    desk = Desk(room=RoomLimits(age_s=5))
     desk.attach((1,), "a")
     desk.now = 1.0
     desk.attach((1,), "b")
@@ -407,7 +408,7 @@ def test_expiry_goes_by_age_though_an_entry_changes_its_drafter():
 
 
 def test_a_drafter_that_floods_unknown_sessions_fills_only_its_own_room():
-    desk = Desk(room_sessions=3, room_blocks=2)
+    desk = Desk(room=RoomLimits(sessions=3, blocks=2))
     for number in range(6):
         desk.block((1, 2), (5,), f"unknown{number}")
     for _ in range(3):
