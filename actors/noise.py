@@ -4,7 +4,6 @@ Integer arithmetic only up to the last step, so drafter and target draw the same
 batch, in any order. There is no generator and no state. Knows nothing of logits.
 """
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -52,11 +51,9 @@ def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
-def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise, float64, shape (len(keys), vocabulary)."""
-    ids = torch.arange(vocabulary, device=device)
-    at = torch.tensor(list(keys), dtype=torch.int64, device=device).unsqueeze(1)
-    return -torch.log(-torch.log(uniform(at, ids)))
+def gumbel(at: int, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise of key `at` for each of `token_ids`, float64."""
+    return -torch.log(-torch.log(uniform(torch.tensor(at, dtype=torch.int64, device=token_ids.device), token_ids)))
 
 
 def gumbel_argmax(scores: Tensor, at: int) -> int:
@@ -67,8 +64,7 @@ def gumbel_argmax(scores: Tensor, at: int) -> int:
     ids = torch.isneginf(scores).logical_not().nonzero().squeeze(1)
     if ids.numel() == 0:  # a model that computes nonsense still gives a token
         return int(scores.argmax())
-    noise = -torch.log(-torch.log(uniform(torch.tensor(at, dtype=torch.int64, device=scores.device), ids)))
-    return int(ids[(scores[ids] + noise).argmax()])
+    return int(ids[(scores[ids] + gumbel(at, ids)).argmax()])
 
 
 def uniform_scalar(at: int) -> float:

@@ -209,9 +209,7 @@ class DraftBook:
             max_tokens = min(session.open.max_draft_tokens, session.open.max_len - base - 2) + 1
             if session.unguessed and max_tokens > 1 and len(found) < limit:
                 tokens = (*session.prefix.tokens, *session.unguessed)
-                prefix_hash = session.prefix.hash
-                for token in session.unguessed:
-                    prefix_hash = extend_hash(prefix_hash, token)
+                prefix_hash = session.prefix.hash_after(session.unguessed)
                 session.unguessed, session.guessing_from = (), len(session.prefix)
                 found.append(Want(session.open, tokens, prefix_hash, max_tokens, ahead=True))
         return found

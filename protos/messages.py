@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
@@ -30,13 +30,6 @@ class Finish(IntEnum):
 class RefusalReason(IntEnum):
     INVALID = 1
     OVERLOADED = 2
-
-
-class Role(Enum):
-    """Who dialled a target."""
-
-    ROUTER = "router"
-    DRAFTER = "drafter"
 
 
 @dataclass(frozen=True, slots=True)

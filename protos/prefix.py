@@ -58,10 +58,9 @@ class Prefix:
         del self.tokens[length:]
         del self._hashes[length + 1 :]
 
-    def hashes_along(self, tokens: Iterable[int]) -> list[int]:
-        """Hashes before each of `tokens`, were they appended one by one."""
-        state, before = self.hash, []
+    def hash_after(self, tokens: Iterable[int]) -> int:
+        """Hash over all tokens and then `tokens`, were they appended."""
+        state = self.hash
         for token in tokens:
-            before.append(state)
             state = extend_hash(state, token)
-        return before
+        return state

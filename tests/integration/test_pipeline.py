@@ -188,6 +188,7 @@ async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing_behind():
             await stream.aclose()
 
         await asyncio.gather(*(begin_and_leave(i) for i in range(50)))
+        assert c.router.is_idle
     # The harness has checked that router, target and drafter hold nothing any more.
 
 
