@@ -51,9 +51,9 @@ def accept(
 ) -> Decision:
     """Decides one block; `logits` are processed, shape (len(draft) + 1, vocabulary)."""
     if greedy:
-        return _match(logits.argmax(dim=-1).tolist(), draft)
+        return match(logits.argmax(dim=-1).tolist(), draft)
     if rule is Acceptance.COUPLED:
-        return _match(draw(logits, at), draft)
+        return match(draw(logits, at), draft)
     return _accept_by_ratio(logits, draft, draft_probs, at)
 
 
@@ -62,7 +62,7 @@ def draw(logits: Tensor, at: DrawAddress) -> list[int]:
     return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in enumerate(logits)]
 
 
-def _match(own: list[int], draft: tuple[int, ...]) -> Decision:
+def match(own: list[int], draft: tuple[int, ...]) -> Decision:
     """The target's own tokens decide: the draft stands as far as it equals them."""
     accepted = 0
     while accepted < len(draft) and draft[accepted] == own[accepted]:

@@ -6,6 +6,7 @@ that verify them. Knows nothing of Ray or of how a method drafts.
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections import Counter
@@ -47,6 +48,7 @@ class Drafter:
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
         self._changed = asyncio.Event()
+        self._wanted = threading.Event()  # what interrupts drafting ahead
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
@@ -66,8 +68,9 @@ class Drafter:
                 await self._changed.wait()
                 continue
             names = [want.open.session for want in wants]
-            self.timeline.record("draft ahead" if wants[0].ahead else "draft", *names)
-            proposals = await loop.run_in_executor(self._thread, self._method.propose, wants)
+            self.timeline.record("draft ahead" if wants[0].unverified else "draft", *names)
+            self._wanted.clear()
+            proposals = await loop.run_in_executor(self._thread, self._method.propose, wants, self._wanted.is_set)
             self.timeline.record("drafted", *names)
             self._send(self.book.proposed(proposals))
             await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
@@ -107,7 +110,7 @@ class Drafter:
                 self._send(sends)
             elif isinstance(message, Close):
                 self.book.close(stream, message)
-        self._changed.set()
+        self._wake()
 
     def router_down(self, stream: str) -> None:
         self.book.router_gone(stream)
@@ -152,7 +155,13 @@ class Drafter:
                 self._send(self.book.verdict(address, message))
             elif isinstance(message, Resync):
                 self._send(self.book.resync(address, message))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something was heard: it may end a wait, or drafting ahead."""
         self._changed.set()
+        if self.book.has_wants:
+            self._wanted.set()
 
     def _target_down(self, address: str) -> None:
         self.book.target_gone(address)

@@ -7,15 +7,21 @@ import hashlib
 import json
 import re
 import struct
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
+from actors.collectives import Alone, Group
+from actors.sharding import check_plan, shard
+from actors.weights import LoadReport, fill, misfit, report, stored_tensors
 from cluster.errors import ModelError
 
 COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
@@ -112,38 +118,96 @@ def checkpoint_fingerprint(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     config.pop("transformers_version", None)
     digest.update(json.dumps(config, sort_keys=True).encode())
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise ModelError(f"{folder} holds no *.safetensors; convert the checkpoint with save_pretrained first")
-    for shard in shards:
-        with shard.open("rb") as file:
+    for path in files:
+        with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             digest.update(file.read(header_bytes))
             digest.update(file.read(4096))  # of the weights, just enough to tell fine-tunes of one shape apart
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, or one rank's share of it, and what loading it took."""
+
+    model: PreTrainedModel
+    report: LoadReport
+
+
 def check_tensor_parallel(folder: Path, ranks: int) -> None:
-    """Raises ModelError, naming the sizes that work, when heads cannot be split over `ranks`."""
+    """Raises ModelError, naming the sizes that work, when a model cannot be split over `ranks`."""
     config = AutoConfig.from_pretrained(folder).get_text_config()
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    possible = [n for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
+    widths = _mlp_widths(config)
+    possible = [n for n in range(1, kv_heads + 1) if all(size % n == 0 for size in (heads, kv_heads, *widths))]
     if ranks not in possible:
         raise ModelError(
-            f"target.tensor_parallel is {ranks}, but {heads} heads with {kv_heads} key-value heads"
+            f"target.tensor_parallel is {ranks}, but {heads} heads with {kv_heads} key-value heads and an"
+            f" intermediate size of {', '.join(map(str, sorted(widths)))}"
             f" can only be split by {', '.join(map(str, possible))}"
         )
+    if ranks > 1:
+        check_plan(_empty_model(folder, "float32"))
 
 
-def load_model(folder: Path, dtype: str, device: torch.device, ranks: int = 1) -> PreTrainedModel:
-    """Loads a causal language model; with `ranks` > 1 this process's share (torch.distributed must be up)."""
-    quantization = AutoConfig.from_pretrained(folder).to_dict().get("quantization_config")
-    options = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {"device_map": device}
+def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Loads a whole causal language model."""
+    return load(folder, dtype, device, Alone()).model
+
+
+def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
+    """Loads this rank's share of a causal language model, and says what that took."""
+    started = time.perf_counter()
+    method = _quantization(folder)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+        model = _converted(folder, dtype, device) if method and group.size == 1 else _read(folder, dtype, device, group)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
-        if quantization:
-            method = quantization.get("quant_method", "unknown")
-            raise ModelError(f"{folder} is quantised with '{method}', which cannot be loaded here: {error}") from error
-        raise ModelError(f"cannot load {folder}: {error}") from error
+        what = f"is quantised with '{method}', which cannot be loaded here" if method else "cannot be loaded"
+        raise ModelError(f"{folder} {what}: {error}") from error
+    return Loaded(model, report(model, started))
+
+
+def _read(folder: Path, dtype: str, device: torch.device, group: Group) -> PreTrainedModel:
+    """Straight from the safetensors, or through transformers where it would have to change them, on one rank only."""
+    model = _empty_model(folder, dtype)
+    stored = stored_tensors(folder)
+    if reason := misfit(model, stored):
+        if group.size > 1:
+            raise ModelError(
+                f"{folder} cannot be split over {group.size} ranks while loading: {reason}; use"
+                " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"
+            )
+        return _converted(folder, dtype, device)
+    cuts = shard(model, group) if group.size > 1 else {}
+    fill(model, stored, cuts, device, show=group.rank == 0)
+    return model
+
+
+def _converted(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """By transformers: quantised, renamed or fused weights."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=device)
+
+
+def _empty_model(folder: Path, dtype: str) -> PreTrainedModel:
+    """Parameters without memory; the buffers, which follow from the config, as they will be."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _quantization(folder: Path) -> str:
+    """The method a checkpoint is quantised with, or nothing."""
+    found = AutoConfig.from_pretrained(folder).to_dict().get("quantization_config") or {}
+    return str(found.get("quant_method", "unknown")) if found else ""
+
+
+def _mlp_widths(config: Any) -> set[int]:
+    """Sizes of the MLPs' inner layers: of all or layer by layer."""
+    found = getattr(config, "intermediate_size", None) or []
+    return set(found if isinstance(found, list | tuple) else [found])

@@ -1,7 +1,7 @@
 """Tensor-parallel ranks: each its own Ray actor, one torch.distributed group, one engine to the coordinator.
 
-The leader gets the step plan, broadcasts the rows, and alone samples. When any rank dies the engine is done for:
-its replica is replaced as a whole. Knows nothing of verification.
+The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
+done for: its replica is replaced as a whole. Knows nothing of verification.
 """
 
 import asyncio
@@ -21,16 +21,25 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from actors.cache import FeedRow
+from actors.collectives import Alone, Group, join
 from actors.executor import StepExecutor
-from actors.models import load_model
-from actors.runner import ModelRunner
-from cluster.config import Resources
+from actors.memory import page_bytes, page_count
+from actors.models import load
+from actors.profile import profile_steps
+from actors.runner import ModelRunner, Runner
+from actors.step_tensor import from_tensor, to_tensor
+from actors.weights import LoadReport
+from cluster.config import CacheConfig, Resources
 from cluster.errors import EngineError
+from cluster.pacing import Cost
+from cluster.pages import PageCopy
 from cluster.placement import actor_options
 from cluster.steps import Outcome, StepPlan
 
+STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
 IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective; a hung step is noticed by the coordinator
 
 
@@ -41,10 +50,20 @@ class RankSpec:
     folder: str
     vocabulary: int  # token ids are below this; the model may have padding rows beyond
     dtype: str
-    slots: int
-    context: int
+    sessions: int  # in the cache at once
+    context: int  # tokens of the longest session
+    cache: CacheConfig
     resources: Resources
     ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What a rank says of itself once its model is loaded."""
+
+    pid: int
+    pages: int  # that its memory has room for
+    load: LoadReport
 
 
 def use_cpu(resources: Resources) -> None:
@@ -63,14 +82,34 @@ def device_of(resources: Resources) -> torch.device:
 class LeadingRunner:
     """The leader's runner: has every follower make the same forward."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, group: Group, device: torch.device) -> None:
+        self._runner, self._group, self._device = runner, group, device
         self.vocabulary = runner.vocabulary
-        self.free_slots = runner.free_slots
 
-    def forward(self, rows: Sequence[FeedRow]) -> Tensor:
-        dist.broadcast_object_list([list(rows)], src=0)
-        return self._runner.forward(rows)
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+        send_step(to_tensor(rows, copies), self._group, self._device)
+        return self._runner.forward(rows, copies)
+
+
+def send_step(step: Tensor, group: Group, device: torch.device) -> None:
+    """To every follower: in one message of fixed size, and a second only when it is too long for that."""
+    first = torch.zeros(STEP_NUMBERS, dtype=torch.int32)
+    first[: min(len(step), STEP_NUMBERS)] = step[:STEP_NUMBERS]
+    group.broadcast(first.to(device))
+    if len(step) > STEP_NUMBERS:
+        group.broadcast(step[STEP_NUMBERS:].to(device))
+
+
+def receive_step(group: Group, device: torch.device) -> Tensor:
+    """What the leader sent."""
+    first = torch.zeros(STEP_NUMBERS, dtype=torch.int32, device=device)
+    group.broadcast(first)
+    rest = int(first[0]) - STEP_NUMBERS
+    if rest <= 0:
+        return first.cpu()
+    second = torch.zeros(rest, dtype=torch.int32, device=device)
+    group.broadcast(second)
+    return torch.cat([first, second]).cpu()
 
 
 class Rank:
@@ -79,8 +118,13 @@ class Rank:
     def __init__(self, index: int, spec: RankSpec) -> None:
         use_cpu(spec.resources)
         self._index, self._spec = index, spec
+        self._device = device_of(spec.resources)
+        self._group: Group = Alone()
+        self._model: PreTrainedModel | None = None
         self._executor: StepExecutor | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: ModelRunner | None = None  # of this rank's share alone
+        self._leading: Runner | None = None  # of all ranks
+        self._pages = 0
 
     def free_address(self) -> str:
         """Where the group can meet: a free port on this rank's node."""
@@ -88,35 +132,47 @@ class Rank:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def load(self, meeting_point: str) -> int:
-        """Joins the group and loads this rank's share; returns this process's id."""
-        spec = self._spec
-        device = device_of(spec.resources)
+    def load(self, meeting_point: str) -> RankReport:
+        """Joins the group, loads this rank's share and says how large its cache could be."""
+        spec, device = self._spec, self._device
         if spec.ranks > 1:
-            # transformers reads these; a rank that Ray gave one GPU sees it as device 0.
-            local = 0 if device.type == "cuda" else self._index
-            os.environ |= {"RANK": str(self._index), "LOCAL_RANK": str(local), "WORLD_SIZE": str(spec.ranks)}
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, init_method=meeting_point, rank=self._index, world_size=spec.ranks, timeout=IDLE_TIMEOUT
             )
-        model = load_model(Path(spec.folder), spec.dtype, device, spec.ranks)
-        self._runner = ModelRunner(model, spec.slots, spec.context)
-        self._executor = StepExecutor(LeadingRunner(self._runner) if spec.ranks > 1 else self._runner, spec.vocabulary)
-        return os.getpid()
+            self._group = join(device)
+        loaded = load(Path(spec.folder), spec.dtype, device, self._group)
+        self._model = loaded.model
+        bytes_each = page_bytes(self._model, spec.cache.page_size, spec.ranks)
+        pages = page_count(spec.cache, bytes_each, spec.sessions, spec.context, device)
+        return RankReport(os.getpid(), pages, loaded.report)
+
+    def allocate(self, pages: int) -> None:
+        """Makes the cache; every rank's has as many pages."""
+        spec = self._spec
+        assert self._model is not None, "load first"
+        self._runner = ModelRunner(self._model, pages, spec.cache.page_size)
+        self._model = None  # the runner keeps what it needs
+        alone = spec.ranks == 1
+        self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
+        self._executor = StepExecutor(self._leading, spec.vocabulary)
+        self._pages = pages
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Leader only."""
-        assert self._executor is not None, "load first"
+        assert self._executor is not None, "allocate first"
         return self._executor.step(plan)
+
+    def profile(self) -> list[tuple[int, float]]:
+        """Leader only: (tokens, seconds) of steps, once the others follow."""
+        assert self._leading is not None, "allocate first"
+        return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
 
     def follow(self) -> None:
         """Followers only: makes the leader's forwards for as long as the leader lives."""
-        assert self._runner is not None, "load first"
+        assert self._runner is not None, "allocate first"
         while True:
-            received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=0)
-            self._runner.forward(received[0])
+            self._runner.forward(*from_tensor(receive_step(self._group, self._device)))
 
     def hold(self) -> None:
         """Never returns: the call fails when this process dies, which is how the coordinator hears of it."""
@@ -126,10 +182,16 @@ class Rank:
 class RankGroup:
     """The engine of a target replica: its ranks, seen from the coordinator."""
 
-    def __init__(self, ranks: list[Any], pids: tuple[int, ...]) -> None:
-        self.pids = pids  # of the ranks, in order
+    def __init__(self, ranks: list[Any], reports: Sequence[RankReport]) -> None:
+        self.reports = tuple(reports)  # of the ranks, in order
+        self.pids = tuple(report.pid for report in reports)
+        self.pages = min(report.pages for report in reports)  # of every rank's cache
         self._ranks = ranks
         self._following = [rank.follow.remote() for rank in ranks[1:]]
+
+    async def profile(self) -> Cost:
+        """What steps cost here; for a group that serves nothing yet."""
+        return Cost.profiled(await self._ranks[0].profile.remote())
 
     @classmethod
     async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
@@ -145,7 +207,10 @@ class RankGroup:
                 )
             ranks.append(actor.options(**options).remote(index, spec))
         meeting_point = await ranks[0].free_address.remote()
-        return cls(ranks, tuple(await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))))
+        reports: list[RankReport] = await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))
+        pages = min(report.pages for report in reports)
+        await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
+        return cls(ranks, reports)
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when a rank is gone or its step failed."""

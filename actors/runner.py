@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.cache import ATTENTION_NAME, FeedRow, RaggedBatch, SlotCache, register_attention
+from actors.cache import FeedRow, PagedCache, RaggedBatch
+from actors.decoder import decoder_for
 from cluster.errors import ModelError
+from cluster.pages import PageCopy
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what `slot_attention` computes
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what `attend` computes
 
 
 class Runner(Protocol):
-    """Feeds rows into slots and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
+    """Copies pages, feeds rows and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
 
     vocabulary: int
-    free_slots: list[int]  # callers take and give back
 
-    def forward(self, rows: Sequence[FeedRow]) -> Tensor: ...
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor: ...
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -39,26 +40,13 @@ def check_attention(model: PreTrainedModel) -> None:
 class ModelRunner:
     """A Hugging Face causal language model behind `Runner`."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, context: int) -> None:
+    def __init__(self, model: PreTrainedModel, pages: int, page_size: int) -> None:
         check_attention(model)
-        register_attention()
-        model.set_attn_implementation(ATTENTION_NAME)
-        self._model = model.eval()
-        self._device = model.device
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.free_slots = list(range(slots))
-        self._cache = SlotCache(slots, context, model.dtype, model.device)
+        self._cache = PagedCache(pages, page_size, model.dtype, model.device)
+        self._decode = decoder_for(model.eval())
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[FeedRow]) -> Tensor:
-        batch = RaggedBatch(rows, self._cache, self._device)
-        keep = torch.tensor(batch.logit_indices, dtype=torch.int64, device=self._device)
-        output = self._model(
-            input_ids=batch.tokens.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=keep,
-            ragged_batch=batch,
-        )
-        logits: Tensor = output.logits[0]
-        return logits
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+        self._cache.copy(copies)
+        return self._decode(RaggedBatch(rows, self._cache))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from actors.engine import Engine
 from actors.streams import Outbox
 from cluster.errors import EngineError
+from cluster.pacing import Cost, Pacing
 from cluster.steps import Outcome, StepPlan
 from cluster.timeline import Timeline
 from cluster.verifier import Send, Verifier, VerifierLimits, stream_name
@@ -36,11 +37,13 @@ class TargetReplica:
         vocabulary: str,
         target_model: str,
         step_timeout_s: float,
+        pacing: Pacing | None = None,
+        step_cost: Cost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
         self.vocabulary, self.target_model = vocabulary, target_model
-        self.verifier = Verifier(limits)
+        self.verifier = Verifier(limits, pacing, step_cost)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self.failure: EngineError | None = None

@@ -10,21 +10,16 @@ import torch
 from torch import Tensor
 
 from actors.cache import FeedRow
+from cluster.pages import PageCopy
 
 
 class ToyRunner:
     """A `Runner` over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next."""
 
-    def __init__(self, table: Tensor, slots: int) -> None:
+    def __init__(self, table: Tensor) -> None:
         self.vocabulary = int(table.shape[0])
-        self.free_slots = list(range(slots))
         self._table = table
-        self._fed: list[int] = [0] * slots  # how many tokens each slot has been given
 
-    def forward(self, rows: Sequence[FeedRow]) -> Tensor:
-        wanted: list[int] = []
-        for row in rows:
-            assert row.start <= self._fed[row.slot], "a row starts beyond what its slot holds"
-            self._fed[row.slot] = row.start + len(row.tokens)
-            wanted += row.tokens[len(row.tokens) - row.logits :]
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+        wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
         return self._table[torch.tensor(wanted, dtype=torch.int64)]

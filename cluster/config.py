@@ -47,6 +47,18 @@ class Resources(_Frozen):
     cpu_affinity: tuple[int, ...] = Field((), description="cores that the process may run on; empty: any")
 
 
+class CacheConfig(_Frozen):
+    """The paged cache of keys and values of one process that runs a model."""
+
+    page_size: Positive = Field(16, description="positions of a page; whole pages are shared between sessions")
+    gib: float | None = Field(
+        None,
+        gt=0,
+        description="memory of the cache; default: room for max_sessions of max_context tokens, but no more than half"
+        " of the memory that is free after loading, on a GPU nine tenths of it",
+    )
+
+
 class Replicas(_Frozen):
     """Bounds of a pool; equal bounds fix its size."""
 
@@ -67,6 +79,7 @@ class TargetPool(_Frozen):
     tensor_parallel: Positive = Field(1, description="ranks of one replica")
     replicas: Replicas = Replicas()
     resources_per_rank: Resources = Resources()
+    cache_per_rank: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(16, description="sessions in a replica's cache at once; further ones queue")
     max_step_tokens: Positive = Field(512, description="most tokens of one forward; long prompts are fed in chunks")
     step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
@@ -81,6 +94,7 @@ class DraftPool(_Frozen):
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
+    cache: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
     lookup_max_ngram: Positive = Field(4, description="longest suffix that prompt_lookup searches for")
     lookup_min_ngram: Positive = Field(2, description="shortest suffix that prompt_lookup searches for")
@@ -104,12 +118,17 @@ class SpeculationConfig(_Frozen):
         "coupled", description="rule for requests without a seed; requests with one are coupled"
     )
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+    pacing: Literal["adaptive", "lock_step"] = Field(
+        "adaptive",
+        description="adaptive: drafts as far as it pays, waits as long as it pays; lock_step: drafts for all sessions,"
+        " then verifies all, at max_draft_tokens: the executable specification that the other is compared with",
+    )
     draft_ahead: bool = Field(True, description="draft past a block whose verdict is not in, on a guess")
     min_confidence: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="a block ends where its chance to be accepted so far falls below; coupled and greedy only",
+        description="a block ends once its chance to be accepted so far has fallen below; coupled and greedy only",
     )
 
 

@@ -6,10 +6,11 @@ that fails the router for the ledger. Knows nothing of drafting methods, torch o
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.verifier import Send, peer_of
 from protos.messages import (
+    MAX_BLOCK_TOKENS,
     Attach,
     Block,
     Close,
@@ -22,9 +23,7 @@ from protos.messages import (
     SparseProbs,
     Verdict,
 )
-from protos.prefix import Prefix, extend_hash
-
-AHEAD_SESSIONS = 2  # with more sessions, drafting one while another is verified fills the time anyway
+from protos.prefix import Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +37,38 @@ class DrafterLimits:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A session that wants tokens drafted after `tokens`.
+    """A session that wants a block after `tokens`.
 
-    With `ahead`, `tokens` end with a block whose verdict is not in: what is drafted first is a guess at the token
-    that the target adds to that block, and the rest the block after it.
+    With `unverified`, a block after `tokens` whose verdict is not in: then blocks are wanted for what may come of it,
+    one for each likely outcome.
     """
 
     open: Open
-    tokens: tuple[int, ...]  # everything before the drafted tokens
-    prefix_hash: int
+    tokens: tuple[int, ...]
+    prefix_hash: int  # of `tokens`
     max_tokens: int
-    ahead: bool = False
+    unverified: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a drafting method answers to a want; no tokens: it has nothing to offer here."""
+    """A block after `base_len` tokens; no tokens: there is nothing to offer.
+
+    With `outcome`, drafted ahead: it is wanted if the verdict that was not in brings just these tokens, which
+    `base_len` and `prefix_hash` include.
+    """
 
     session: str
     base_len: int
     prefix_hash: int
     tokens: tuple[int, ...]
     draft_probs: SparseProbs | None = None
-    ahead: bool = False
+    outcome: tuple[int, ...] = ()
 
-    def after_guess(self) -> "Proposal":
-        """The block that follows an ahead proposal's first token, should the target decide for that one."""
-        guess, probs = self.tokens[0], self.draft_probs
-        rest = SparseProbs(probs.token_ids[1:], probs.weights[1:]) if probs is not None else None
-        prefix_hash = extend_hash(self.prefix_hash, guess)
-        return Proposal(self.session, self.base_len + 1, prefix_hash, self.tokens[1:], rest)
+
+def block_room(request: Open, length: int) -> int:
+    """Longest block after `length` tokens: a verdict may bring one token more, so the last position needs no draft."""
+    return min(request.max_draft_tokens, request.max_len - length - 1)
 
 
 @dataclass(eq=False)
@@ -76,9 +77,9 @@ class _Session:
     router: str
     prefix: Prefix
     proposed_len: int = -1  # base length of the latest proposal
-    unguessed: tuple[int, ...] = ()  # the block under verification, until something was drafted beyond it
-    guessing_from: int = -1  # length that the tokens had when drafting ahead was last begun
-    presubmitted: Proposal | None = None  # the block that was sent ahead
+    unverified: tuple[int, ...] = ()  # the block under verification, until something was drafted beyond it
+    guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
+    asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
     attached: bool = False
 
 
@@ -114,6 +115,8 @@ class DraftBook:
         known = self._sessions.get(request.session)
         if known is not None and known.open.attempt > request.attempt:
             return []
+        if known is not None:
+            self._closed.append(request.session)  # what the method remembers of it may be what is wrong
         session = _Session(request, router, Prefix(request.hash_key, request.tokens))
         self._sessions[request.session] = session
         return [self._attach(session)]
@@ -161,9 +164,8 @@ class DraftBook:
             self._forget(verdict.session)
             return []
         session.prefix.extend(new)
-        session.unguessed = ()
-        if session.presubmitted is not None:
-            self._settle_guess(session)
+        session.unverified, session.asked = (), verdict.draft_tokens
+        self._settle_guesses(session)
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
         return []
@@ -182,18 +184,16 @@ class DraftBook:
     def wants(self, limit: int) -> list[Want]:
         """Up to `limit` sessions without a block for their current length, longest unserved first."""
         found: list[Want] = []
-        for name in list(self._sessions):
-            session = self._sessions[name]
-            # A verdict may bring one token more than its block, so the last position needs no draft.
-            room = session.open.max_len - len(session.prefix) - 1
-            max_tokens = min(session.open.max_draft_tokens, room)
-            if max_tokens > 0 and session.attached and session.proposed_len != len(session.prefix):
-                session.proposed_len = len(session.prefix)
-                self._sessions.move_to_end(name)
-                tokens = tuple(session.prefix.tokens)
-                found.append(Want(session.open, tokens, session.prefix.hash, max_tokens))
+        for name, session in list(self._sessions.items()):
             if len(found) == limit:
                 break
+            if not self._wants_block(session):
+                continue
+            session.proposed_len = length = len(session.prefix)
+            self._sessions.move_to_end(name)
+            tokens = tuple(session.prefix.tokens)
+            max_tokens = min(session.asked, block_room(session.open, length))
+            found.append(Want(session.open, tokens, session.prefix.hash, max_tokens))
         return found
 
     def wants_ahead(self, limit: int) -> list[Want]:
@@ -202,36 +202,37 @@ class DraftBook:
         Asked for only when no session wants a block: what is not needed for sure comes last.
         """
         found: list[Want] = []
-        # A pass cannot be interrupted: with more sessions the next real want is near, and would wait for it.
-        few = self._draft_ahead and len(self._sessions) <= AHEAD_SESSIONS
-        for session in self._sessions.values() if few else ():
-            base = len(session.prefix) + len(session.unguessed)
-            max_tokens = min(session.open.max_draft_tokens, session.open.max_len - base - 2) + 1
-            if session.unguessed and max_tokens > 1 and len(found) < limit:
-                tokens = (*session.prefix.tokens, *session.unguessed)
-                prefix_hash = session.prefix.hash_after(session.unguessed)
-                session.unguessed, session.guessing_from = (), len(session.prefix)
-                found.append(Want(session.open, tokens, prefix_hash, max_tokens, ahead=True))
+        for session in self._sessions.values() if self._draft_ahead else ():
+            room = min(session.asked, block_room(session.open, len(session.prefix) + 1))
+            if session.unverified and room > 0 and len(found) < limit:
+                tokens = tuple(session.prefix.tokens)
+                found.append(Want(session.open, tokens, session.prefix.hash, session.asked, session.unverified))
+                session.unverified = ()
         return found
+
+    @property
+    def has_wants(self) -> bool:
+        """Whether some session wants a block for its current length."""
+        return any(self._wants_block(session) for session in self._sessions.values())
 
     def take_closed(self) -> list[str]:
         """Sessions that the drafting method may forget; each is named once."""
         closed, self._closed = self._closed, []
-        return [name for name in closed if name not in self._sessions]
+        return list(dict.fromkeys(closed))
 
     def proposed(self, proposals: Sequence[Proposal]) -> list[Send]:
         """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
         sends: list[Send] = []
         for proposal in proposals:
             session = self._sessions.get(proposal.session)
-            if session is None or len(proposal.tokens) <= proposal.ahead:
+            if session is None or not proposal.tokens:
                 self.counts["nothing_to_propose"] += 1
-            elif proposal.ahead:
-                sends += self._presubmit(session, proposal.after_guess())
+            elif proposal.outcome:
+                sends += self._send_ahead(session, proposal)
             elif (len(session.prefix), session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
             else:
-                session.unguessed = proposal.tokens
+                session.unverified = proposal.tokens
                 sends.append(self._block(session, proposal))
         return sends
 
@@ -253,23 +254,37 @@ class DraftBook:
 
     # ------------------------------------------------------------ helpers
 
-    def _presubmit(self, session: _Session, proposal: Proposal) -> list[Send]:
+    def _wants_block(self, session: _Session) -> bool:
+        length = len(session.prefix)
+        is_served = session.proposed_len == length or session.asked == 0
+        return session.attached and not is_served and block_room(session.open, length) > 0
+
+    def _send_ahead(self, session: _Session, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile."""
-        verdict_is_in = len(session.prefix) != session.guessing_from
-        session.presubmitted = proposal
-        if verdict_is_in and not self._settle_guess(session):
-            return []
+        address = (proposal.base_len, proposal.prefix_hash)
+        self.counts["guesses"] += 1
+        if address == (len(session.prefix), session.prefix.hash):
+            if not self._wants_block(session):
+                return []
+            self._hit(session, proposal)
+        elif len(session.prefix) > proposal.base_len - len(proposal.outcome):
+            return []  # the verdict is in, and it is another
+        else:
+            session.guesses[address] = proposal
         return [self._block(session, proposal)]
 
-    def _settle_guess(self, session: _Session) -> bool:
-        """Whether the block that was drafted ahead is the one that the session wants now."""
-        guess, session.presubmitted = session.presubmitted, None
-        assert guess is not None
-        hit = (guess.base_len, guess.prefix_hash) == (len(session.prefix), session.prefix.hash)
-        self.counts["guess_hit" if hit else "guess_miss"] += 1
-        if hit:
-            session.proposed_len, session.unguessed = len(session.prefix), guess.tokens
-        return hit
+    def _settle_guesses(self, session: _Session) -> None:
+        """The verdict is in: the block for it may be at the target already."""
+        hit = session.guesses.get((len(session.prefix), session.prefix.hash))
+        if hit is not None:
+            self._hit(session, hit)
+        elif session.guesses:
+            self.counts["guess_miss"] += 1
+        session.guesses = {}
+
+    def _hit(self, session: _Session, proposal: Proposal) -> None:
+        self.counts["guess_hit"] += 1
+        session.proposed_len, session.unverified = proposal.base_len, proposal.tokens
 
     def _block(self, session: _Session, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
@@ -280,6 +295,7 @@ class DraftBook:
 
     def _attach(self, session: _Session) -> Send:
         session.attached, session.proposed_len = True, -1  # what was sent before may have been lost
+        session.guesses = {}
         name, prefix = session.open.session, session.prefix
         return session.open.target_address, Attach(name, len(prefix), prefix.hash)
 

@@ -23,5 +23,5 @@ def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset())
 
     Returns None when there is no candidate at all.
     """
-    ranked = sorted(candidates, key=lambda c: (c.address in avoid, c.sessions, c.address))
-    return ranked[0].address if ranked else None
+    best = min(candidates, key=lambda c: (c.address in avoid, c.sessions, c.address), default=None)
+    return best.address if best else None

@@ -5,6 +5,7 @@ One message each way a step. Knows nothing of torch: the engine turns it into te
 
 from dataclasses import dataclass
 
+from cluster.pages import PageCopy
 from protos.messages import Open, SparseProbs
 
 
@@ -14,24 +15,26 @@ class Row:
 
     `tokens` follow the session's first `start` tokens, which are cached. With `decide`, the last
     `draft_len` of them are draft tokens to verify and one further token is drawn; without, the row only fills
-    the cache (a chunk of a long prompt).
+    the cache (a chunk of a long prompt). `pages` of the cache hold the session, up to the row's end.
     """
 
     session: str
     tokens: tuple[int, ...]
     start: int
     decide: bool
+    pages: tuple[int, ...]
     draft_len: int = 0
     draft_probs: SparseProbs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Sessions to forget, then sessions to add, then rows to run in one forward."""
+    """Sessions to forget, then sessions to add, then pages to copy, then rows to run in one forward."""
 
     closes: tuple[str, ...]
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
+    copies: tuple[PageCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

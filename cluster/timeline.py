@@ -1,10 +1,12 @@
 """A ring buffer of what an actor did when, in the actor's own logical order.
 
-Knows nothing of who reads it.
+What lay between two events is a span; `spans` finds them in the recordings of all actors together. Knows nothing of
+who reads it.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -16,6 +18,17 @@ class Event:
     at_s: float
     name: str
     sessions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One actor's events as they leave it; `at_s + wall_offset_s` compares with those of other actors.
+
+    On one machine monotonic clocks agree; across machines wall clocks do as far as they are set.
+    """
+
+    wall_offset_s: float
+    events: tuple[Event, ...]
 
 
 class Timeline:
@@ -32,3 +45,88 @@ class Timeline:
 
     def events(self) -> list[Event]:
         return list(self._events)
+
+    def recording(self, wall_clock: Callable[[], float] = time.time) -> Recording:
+        return Recording(wall_clock() - self._clock(), tuple(self._events))
+
+
+# ---------------------------------------------------------------- spans
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a round: from one event of a session to the next of another kind, possibly of another actor."""
+
+    name: str
+    begins: tuple[str, str]  # role and event
+    ends: tuple[str, str]
+    shown_at: str  # role of the actor whose time it is
+
+
+STAGES = (
+    Stage("draft", ("drafter", "draft"), ("drafter", "drafted"), "drafter"),
+    Stage("draft ahead", ("drafter", "draft ahead"), ("drafter", "drafted"), "drafter"),
+    Stage("send", ("drafter", "drafted"), ("target", "block"), "drafter"),
+    Stage("wait", ("target", "block"), ("target", "verify"), "target"),
+    Stage("verify", ("target", "verify"), ("target", "decided"), "target"),
+    Stage("return", ("target", "decided"), ("drafter", "verdict"), "target"),
+    Stage("commit", ("target", "decided"), ("router", "commit"), "router"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Whose recording it is."""
+
+    role: str  # router, drafter or target
+    name: str
+    recording: Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What an actor was at for some sessions, in wall time."""
+
+    actor: str
+    role: str
+    name: str
+    began_s: float
+    ended_s: float
+    sessions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    at_s: float
+    actor: Actor
+    event: Event
+
+
+def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Span]:
+    """All spans whose two ends were recorded, by beginning; sessions that went through one together share it."""
+    moments = [
+        _Moment(event.at_s + actor.recording.wall_offset_s, actor, event)
+        for actor in actors
+        for event in actor.recording.events
+    ]
+    moments.sort(key=lambda moment: (moment.at_s, moment.actor.name, moment.event.order))
+    found = [span for stage in stages for span in _spans_of(stage, moments)]
+    return sorted(found, key=lambda span: (span.began_s, span.ended_s, span.actor, span.name))
+
+
+def _spans_of(stage: Stage, moments: Iterable[_Moment]) -> list[Span]:
+    begun: dict[str, _Moment] = {}  # by session
+    together: dict[tuple[str, str, float, float], list[str]] = {}  # by actor, role, beginning and end
+    for moment in moments:
+        what = (moment.actor.role, moment.event.name)
+        for session in moment.event.sessions:
+            if what == stage.begins:
+                begun[session] = moment
+            elif what == stage.ends and session in begun:
+                beginning = begun.pop(session)
+                owner = moment.actor if moment.actor.role == stage.shown_at else beginning.actor
+                together.setdefault((owner.name, owner.role, beginning.at_s, moment.at_s), []).append(session)
+    return [
+        Span(name, role, stage.name, began_s, ended_s, tuple(sessions))
+        for (name, role, began_s, ended_s), sessions in together.items()
+    ]

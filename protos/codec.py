@@ -234,6 +234,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         accepted=m.accepted,
         drafted=m.drafted,
         finish=pb.Finish.Name(m.finish),
+        draft_tokens=m.draft_tokens,
         hidden_states=m.hidden_states,
     )
 
@@ -254,6 +255,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         accepted=m.accepted,
         drafted=m.drafted,
         finish=Finish(m.finish),
+        draft_tokens=m.draft_tokens,
         hidden_states=m.hidden_states,
     )
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 PROTOCOL_VERSION = 1
@@ -115,6 +115,14 @@ class Block:
     tokens: tuple[int, ...]
     draft_probs: SparseProbs | None = None
 
+    def first(self, count: int) -> "Block":
+        """The block cut to its first tokens."""
+        if count >= len(self.tokens):
+            return self
+        probs = self.draft_probs
+        kept = SparseProbs(probs.token_ids[:count], probs.weights[:count]) if probs is not None else None
+        return replace(self, tokens=self.tokens[:count], draft_probs=kept)
+
 
 @dataclass(frozen=True, slots=True)
 class Attach:
@@ -133,6 +141,7 @@ class Verdict:
     accepted: int
     drafted: int
     finish: Finish = Finish.NONE
+    draft_tokens: int = MAX_BLOCK_TOKENS
     hidden_states: bytes = field(default=b"", repr=False)
 
 

@@ -153,7 +153,7 @@ class Attach(_message.Message):
     def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "hidden_states")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "hidden_states")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class Verdict(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
@@ -171,8 +172,9 @@ class Verdict(_message.Message):
     accepted: int
     drafted: int
     finish: Finish
+    draft_tokens: int
     hidden_states: bytes
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., hidden_states: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., hidden_states: _Optional[bytes] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")

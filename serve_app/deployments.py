@@ -6,6 +6,7 @@ Knows nothing of what the parts do; `app.py` binds them together.
 import asyncio
 import logging
 import os
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -33,7 +34,9 @@ from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
 from cluster.drafting import DrafterLimits
 from cluster.errors import EngineError
+from cluster.pacing import Adaptive, LockStep
 from cluster.ray_membership import ADDRESS, ServeMembership
+from cluster.timeline import Actor
 from cluster.verifier import VerifierLimits
 
 log = logging.getLogger("ray.serve")
@@ -51,18 +54,28 @@ class TargetDeployment:
             folder=str(folder),
             vocabulary=max(tokens) + 1,
             dtype=model.dtype,
-            slots=pool.max_sessions,
+            sessions=pool.max_sessions,
             context=model.max_context,
+            cache=pool.cache_per_rank,
             resources=pool.resources_per_rank,
             ranks=pool.tensor_parallel,
         )
         self._engine = await RankGroup.start(spec, get_current_placement_group())
         self._replica = TargetReplica(
             self._engine,
-            VerifierLimits(spec.vocabulary, model.max_context, pool.max_sessions, pool.max_step_tokens),
+            VerifierLimits(
+                vocabulary=spec.vocabulary,
+                max_context=model.max_context,
+                max_sessions=pool.max_sessions,
+                max_step_tokens=pool.max_step_tokens,
+                pages=self._engine.pages,
+                page_size=spec.cache.page_size,
+            ),
             vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),
             pool.step_timeout_s,
+            LockStep() if config.speculation.pacing == "lock_step" else Adaptive(),
+            await self._engine.profile(),
         )
         self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
         self._failure: BaseException | None = None
@@ -98,13 +111,20 @@ class TargetDeployment:
         return {
             "pid": os.getpid(),
             "rank_pids": self._engine.pids,
+            "loading": [asdict(report.load) for report in self._engine.reports],
             "idle": self._replica.is_idle,
             "dropped": dict(self._replica.verifier.dropped),
             "rebased": self._replica.verifier.rebased,
+            "desyncs": self._replica.verifier.desyncs,
+            "preempted": self._replica.verifier.preempted,
+            "step_cost": asdict(self._replica.verifier.step_cost),
             "refused": dict(self._replica.refused),
-            "timeline": self._replica.timeline.events(),
             **self._replica.verifier.load(),
         }
+
+    def trace(self) -> Actor:
+        """What this replica did last; apart from `inspect`, whose answers are to stay small."""
+        return Actor("target", f"target {os.getpid()}", self._replica.timeline.recording())
 
     async def __del__(self) -> None:
         self._work.cancel()
@@ -123,7 +143,7 @@ class DraftDeployment:
         method = await loop.run_in_executor(None, _drafting_method, config, tokens)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
         target_model = checkpoint_fingerprint(target_folder)
-        ahead = config.speculation.draft_ahead
+        ahead = config.speculation.draft_ahead and config.speculation.pacing == "adaptive"
         self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model, ahead)
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
         self._work = asyncio.create_task(self._drafter.run())
@@ -145,9 +165,12 @@ class DraftDeployment:
             "idle": self._drafter.is_idle,
             "counts": dict(self._drafter.book.counts),
             "refused": dict(self._drafter.refused),
-            "timeline": self._drafter.timeline.events(),
             **self._drafter.book.load(),
         }
+
+    def trace(self) -> Actor:
+        """What this drafter did last; apart from `inspect`, whose answers are to stay small."""
+        return Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording())
 
     async def __del__(self) -> None:
         self._work.cancel()
@@ -161,7 +184,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
     lookup = PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
     if draft.model is None:
         return lookup
-    from actors.methods.draft_model import load_draft_model
+    from actors.methods.draft_model import DraftingLimits, load_draft_model
 
     folder = local_folder(draft.model)
     check_draft(target_tokens, folder)
@@ -169,11 +192,11 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
         folder,
         dtype=config.model.dtype,
         device=device_of(draft.resources),
-        slots=draft.max_sessions,
+        cache=draft.cache,
+        sessions=draft.max_sessions,
         context=config.model.max_context,
         target_ids=target_tokens.keys(),
-        top_k=speculation.draft_probs_top_k,
-        min_confidence=speculation.min_confidence,
+        limits=DraftingLimits(speculation.draft_probs_top_k, speculation.min_confidence),
     )
     return LookupFirst(lookup, model) if draft.method == "lookup_first" else model
 
@@ -213,4 +236,12 @@ class RouterDeployment:
 
     def inspect(self) -> dict[str, Any]:
         """What this router holds, for status and tests."""
-        return {"pid": os.getpid(), "idle": self._router.is_idle, "refusals": self._router.refusals}
+        return {
+            "pid": os.getpid(),
+            "idle": self._router.is_idle,
+            "refusals": self._router.refusals,
+        }
+
+    def trace(self) -> Actor:
+        """What this router did last; apart from `inspect`, whose answers are to stay small."""
+        return Actor("router", f"router {os.getpid()}", self._router.timeline.recording())

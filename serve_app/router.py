@@ -17,6 +17,7 @@ from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.membership import Endpoint, Membership
 from cluster.routing import Candidate, choose
 from cluster.session import Command, Emit, Ended, Failed, Generation, Phase, Session, ToDrafter, ToTarget
+from cluster.timeline import Timeline
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Hello, LiveSession, Refusal, RefusalReason, Resync, Verdict
@@ -62,6 +63,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
+        self.timeline = Timeline(clock)
         self._membership, self._identity, self._limits, self._clock = membership, identity, limits, clock
         self._flights: dict[str, _Flight] = {}
         self._targets: dict[str, Link] = {}  # by address
@@ -134,6 +136,7 @@ class Router:
                 continue
             if isinstance(message, Verdict):
                 self._do(flight, flight.session.on_verdict(address, message))
+                self.timeline.record("commit", message.session)
             elif isinstance(message, Refusal):
                 self._note_refusal(address, message)
                 self._do(flight, flight.session.on_target_refusal(address, message))

@@ -3,7 +3,7 @@
 One small interface; each method is a module of its own. Knows nothing of streams or verification.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +23,12 @@ class DraftingMethod(Protocol):
 
     needs: TargetNeeds
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """One proposal per want, in order.
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+        """One proposal per want; for a want ahead any number.
 
-        Under ratio acceptance a token may depend on nothing but its prefix and the want's seed, and the length
-        is fixed before the first token is drawn.
+        Drafting ahead ends, with what there is, once `interrupted` says so: something is wanted for sure. Under ratio
+        acceptance a token may depend on nothing but its prefix and the want's seed, and the length is fixed
+        before the first token is drawn: a block that is not complete then is left out.
         """
         ...
 

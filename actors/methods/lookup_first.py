@@ -4,7 +4,7 @@ Summaries, rewriting and code repeat their text, and a lookup costs nothing; els
 of the two drafts is a function of the prefix alone, so ratio acceptance stays exact. Knows nothing of streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from actors.methods import DraftingMethod, TargetNeeds
 from cluster.drafting import Proposal, Want
@@ -19,12 +19,11 @@ class LookupFirst:
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         self._lookup, self._model = lookup, model
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        # A guess ahead is worth only as much as its first token, which the model gets right more often.
-        found = {p.session: p for p in self._lookup.propose([w for w in wants if not w.ahead]) if p.tokens}
-        rest = [want for want in wants if want.open.session not in found]
-        drafted = {p.session: p for p in self._model.propose(rest)} if rest else {}
-        return [(found | drafted)[want.open.session] for want in wants]
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+        found = [proposal for proposal in self._lookup.propose(wants, interrupted) if proposal.tokens]
+        served = {proposal.session for proposal in found}
+        rest = [want for want in wants if want.open.session not in served]
+        return found + (self._model.propose(rest, interrupted) if rest else [])
 
     def observe(self, verdict: Verdict) -> None:
         self._lookup.observe(verdict)

@@ -4,7 +4,7 @@ Needs no model and no GPU (Saxena 2023). Its tokens are point masses: under rati
 their target probability.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -43,8 +43,9 @@ class PromptLookup:
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        return [self._propose(want) for want in wants]
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+        """Nothing ahead: a lookup takes no time once the verdict is in."""
+        return [self._propose(want) for want in wants if not want.unverified]
 
     def observe(self, verdict: Verdict) -> None:
         """Everything it needs comes with the next want."""
@@ -54,4 +55,4 @@ class PromptLookup:
 
     def _propose(self, want: Want) -> Proposal:
         found = look_up(want.tokens, want.max_tokens, self._longest, self._shortest)
-        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, found, ahead=want.ahead)
+        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, found)

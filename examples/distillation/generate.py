@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from chunks import Example, write_chunk
 from prompts import DEFAULT_PROMPTS, Prompt, PromptSource
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -67,6 +68,10 @@ class Sequence:
     def wants_choice(self) -> bool:
         """Whether the token just fed was the last one known."""
         return self.fed == len(self.tokens)
+
+    def finished(self) -> Example:
+        columns = np.array(self.scored), np.stack(self.top_ids), np.stack(self.top_probs)
+        return Example(self.kind, np.array(self.tokens), self.answer_start, *columns)
 
 
 class Author:
@@ -135,9 +140,8 @@ class Author:
 class ChunkWriter:
     """Collects finished sequences and writes them, a chunk at a time."""
 
-    def __init__(self, config: GenerateConfig, kinds: list[str]) -> None:
+    def __init__(self, config: GenerateConfig) -> None:
         self._config = config
-        self._kinds = kinds
         self._waiting: list[Sequence] = []
         self._chunks = 0
         self.answer_tokens = 0
@@ -150,30 +154,12 @@ class ChunkWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, under a name that appears only when the file is complete."""
         if not self._waiting:
             return
         path = self._config.out / f"chunk-{self._config.seed:03d}-{self._chunks:04d}.npz"
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            np.savez(file, **self._arrays())
-        os.replace(partial, path)
+        write_chunk(path, [sequence.finished() for sequence in self._waiting])
         self._waiting.clear()
         self._chunks += 1
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        rows = self._waiting
-        return {
-            "tokens": np.concatenate([np.array(r.tokens, np.int32) for r in rows]),
-            "lengths": np.array([len(r.tokens) for r in rows], np.int32),
-            "answer_starts": np.array([r.answer_start for r in rows], np.int32),
-            "kinds": np.array([self._kinds.index(r.kind) for r in rows], np.int8),
-            "kind_names": np.array(self._kinds),
-            "scored": np.concatenate([np.array(r.scored, np.int32) for r in rows]),
-            "scored_lengths": np.array([len(r.scored) for r in rows], np.int32),
-            "top_ids": np.concatenate([np.stack(r.top_ids) for r in rows]),
-            "top_probs": np.concatenate([np.stack(r.top_probs) for r in rows]),
-        }
 
 
 def choose(logits: Tensor, temperatures: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +180,7 @@ def write_data(source: TargetSource, prompt_source: PromptSource, config: Genera
     tokenizer = source.load_tokenizer()
     model = source.load_model(torch.bfloat16, ATTENTION)
     author = Author(config, prompt_source.stream(config.seed), tokenizer, end_of_turn_ids(model))
-    writer = ChunkWriter(config, prompt_source.kinds)
+    writer = ChunkWriter(config)
     cache = SlotCache(model, config.slots, config.max_prompt + config.answer_tokens)
     for token in author.frame.before_user:
         feed(model, cache, torch.full((config.slots,), token))
@@ -263,6 +249,7 @@ def parse_arguments() -> tuple[argparse.Namespace, GenerateConfig]:
     parser.add_argument("out", type=Path, help="folder for the chunk files")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="templates and fillers")
+    parser.add_argument("--excerpts", type=Path, help="fillers that `excerpts.py` made")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time")
     parser.add_argument("--seed", type=int, default=0, help="give every run its own: it also names the chunks")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
@@ -284,7 +271,7 @@ def main() -> None:
     arguments, config = parse_arguments()
     torch.set_num_threads(arguments.threads)
     source = TargetSource(arguments.target, arguments.gguf_file)
-    write_data(source, PromptSource.load(arguments.prompts), config)
+    write_data(source, PromptSource.load(arguments.prompts, arguments.excerpts), config)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ either complete or *open*: it ends in `{...}` and the target writes the rest of 
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -35,17 +36,21 @@ class PromptSource:
     weights: dict[str, float]
     templates: dict[str, list[str]]
     fillers: dict[str, list[str]]
+    excerpts: dict[str, list[str]] = field(default_factory=dict)  # fillers that hold no fields themselves
 
     @classmethod
-    def load(cls, path: Path = DEFAULT_PROMPTS) -> PromptSource:
+    def load(cls, path: Path = DEFAULT_PROMPTS, excerpts: Path | None = None) -> PromptSource:
+        """Templates and fillers of `path`; without a file of excerpts, templates that need them are left out."""
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-        source = cls(document["weights"], document["kinds"], document["fillers"])
+        found = json.loads(excerpts.read_text(encoding="utf-8")) if excerpts else {}
+        missing = set(document["excerpts"]) - found.keys()
+        templates = {
+            kind: [t for t in texts if missing.isdisjoint(name for _, _, name in _FIELD.findall(t))]
+            for kind, texts in document["kinds"].items()
+        }
+        source = cls(document["weights"], templates, document["fillers"], found)
         source._check()
         return source
-
-    @property
-    def kinds(self) -> list[str]:
-        return sorted(self.templates)
 
     def draw(self, rng: random.Random) -> Prompt:
         """One prompt of a kind drawn by weight."""
@@ -71,6 +76,8 @@ class PromptSource:
             low, high, name = match.groups()
             if name is None:
                 return str(rng.randint(int(low), int(high)))
+            if name in self.excerpts:
+                return rng.choice(self.excerpts[name]).replace("{", "{{").replace("}", "}}")
             return self._fill(str(rng.choice(self.fillers[name])), rng)
 
         return _FIELD.sub(replace, text)
@@ -78,6 +85,6 @@ class PromptSource:
     def _check(self) -> None:
         texts = [t for group in (*self.templates.values(), *self.fillers.values()) for t in group]
         names = {m.group(3) for t in texts for m in _FIELD.finditer(str(t)) if m.group(3)}
-        unknown = names - self.fillers.keys()
+        unknown = names - self.fillers.keys() - self.excerpts.keys()
         if unknown or self.weights.keys() != self.templates.keys():
             raise ValueError(f"unknown fields {sorted(unknown)}, or weights and kinds that differ")

@@ -15,15 +15,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from chunks import Example, read_chunk
+from copying import CopyConfig, CopyRows
+from fast import ATTENTION, AttentionObserver, VocabularyRows
+from guide import Guide
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 POSITIONS_AT_ONCE = 256
+BETAS = (0.9, 0.98)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,12 @@ class TrainConfig:
     seed: int
     minutes: float
     batch: int  # sequences a step
+    copy_share: float  # of them that are made up to teach copying
+    random_share: float  # of those that are random tokens; the others repeat real text
+    copy_vocabulary: int  # different tokens in random rows
+    guidance: float  # weight of the loss that shows heads where to look
+    guided_layers: tuple[int, int]
+    guided_heads: int
     learning_rate: float
     embedding_share: float  # of the learning rate
     warmup_steps: int
@@ -48,34 +60,15 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Example:
-    """One sequence and the teacher's view of it."""
-
-    tokens: np.ndarray  # [length]
-    answer_start: int
-    scored: np.ndarray  # [positions] indices whose next token the teacher was asked for
-    top_ids: np.ndarray  # [positions, k]
-    top_probs: np.ndarray  # [positions, k]
-
-
-@dataclass(frozen=True)
 class Batch:
     """Padded sequences, and all their scored positions flattened."""
 
-    tokens: Tensor  # [rows, longest]
+    tokens: Tensor  # [sequences, longest]
     rows: Tensor  # [positions]
     columns: Tensor  # [positions]
     top_ids: Tensor  # [positions, k]
     top_probs: Tensor  # [positions, k]
     weights: Tensor  # [positions]
-
-
-def read_chunk(path: Path) -> list[Example]:
-    with np.load(path) as chunk:
-        tokens = np.split(chunk["tokens"], np.cumsum(chunk["lengths"])[:-1])
-        ends = np.cumsum(chunk["scored_lengths"])[:-1]
-        columns = (np.split(chunk[name], ends) for name in ("scored", "top_ids", "top_probs"))
-        return [Example(*row) for row in zip(tokens, chunk["answer_starts"].tolist(), *columns, strict=True)]
 
 
 class Data:
@@ -90,6 +83,8 @@ class Data:
         self.refresh()
         if not self.examples:
             raise ValueError(f"no chunk files in {[str(folder) for folder in config.data]}")
+        copying = CopyConfig(random_share=config.random_share, vocabulary=config.copy_vocabulary)
+        self._copies = CopyRows(copying, self._opening(), self.examples, config.seed)
 
     def refresh(self) -> None:
         """Take in chunks that have appeared since."""
@@ -100,18 +95,35 @@ class Data:
                 self.examples.extend(chunk)
                 self._fresh.extend(chunk)
 
+    def _opening(self) -> np.ndarray:
+        """The tokens that all sequences begin with."""
+        some = np.stack([e.tokens[:32] for e in self.examples[:256]])
+        same = (some == some[0]).all(axis=0)
+        return some[0, : same.size if same.all() else int(same.argmin())]
+
+    def sample(self, sequences: int, length: int) -> Tensor:
+        """Some sequences, cut to one length."""
+        found = [e.tokens[:length] for e in self.examples if e.tokens.size >= length][:sequences]
+        return torch.from_numpy(np.stack(found).astype(np.int64))
+
     def batches(self) -> Iterator[Batch]:
-        """Epoch after epoch for ever; what is new comes first."""
+        """Epoch after epoch for ever, with rows that teach copying among them; what is new comes first."""
+        copies = round(self._config.copy_share * self._config.batch)
+        size = self._config.batch - copies
+        for examples in self._groups(size) if size else iter(list, None):
+            yield self._collate([*examples, *(self._copies.draw() for _ in range(copies))])
+
+    def _groups(self, size: int) -> Iterator[list[Example]]:
         while True:
             self._fresh.clear()
-            examples, size = self.examples, self._config.batch
+            examples = self.examples
             order = np.array([examples[i].tokens.size for i in range(len(examples))])
             order = np.argsort(order + self._rng.uniform(0, 24, len(order)))
             groups = [order[start : start + size] for start in range(0, len(order), size)]
             for group in self._rng.permutation(len(groups)):
-                yield self._collate([examples[i] for i in groups[group]])
+                yield [examples[i] for i in groups[group]]
                 while len(self._fresh) >= size:
-                    yield self._collate([self._fresh.pop() for _ in range(size)])
+                    yield [self._fresh.pop() for _ in range(size)]
 
     def _collate(self, examples: list[Example]) -> Batch:
         longest = max(e.tokens.size for e in examples)
@@ -125,10 +137,16 @@ class Data:
             tokens=torch.from_numpy(tokens),
             rows=torch.from_numpy(np.repeat(np.arange(len(examples)), [e.scored.size for e in examples])),
             columns=torch.from_numpy(np.concatenate([e.scored for e in examples]).astype(np.int64)),
-            top_ids=torch.from_numpy(np.concatenate([e.top_ids[:, :top_k] for e in examples]).astype(np.int64)),
-            top_probs=torch.from_numpy(np.concatenate([e.top_probs[:, :top_k] for e in examples]).astype(np.float32)),
+            top_ids=torch.from_numpy(np.concatenate([widened(e.top_ids, top_k, "edge") for e in examples])),
+            top_probs=torch.from_numpy(np.concatenate([widened(e.top_probs, top_k, "constant") for e in examples])),
             weights=torch.from_numpy(weights.astype(np.float32)),
         )
+
+
+def widened(columns: np.ndarray, width: int, mode: Literal["edge", "constant"]) -> np.ndarray:
+    """The first `width` columns; where there are fewer, the last repeated or zeros."""
+    columns = columns[:, :width].astype(np.float32 if columns.dtype.kind == "f" else np.int64)
+    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), mode=mode) if columns.shape[1] < width else columns
 
 
 class SoftTargetLoss(torch.autograd.Function):
@@ -184,17 +202,24 @@ class StepResult:
     agreement: float  # of the likeliest tokens, over the sampled vocabulary
 
 
-def distillation_loss(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> StepResult:
+def distillation_loss(
+    model: PreTrainedModel,
+    rows: VocabularyRows,
+    batch: Batch,
+    config: TrainConfig,
+    observe: AttentionObserver | None = None,
+) -> StepResult:
     """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings().weight
-    hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state[batch.rows, batch.columns]
-    vocabulary, labels, others = sampled_vocabulary(batch.top_ids, len(head), config.negatives)
+    vocabulary, labels, others = sampled_vocabulary(batch.top_ids, rows.size, config.negatives)
+    inputs, head = rows.select(batch.tokens, vocabulary)
+    hidden = model.get_decoder()(inputs_embeds=inputs, use_cache=False, observe=observe).last_hidden_state
+    hidden = hidden[batch.rows, batch.columns]
     offset = torch.zeros(len(vocabulary))
     offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
     wanted = batch.top_probs.pow(config.sharpening)
     wanted = wanted / wanted.sum(dim=1, keepdim=True)
     loss, agreed = SoftTargetLoss.apply(
-        hidden.to(torch.bfloat16), head[vocabulary].to(torch.bfloat16), offset, labels, wanted, batch.weights
+        hidden.to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, batch.weights
     )
     return StepResult(loss, float(agreed.detach()))
 
@@ -210,16 +235,15 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
 
 
 def optimizer_for(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; most rows of the embedding see little of the data, so it moves more slowly."""
+    """AdamW over all but the embedding, which `VocabularyRows` looks after."""
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "share": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "share": 1.0},
-        {"params": [embedding], "weight_decay": 0.0, "share": config.embedding_share},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
@@ -244,6 +268,8 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
     """Step until the time is over; save now and then, and at the end."""
     optimizer = optimizer_for(model, config)
+    rows = VocabularyRows(model.get_input_embeddings().weight, BETAS)
+    body = [p for group in optimizer.param_groups for p in group["params"]]
     start = time.monotonic()
     saved = reloaded = 0.0
     agreement = 0.5
@@ -252,14 +278,17 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
         task = progress.add_task("training", total=60 * config.minutes, note="")
         for step, batch in enumerate(data.batches()):
             elapsed = time.monotonic() - start
+            rate = learning_rate(config, step, elapsed)
             for group in optimizer.param_groups:
-                group["lr"] = group["share"] * learning_rate(config, step, elapsed)
+                group["lr"] = rate
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                result = distillation_loss(model, batch, config)
-            result.loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                guide = Guide(batch.tokens, config.guided_layers, config.guided_heads) if config.guidance else None
+                result = distillation_loss(model, rows, batch, config, guide)
+            (result.loss + config.guidance * guide.loss() if guide else result.loss).backward()
+            torch.nn.utils.clip_grad_norm_([*body, rows.selected], 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            rows.step(config.embedding_share * rate)
             agreement += 0.02 * (result.agreement - agreement)
             note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}"
             progress.update(task, completed=elapsed, note=note)
@@ -277,13 +306,19 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
     save(model, config.out)
 
 
-def parse_arguments() -> tuple[argparse.Namespace, TrainConfig]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def training_options(parser: argparse.ArgumentParser) -> None:
+    """The options that make a `TrainConfig`, and where the draft to start from is."""
     parser.add_argument("start", help="the draft to start from: a Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="folder for the trained draft")
     parser.add_argument("data", type=Path, nargs="+", help="folders with chunk files")
     parser.add_argument("--minutes", type=float, default=40.0, help="stop after this time")
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--copy-share", type=float, default=0.19, help="of the sequences: rows that teach copying")
+    parser.add_argument("--random-share", type=float, default=0.1, help="of those: random tokens, not repeated text")
+    parser.add_argument("--copy-vocabulary", type=int, default=8192, help="different tokens in random rows")
+    parser.add_argument("--guidance", type=float, default=0.2, help="weight of showing heads where to look")
+    parser.add_argument("--guided-layers", type=int, nargs=2, default=[1, 3], help="first and last of the added layers")
+    parser.add_argument("--guided-heads", type=int, default=4, help="so many heads of each are shown where to look")
     parser.add_argument("--learning-rate", type=float, default=6e-4, help="at its highest")
     parser.add_argument("--embedding-share", type=float, default=0.2, help="of the learning rate, for the embedding")
     parser.add_argument("--warmup-steps", type=int, default=60, help="until the learning rate is reached")
@@ -296,16 +331,21 @@ def parse_arguments() -> tuple[argparse.Namespace, TrainConfig]:
     parser.add_argument("--reload-minutes", type=float, default=2.0, help="between two looks for new chunks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+
+
+def parse_options(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, TrainConfig]:
     arguments = parser.parse_args()
-    values = {name: getattr(arguments, name) for name in TrainConfig.__dataclass_fields__}
-    return arguments, TrainConfig(**{**values, "data": tuple(arguments.data)})
+    arguments.data, arguments.guided_layers = tuple(arguments.data), tuple(arguments.guided_layers)
+    return arguments, TrainConfig(**{name: getattr(arguments, name) for name in TrainConfig.__dataclass_fields__})
 
 
 def main() -> None:
-    arguments, config = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    training_options(parser)
+    arguments, config = parse_options(parser)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(config.seed)
-    model = AutoModelForCausalLM.from_pretrained(arguments.start, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(arguments.start, dtype=torch.float32, attn_implementation=ATTENTION)
     train(model, Data(config), config)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from actors.draft import Drafter
 from actors.engine import Engine, ThreadEngine
 from actors.executor import StepExecutor
-from actors.methods.draft_model import DraftModel
+from actors.methods.draft_cache import DraftCache
+from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.toy import ToyRunner
@@ -25,6 +26,8 @@ from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 
 VOCABULARY, CONTEXT, SESSIONS = 32, 512, 16
+PAGE_SIZE = 16
+PAGES = SESSIONS * CONTEXT // PAGE_SIZE  # for all sessions at their longest
 IDENTITY = Identity("toy-vocabulary", "toy-target")
 LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
 
@@ -109,6 +112,7 @@ async def cluster(
     drafters: int = 1,
     draft_logits: Tensor = LOGITS,
     wrap_engine: Callable[[Engine], Engine] = PacedEngine,
+    pages: int = PAGES,
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -117,15 +121,19 @@ async def cluster(
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
     for _ in range(targets):
-        engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS, SESSIONS), VOCABULARY)))
-        limits = VerifierLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64)
+        engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS), VOCABULARY)))
+        limits = VerifierLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
         replica = TargetReplica(wrap_engine(engines[-1]), limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
         server = await serve_target(replica, "127.0.0.1")
         replicas[server.address], servers[server.address] = replica, server
         tasks.append(asyncio.create_task(replica.run()))
     for _ in range(drafters):
-        allowed = torch.ones(VOCABULARY, dtype=torch.bool)
-        method = DraftModel(ToyRunner(draft_logits, SESSIONS), allowed, top_k=8, min_confidence=0.0)
+        method = DraftModel(
+            ToyRunner(draft_logits),
+            torch.arange(VOCABULARY),
+            DraftCache(PAGES, PAGE_SIZE),
+            DraftingLimits(top_k=8, min_confidence=0.0),
+        )
         drafter = Drafter(
             method, DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), IDENTITY.vocabulary, IDENTITY.target_model
         )

@@ -72,12 +72,12 @@ DOORS = pytest.mark.parametrize("door", [DRIVE_TARGET, VERIFY, DRIVE_DRAFTER], i
 async def busy_cluster() -> AsyncIterator[Cluster]:
     """A cluster with a session under way, which must not notice what else happens."""
     async with cluster() as c:
-        running = asyncio.create_task(c.tokens(c.generation(max_len=103)))
+        running = asyncio.create_task(c.tokens(c.generation(max_len=303)))
         (target,) = c.targets.values()
         await eventually(lambda: any(e.name == "decided" for e in target.timeline.events()), "a session is under way")
         yield c
         assert not running.done(), "the session ended before the harm was done: this showed nothing"
-        assert await running == plain_greedy((1, 2, 3), 100)
+        assert await running == plain_greedy((1, 2, 3), 300)
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "and the next one is served as well"
 
 

@@ -145,6 +145,28 @@ async def test_a_drafter_with_wrong_tokens_is_reopened_from_the_ledger():
         assert sum(accepted[-10:]) > 20
 
 
+async def test_a_cache_too_small_for_all_who_were_let_in_changes_no_token():
+    """The youngest give their pages up, and compute them again when there is room."""
+    async with cluster(pages=32) as c:
+        prompts = [(1 + i, 2) for i in range(12)]
+        asked = [c.generation(prompt=p, max_len=len(p) + 100) for p in prompts]
+        texts = await asyncio.gather(*(c.tokens(generation) for generation in asked))
+        assert texts == [plain_greedy(prompt, 100) for prompt in prompts]
+        (target,) = c.targets.values()
+        assert target.verifier.preempted > 0
+
+
+async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
+    """Right guesses are at the target before the verdict that they build on."""
+    async with cluster(draft_logits=LOGITS + 0.3 * LOGITS.flip(0)) as c:
+        prompt = (1, 2, 3)
+        assert await c.tokens(c.generation(prompt=prompt, max_len=203)) == plain_greedy(prompt, 200)
+        (drafter,) = c.drafters.values()
+        counts = drafter.book.counts
+        assert counts["guess_hit"] > 5
+        assert counts["guesses"] > counts["guess_hit"] + counts["guess_miss"]
+
+
 async def test_a_useless_drafter_changes_nothing_but_speed():
     async with cluster(draft_logits=-LOGITS) as c:
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)

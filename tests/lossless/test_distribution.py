@@ -5,6 +5,7 @@ fixed, so a failure is a bug or an unlucky change of seeds once in 100 000.
 """
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.world import EOS, Setting, World, calm, near_patience, only_with_eos_in_time, stormy
 
 VOCABULARY, SESSIONS, FALSE_ALARM = 4, 1000, 1e-5
+FEW, FEW_WORLDS = 8, 100  # sessions in a world, and how many such worlds
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(7)) * 1.5
 
 
@@ -69,6 +71,28 @@ def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
     assert drafted > SESSIONS / 5, "the drafter was hardly used, so this showed nothing"
     assert world.verifier.is_idle
     assert world.book.is_idle
+
+
+@pytest.mark.parametrize("pages", [4096, 8], ids=["pages for all", "preemption"])
+@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
+def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, schedule, pages):
+    """Interrupted at random; and where the target's pages are few, in the middle of being preempted."""
+    setting = Setting(
+        TARGET, DRAFTERS["good"], acceptance, schedule, new_tokens=5, ahead=2, interruption=0.2, pages=pages
+    )
+    samples: list[tuple[int, ...]] = []
+    counts: Counter[str] = Counter()
+    for seed in range(FEW_WORLDS):
+        world = World(setting, FEW, seed)
+        samples += world.run()
+        counts.update(world.book.counts, preempted=world.verifier.preempted)
+        assert world.verifier.is_idle
+        assert world.book.is_idle
+    assert p_value(setting, samples) > FALSE_ALARM
+    assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
+    assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
+    assert (counts["preempted"] > FEW_WORLDS / 10) == (pages < 4096)
 
 
 def test_a_schedule_that_looks_at_tokens_breaks_ratio():

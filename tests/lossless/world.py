@@ -9,18 +9,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from actors.executor import StepExecutor
-from actors.methods.draft_model import DraftModel
+from actors.methods.draft_cache import DraftCache
+from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.toy import ToyRunner
 from cluster.drafting import DraftBook, DrafterLimits
 from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
+from cluster.steps import StepPlan
 from cluster.verifier import Send, Verifier, VerifierLimits
 from protos.messages import Acceptance, Block, Close, Message, Open, Resync, Sampling, Verdict
+from tests.unit.cluster.token_memory import TokenMemory
 
 ROUTER, DRAFTER, TARGET = "router#1", "drafter#1", "target:1"
 HOP_S, STEP_S, PASS_S = 0.001, 0.010, 0.004
+PAGE_SIZE = 2
 EOS = 0
 
 Schedule = Callable[[Message, random.Random], list[float]]
@@ -60,21 +65,30 @@ class Setting:
     new_tokens: int = 3
     sampling: Sampling = Sampling()
     prompt: tuple[int, ...] = (1,)
+    ahead: int = 100  # sessions drafted ahead for at once; few: for several outcomes each
+    interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
+    pages: int = 4096  # of the target's cache
 
 
 class World:
-    """Runs `sessions` seeded sessions at once and collects what the ledgers committed."""
+    """Runs `sessions` seeded sessions at once and collects what the ledgers committed.
+
+    Every step reads the target's pages and fails when they hold another text than the row's session.
+    """
 
     def __init__(self, setting: Setting, sessions: int, seed: int) -> None:
         self._setting, self._rng = setting, random.Random(seed)
+        self._chance = random.Random(seed + 1)
         vocabulary = int(setting.target_logits.shape[0])
         context = len(setting.prompt) + setting.new_tokens
-        self.verifier = Verifier(VerifierLimits(vocabulary, context, sessions, 8 * sessions, max_queued=sessions))
+        limits = VerifierLimits(vocabulary, context, sessions, 8 * sessions, setting.pages, PAGE_SIZE, sessions)
+        self.verifier = Verifier(limits)
         self.book = DraftBook(DrafterLimits(vocabulary, context, sessions))
-        self._executor = StepExecutor(ToyRunner(setting.target_logits, sessions), vocabulary)
-        draft = ToyRunner(setting.draft_logits, sessions)
-        allowed = setting.draft_logits.new_ones(vocabulary).bool()
-        self._method = DraftModel(draft, allowed, top_k=vocabulary, min_confidence=0.0)
+        self._executor = StepExecutor(ToyRunner(setting.target_logits), vocabulary)
+        self._memory = TokenMemory(PAGE_SIZE)
+        cache = DraftCache(8 * sessions, PAGE_SIZE)
+        drafting = DraftingLimits(top_k=vocabulary, min_confidence=0.0)
+        self._method = DraftModel(ToyRunner(setting.draft_logits), torch.arange(vocabulary), cache, drafting)
         self._now, self._order = 0.0, count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
@@ -91,6 +105,7 @@ class World:
             self._step()
             self._draft()
         self._method.close(self.book.take_closed())
+        assert self._method.is_idle
         self.verifier.plan(self._now + 3600)  # what came too late for anybody has expired by then
         return [session.committed for session in self.sessions.values()]
 
@@ -125,6 +140,7 @@ class World:
             return
         self._stepping = True
         outcomes = self._executor.step(plan)
+        self._check_pages(plan)
 
         def end() -> None:
             self._stepping = False
@@ -132,21 +148,35 @@ class World:
 
         self._after(STEP_S, end)
 
+    def _check_pages(self, plan: StepPlan) -> None:
+        self._memory.copy(plan.copies)
+        for row in plan.rows:
+            self._memory.write(row.tokens, row.start, row.pages)
+        for row in plan.rows:
+            end = row.start + len(row.tokens)
+            known = self._executor._sessions[row.session].tokens
+            assert self._memory.read(end, row.pages) == tuple(known[:end])
+
     def _draft(self) -> None:
         if self._drafting:
             return
-        self._method.close(self.book.take_closed())
-        wants = self.book.wants(len(self.sessions)) or self.book.wants_ahead(len(self.sessions))
+        if closed := self.book.take_closed():
+            self._method.close(closed)
+        wants = self.book.wants(len(self.sessions)) or self.book.wants_ahead(self._setting.ahead)
         if not wants:
             return
         self._drafting = True
-        proposals = self._method.propose(wants)
+        proposals = self._method.propose(wants, self._is_interrupted)
 
         def end() -> None:
             self._drafting = False
             self._route(self.book.proposed(proposals))
 
         self._after(PASS_S, end)
+
+    def _is_interrupted(self) -> bool:
+        """At random, and never for anything in the tokens that are drafted."""
+        return self._chance.random() < self._setting.interruption
 
     # ------------------------------------------------------------ transport
 

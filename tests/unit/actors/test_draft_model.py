@@ -1,52 +1,30 @@
 """Drafting with a model: what is fed, what is proposed, and what a proposal may depend on."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor
 
 from actors.acceptance import DrawAddress, draw
-from actors.cache import FeedRow
-from actors.methods.draft_model import DraftModel
 from actors.sampling import process
-from actors.toy import ToyRunner
-from cluster.drafting import Want
 from protos.messages import Acceptance, Sampling
-from protos.prefix import Prefix
-from tests.unit.cluster.samples import GREEDY, KEY, an_open
+from tests.unit.actors.drafting import (
+    DRAWN,
+    LOGITS,
+    PAGE_SIZE,
+    VOCABULARY,
+    PrefixRunner,
+    SpyRunner,
+    a_method,
+    a_want,
+    never,
+)
+from tests.unit.cluster.samples import GREEDY
 
 COUPLED, RATIO = Acceptance
-VOCABULARY = 10
-LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
-DRAWN = Sampling(temperature=1.0)
-
-
-class SpyRunner(ToyRunner):
-    """Remembers what it was fed."""
-
-    def __init__(self, logits: Tensor = LOGITS, slots: int = 3) -> None:
-        super().__init__(logits, slots)
-        self.fed: list[list[FeedRow]] = []
-
-    def forward(self, rows: Sequence[FeedRow]) -> Tensor:
-        self.fed.append(list(rows))
-        return super().forward(rows)
-
-
-def a_method(runner: ToyRunner, masked: Sequence[int] = (), top_k: int = 4, min_confidence: float = 0.0) -> DraftModel:
-    allowed = torch.ones(VOCABULARY, dtype=torch.bool)
-    allowed[list(masked)] = False
-    return DraftModel(runner, allowed, top_k, min_confidence)
-
-
-def a_want(tokens: tuple[int, ...], max_tokens: int = 3, session: str = "s", **changes: Any) -> Want:
-    changes = {"sampling": GREEDY, "tokens": (1,)} | changes
-    return Want(an_open(session, **changes), tokens, Prefix(KEY, tokens).hash, max_tokens)
 
 
 def greedy(last: int, count: int) -> tuple[int, ...]:
@@ -63,14 +41,14 @@ def test_after_a_verdict_only_what_is_new_is_fed():
     """One token after a rejection; two after full acceptance, for the last draft token was never fed."""
     runner = SpyRunner()
     method = a_method(runner)
-    (first,) = method.propose([a_want((1, 2))])
+    (first,) = method.propose([a_want((1, 2))], never)
     assert [(row.start, len(row.tokens)) for (row,) in runner.fed] == [(0, 2), (2, 1), (3, 1)]
     bonus = (first.tokens[-1] + 1) % VOCABULARY
     all_accepted = (1, 2, *first.tokens, bonus)
-    (second,) = method.propose([a_want(all_accepted)])
+    (second,) = method.propose([a_want(all_accepted)], never)
     assert (runner.fed[3][0].start, runner.fed[3][0].tokens) == (4, all_accepted[4:])
     one_accepted = (*all_accepted, second.tokens[0], (second.tokens[1] + 1) % VOCABULARY)
-    (third,) = method.propose([a_want(one_accepted)])
+    (third,) = method.propose([a_want(one_accepted)], never)
     assert (runner.fed[6][0].start, runner.fed[6][0].tokens) == (7, one_accepted[7:])
     assert third.tokens == greedy(one_accepted[-1], 3), "and what is left in the cache does not show"
 
@@ -78,18 +56,18 @@ def test_after_a_verdict_only_what_is_new_is_fed():
 def test_a_reopened_session_with_other_tokens_feeds_from_where_they_differ():
     runner = SpyRunner()
     method = a_method(runner)
-    method.propose([a_want((1, 2, 3), max_tokens=1)])
-    (proposal,) = method.propose([a_want((1, 7), max_tokens=1)])
+    method.propose([a_want((1, 2, 3), max_tokens=1)], never)
+    (proposal,) = method.propose([a_want((1, 7), max_tokens=1)], never)
     assert (runner.fed[1][0].start, runner.fed[1][0].tokens) == (1, (7,))
     assert proposal.tokens == greedy(7, 1)
-    method.propose([a_want((1, 7), max_tokens=1)])
+    method.propose([a_want((1, 7), max_tokens=1)], never)
     assert runner.fed[2][0].tokens == (7,), "a full hit still computes one token"
 
 
 def test_sessions_are_drafted_together_and_leave_as_their_blocks_end():
     runner = SpyRunner()
     wants = [a_want((1,), 1, "a"), a_want((2, 3), 3, "b"), a_want((4,), 2, "c")]
-    proposals = a_method(runner).propose(wants)
+    proposals = a_method(runner).propose(wants, never)
     assert [len(rows) for rows in runner.fed] == [3, 2, 1]
     assert [p.tokens for p in proposals] == [greedy(1, 1), greedy(3, 3), greedy(4, 2)]
     assert [(p.session, p.base_len, p.prefix_hash) for p in proposals] == [
@@ -97,19 +75,61 @@ def test_sessions_are_drafted_together_and_leave_as_their_blocks_end():
     ]
 
 
-def test_slots_come_back_on_close_and_unknown_sessions_are_ignored():
-    runner = SpyRunner(slots=2)
-    method = a_method(runner)
-    method.propose([a_want((1,), session="a"), a_want((1,), session="b")])
-    assert runner.free_slots == []
+def test_pages_come_back_on_close_and_unknown_sessions_are_ignored():
+    runner = SpyRunner()
+    method = a_method(runner, pages=2)
+    method.propose([a_want((1,), session="a"), a_want((2,), session="b")], never)
     method.close(["a", "unknown"])
     method.close(["a"])
-    assert len(runner.free_slots) == 1
-    (proposal,) = method.propose([a_want((5, 6), session="c")])
-    assert proposal.tokens == greedy(6, 3), "another session's tokens in the slot do not show"
+    (proposal,) = method.propose([a_want((5, 6), session="c")], never)
+    assert proposal.tokens == greedy(6, 3), "another session's tokens in the page do not show"
+    fed = len(runner.fed)
+    method.propose([a_want((2, *greedy(2, 2)), session="b")], never)
+    assert runner.fed[fed][0].start == 2, "there was room for c without forgetting b"
     method.close(["b", "c"])
-    assert sorted(runner.free_slots) == [0, 1]
     assert method.is_idle
+
+
+def test_a_session_that_was_forgotten_for_want_of_pages_begins_anew_and_drafts_the_same():
+    runner = PrefixRunner()
+    method = a_method(runner, pages=3)
+    text = {"a": (1, 2, 3), "b": (4, 5, 6)}
+    for _ in range(6):
+        for name in text:
+            (proposal,) = method.propose([a_want(text[name], session=name)], never)
+            (fresh,) = a_method(PrefixRunner()).propose([a_want(text[name], session=name)], never)
+            assert proposal == fresh
+            text[name] = (*text[name], proposal.tokens[0])
+    assert [rows[0].start for rows in runner.fed].count(0) > 2, "nobody was forgotten, so this showed nothing"
+    method.close(list(text))
+    assert method.is_idle
+
+
+def test_what_finds_no_page_at_all_goes_without_and_the_others_are_drafted():
+    """All are busy: whoever comes last has a shorter block, or none, this time."""
+    method = a_method(SpyRunner(), pages=3)
+    wants = [a_want((1,) * 7, session="a"), a_want((2, 3), session="b"), a_want((4,), session="c")]
+    proposals = method.propose(wants, never)
+    assert [p.tokens for p in proposals] == [greedy(1, 2), greedy(3, 3), ()]
+    method.close(["a"])
+    (again,) = method.propose([wants[2]], never)
+    assert again.tokens == greedy(4, 3)
+
+
+def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
+    """Whole pages of it: drafts are never shared, for they may be wrong."""
+    runner = SpyRunner()
+    method = a_method(runner)
+    prompt = tuple(i % VOCABULARY for i in range(2 * PAGE_SIZE + 2))
+    method.propose([a_want(prompt, 3 * PAGE_SIZE, "a")], never)
+    fed = len(runner.fed)
+    (proposal,) = method.propose([a_want(prompt, session="b")], never)
+    (row,) = runner.fed[fed]
+    assert (row.start, row.tokens) == (2 * PAGE_SIZE, prompt[2 * PAGE_SIZE :])
+    assert proposal.tokens == greedy(prompt[-1], 3)
+    drafted = runner.read[fed - 1]  # all that a has cached, drafts too
+    method.propose([a_want((*drafted, 1), session="c")], never)
+    assert runner.fed[-3][0].start == 2 * PAGE_SIZE
 
 
 # ---------------------------------------------------------------- what is proposed
@@ -119,7 +139,7 @@ def test_coupled_drafts_are_the_targets_draws_when_the_models_agree():
     """Same noise at the same address: any slip in seed, choice or position costs acceptance, not correctness."""
     for seed in range(20):
         want = a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3)
-        (proposal,) = a_method(SpyRunner()).propose([want])
+        (proposal,) = a_method(SpyRunner()).propose([want], never)
         before = torch.tensor([3, *proposal.tokens])
         assert draw(LOGITS[before], DrawAddress(seed, seed % 3, 3))[:4] == list(proposal.tokens)
 
@@ -128,7 +148,7 @@ def test_processing_sees_what_was_generated_and_drafted_but_not_the_prompt():
     """The drafter penalises as the target will: otherwise its drafts are rejected one after another."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
     want = a_want((1, 2, 2), 5, prompt_len=2, sampling=sampling)
-    (proposal,) = a_method(SpyRunner()).propose([want])
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
     generated = [2]
     for token in proposal.tokens:
         row = process(LOGITS[[[1, 2, *generated][-1]]], sampling, generated, ())[0]
@@ -143,9 +163,10 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
     """Ids that the target lacks, however much the draft model likes them."""
     liked = LOGITS.clone()
     liked[:, [3, 9]] = 50.0
+    kept = [0, 1, 2, 4, 5, 6, 7, 8]
     for seed in range(30):
         want = a_want((1,), 4, sampling=sampling, seed=seed, acceptance=acceptance)
-        (proposal,) = a_method(SpyRunner(liked), masked=(3, 9), top_k=10).propose([want])
+        (proposal,) = a_method(SpyRunner(liked[:, kept]), kept, top_k=10).propose([want], never)
         assert not {3, 9} & set(proposal.tokens)
         if proposal.draft_probs is not None:
             rows = zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True)
@@ -155,11 +176,22 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
 @pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
 def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, sampling):
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
-    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want])
+    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want], never)
     assert len(proposal.tokens) == 1
     assert proposal.draft_probs is None
-    (ahead,) = a_method(SpyRunner(), min_confidence=1.0).propose([replace(want, ahead=True)])
-    assert len(ahead.tokens) == 2, "a guess and one token"
+    ahead = a_method(SpyRunner(), min_confidence=1.0).propose([replace(want, unverified=(5, 6))], never)
+    assert {len(block.tokens) for block in ahead} == {1}
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance))
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance, sampling):
+    """The target may decide for ids above all that this draft knows: its penalties must not be looked up there."""
+    penalised = replace(sampling, presence_penalty=2.0)
+    want = a_want((1, 9, 9), 3, prompt_len=1, sampling=penalised, acceptance=acceptance)
+    (proposal,) = a_method(SpyRunner(LOGITS[:, :5]), range(5)).propose([want], never)
+    assert len(proposal.tokens) == 3
+    assert max(proposal.tokens) < 5
 
 
 # ---------------------------------------------------------------- ratio's conditions
@@ -167,7 +199,7 @@ def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, s
 
 def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **options: Any) -> Any:
     want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=RATIO)
-    (proposal,) = a_method(SpyRunner(), **options).propose([want])
+    (proposal,) = a_method(SpyRunner(), **options).propose([want], never)
     return proposal
 
 
@@ -208,7 +240,7 @@ def test_under_ratio_tokens_follow_the_draft_probs_that_are_sent():
 def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
     """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
     want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=RATIO)
-    (proposal,) = a_method(SpyRunner(), top_k=4).propose([want])
+    (proposal,) = a_method(SpyRunner(), top_k=4).propose([want], never)
     for ids, weights in zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True):
         assert len(ids) == len(weights) == 4
         assert [weight > 0 for weight in weights] == [True, True, False, False]
@@ -219,5 +251,5 @@ def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
 def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
     """One such request used to end the drafting loop, on one drafter after another."""
     want = a_want((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
-    (proposal,) = a_method(SpyRunner()).propose([want])
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
     assert proposal.tokens == greedy(1, 3)

@@ -2,35 +2,38 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from actors.draft import Drafter
-from actors.methods.draft_model import DraftModel
+from actors.methods import TargetNeeds
+from actors.methods.draft_cache import DraftCache
+from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.toy import ToyRunner
 from cluster.drafting import DrafterLimits, Proposal, Want
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
-from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Welcome
+from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY, SESSIONS = 8, 2
 
 
 class InterruptedMethod(DraftModel):
-    """Lets the test say something to the drafter while slots are being given back."""
+    """Lets the test say something to the drafter while pages are being given back."""
 
     def __init__(self) -> None:
-        runner = ToyRunner(torch.eye(VOCABULARY), SESSIONS)
-        super().__init__(runner, torch.ones(VOCABULARY, dtype=torch.bool), 2, 0.0)
+        runner, cache = ToyRunner(torch.eye(VOCABULARY)), DraftCache(pages=SESSIONS, page_size=8)
+        super().__init__(runner, torch.arange(VOCABULARY), cache, DraftingLimits(top_k=2, min_confidence=0.0))
         self.closing, self.go_on = threading.Event(), threading.Event()
-        self.proposed: list[set[str]] = []
+        self.proposed: list[dict[str, int]] = []  # tokens of each session's block, by pass
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        self.proposed.append({want.open.session for want in wants})
-        return super().propose(wants)
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+        proposals = super().propose(wants, interrupted)
+        self.proposed.append({proposal.session: len(proposal.tokens) for proposal in proposals})
+        return proposals
 
     def close(self, sessions: Sequence[str]) -> None:
         self.closing.set()
@@ -45,8 +48,8 @@ class OfflineDrafter(Drafter):
         pass
 
 
-def a_drafter(method: Any) -> OfflineDrafter:
-    return OfflineDrafter(method, DrafterLimits(VOCABULARY, 100, SESSIONS), "v", "m", draft_ahead=False)
+def a_drafter(method: Any, draft_ahead: bool = False) -> OfflineDrafter:
+    return OfflineDrafter(method, DrafterLimits(VOCABULARY, 100, SESSIONS), "v", "m", draft_ahead)
 
 
 def to_open(session: str) -> Open:
@@ -59,8 +62,8 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def test_sessions_that_change_while_slots_come_back_find_one():
-    """A full drafter whose sessions are all replaced at once once had two wants and one slot, and ended."""
+async def test_sessions_that_change_while_pages_come_back_find_some():
+    """A full drafter whose sessions are all replaced at once still has pages for the new ones' whole blocks."""
     method = InterruptedMethod()
     drafter = a_drafter(method)
     stream, _ = drafter.router_up(Hello("router", "v", "m"))
@@ -71,7 +74,7 @@ async def test_sessions_that_change_while_slots_come_back_find_one():
     await until(method.closing.is_set)
     drafter.router_frame(stream, Decoded((Close("b", 1), to_open("c"), to_open("d"))))
     method.go_on.set()
-    await until(lambda: loop.done() or {"c", "d"} in method.proposed)
+    await until(lambda: loop.done() or {"c": 4, "d": 4} in method.proposed)
     assert not loop.done()
     loop.cancel()
     await drafter.close()
@@ -86,4 +89,48 @@ async def test_a_malformed_open_is_counted_and_refused_under_its_attempt():
     assert isinstance(refusal, Refusal)
     assert (refusal.session, refusal.attempt, refusal.reason) == ("s", 5, RefusalReason.INVALID)
     assert drafter.refused == {"Open": 1}
+    await drafter.close()
+
+
+class EndlessMethod:
+    """Drafts ahead until it is interrupted."""
+
+    needs = TargetNeeds()
+
+    def __init__(self) -> None:
+        self.ahead, self.interrupted, self.stop = threading.Event(), threading.Event(), threading.Event()
+        self.passes: list[tuple[str, ...]] = []
+
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+        self.passes.append(tuple(want.open.session for want in wants))
+        if not wants[0].unverified:
+            return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (1,)) for w in wants]
+        self.ahead.set()
+        while not interrupted() and not self.stop.is_set():
+            pass
+        self.interrupted.set()
+        return []
+
+    def observe(self, verdict: Verdict) -> None: ...
+
+    def close(self, sessions: Sequence[str]) -> None: ...
+
+
+async def test_what_is_wanted_for_sure_interrupts_drafting_ahead_and_nothing_else_does():
+    method = EndlessMethod()
+    drafter = a_drafter(method, draft_ahead=True)
+    stream, _ = drafter.router_up(Hello("router", "v", "m"))
+    loop = asyncio.create_task(drafter.run())
+    drafter.router_frame(stream, Decoded((to_open("a"),)))
+    await until(method.ahead.is_set)
+    drafter.router_frame(stream, Decoded((Close("unknown", 1),)))
+    drafter._target_frame("t1", Decoded((Verdict("unknown", 1, 2, 0, (3,), 0, 0),)))
+    assert not drafter._wanted.is_set()
+    drafter.router_frame(stream, Decoded((to_open("b"),)))
+    await until(method.interrupted.is_set)
+    await until(lambda: ("b",) in method.passes)
+    drafter.router_frame(stream, Decoded((Close("a", 1), Close("b", 1), to_open("c"))))
+    await until(lambda: ("c",) in method.passes)
+    loop.cancel()
+    method.stop.set()
     await drafter.close()

@@ -1,6 +1,6 @@
 """The model is asked exactly where the text itself has no answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from actors.methods import TargetNeeds
@@ -21,10 +21,12 @@ class Asked:
     def __init__(self) -> None:
         self.sessions: list[str] = []
         self.closed: list[str] = []
+        self.interrupted: Callable[[], bool] | None = None
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         self.sessions += [want.open.session for want in wants]
-        return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (9,), ahead=w.ahead) for w in wants]
+        self.interrupted = interrupted
+        return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (9,), outcome=w.unverified) for w in wants]
 
     def observe(self, verdict: Verdict) -> None: ...
 
@@ -32,24 +34,32 @@ class Asked:
         self.closed += sessions
 
 
+def never() -> bool:
+    return False
+
+
 def a_want(session: str, tokens: tuple[int, ...]) -> Want:
     return Want(an_open(session, tokens=tokens), tokens, 1, max_tokens=2)
 
 
-def test_each_session_is_served_by_the_right_one_and_in_order() -> None:
+def test_each_session_is_served_by_the_right_one_and_once() -> None:
     model = Asked()
     method = LookupFirst(PromptLookup(3, 2), model)
     wants = [a_want("new", NEW), a_want("repeating", REPEATING)]
-    assert [p.tokens for p in method.propose(wants)] == [(9,), (7, 5)]
+    proposals = sorted((p.session, p.tokens) for p in method.propose(wants, never))
+    assert proposals == [("new", (9,)), ("repeating", (7, 5))]
     assert model.sessions == ["new"]
+    assert method.propose(wants[1:], never)
+    assert model.sessions == ["new"], "it is not even asked when there is nothing to ask it for"
 
 
-def test_guesses_ahead_are_left_to_the_model() -> None:
+def test_drafting_ahead_is_left_to_the_model_which_can_be_interrupted() -> None:
     model = Asked()
     method = LookupFirst(PromptLookup(3, 2), model)
-    (proposal,) = method.propose([replace(a_want("repeating", REPEATING), ahead=True)])
-    assert proposal.ahead
+    (proposal,) = method.propose([replace(a_want("repeating", REPEATING), unverified=(7, 5))], never)
+    assert proposal.outcome == (7, 5)
     assert model.sessions == ["repeating"]
+    assert model.interrupted is never
 
 
 def test_closing_reaches_the_model() -> None:

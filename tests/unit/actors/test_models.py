@@ -1,18 +1,31 @@
 """Checkpoints: whether a pair fits together, how they are split, and what tells them apart."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from actors.models import (
     check_draft,
     check_same_vocabulary,
     check_tensor_parallel,
     checkpoint_fingerprint,
+    load,
     load_model,
     local_folder,
     stop_ids,
@@ -20,6 +33,7 @@ from actors.models import (
     vocabulary_fingerprint,
 )
 from cluster.errors import ModelError
+from tests.unit.actors.groups import Planned
 
 WORDS = ("<eos>", "a", "b", "c")
 TARGET = dict(enumerate(WORDS))
@@ -131,15 +145,18 @@ def test_a_checkpoint_without_safetensors_is_refused(tmp_path):
         checkpoint_fingerprint(tmp_path)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "possible"), [(4, 2, {1, 2}), (9, 3, {1, 3}), (8, 8, {1, 2, 4, 8})])
-def test_ranks_must_divide_both_kinds_of_heads(tmp_path, heads, kv_heads, possible):
-    config = a_config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
-    config.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "possible"),
+    [(4, 2, 16, {1, 2}), (9, 3, 18, {1, 3}), (8, 8, 16, {1, 2, 4, 8}), (8, 8, 12, {1, 2, 4}), (9, 3, 16, {1})],
+)
+def test_ranks_must_divide_both_kinds_of_heads_and_the_mlp(tmp_path, heads, kv_heads, width, possible):
+    sizes = {"hidden_size": 8 * heads, "intermediate_size": width}
+    a_config(num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes).save_pretrained(tmp_path)
     for ranks in range(1, 10):
         if ranks in possible:
             check_tensor_parallel(tmp_path, ranks)
         else:
-            with pytest.raises(ModelError, match=", ".join(map(str, sorted(possible)))):
+            with pytest.raises(ModelError, match=f"only be split by {', '.join(map(str, sorted(possible)))}$"):
                 check_tensor_parallel(tmp_path, ranks)
 
 
@@ -150,6 +167,101 @@ def test_loading_takes_the_dtype_and_names_what_cannot_be_loaded(tmp_path):
     (quantised / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="quantised with 'awq'"):
         load_model(quantised, "float32", CPU)
+
+
+def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    mine, theirs = (dict([*model.named_parameters(), *model.named_buffers()]) for model in (one, other))
+    return mine.keys() == theirs.keys() and all(
+        mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name]) for name in mine
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config])  # Gemma computes one buffer more than rotary positions
+def test_weights_read_directly_are_what_transformers_reads(tmp_path, kind, tied, dtype):
+    model = AutoModelForCausalLM.from_config(
+        kind(**a_config(tie_word_embeddings=tied).to_diff_dict() | {"head_dim": 4})
+    )
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path, max_shard_size="2KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file(), "several shards are wanted here"
+    read, expected = load_model(tmp_path, dtype, CPU), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert type(read) is type(expected)
+    assert same_weights(read, expected)
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) == tied
+    assert read.generation_config.max_length == 77
+    assert not read.training
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_of_tied_weights_either_may_be_the_one_that_is_stored(tmp_path, kept):
+    expected = LlamaForCausalLM(a_config(tie_word_embeddings=True))
+    expected.save_pretrained(tmp_path)
+    tensors = {
+        name: tensor for name, tensor in expected.state_dict().items() if "lm_head" not in name and "embed" not in name
+    }
+    save_file(tensors | {kept: expected.lm_head.weight}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert same_weights(load_model(tmp_path, "float32", CPU), expected)
+
+
+def renamed(folder: Path, names: Mapping[str, str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {names.get(name, name): tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+def test_renamed_weights_are_left_to_transformers_and_not_split(tmp_path):
+    """GPT-NeoX's checkpoints call the head embed_out."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    expected = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=2))
+    expected.save_pretrained(tmp_path)
+    renamed(tmp_path, {"lm_head.weight": "embed_out.weight"})
+    assert same_weights(load_model(tmp_path, "float32", CPU), expected)
+    with pytest.raises(ModelError, match=r"missing: lm_head\.weight"):
+        load(tmp_path, "float32", CPU, Planned(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"vocab_size": 5}, "of another shape: .*embed_tokens"),
+        ({"num_hidden_layers": 2}, r"missing: model.layers.1.*\(9\)"),
+        ({"attention_bias": True}, "missing: .*q_proj.bias"),
+        ({"tie_word_embeddings": True}, None),
+    ],
+    ids=["rows", "layers", "biases", "tied but stored twice"],
+)
+def test_a_split_checkpoint_must_hold_the_model_that_its_config_describes(tmp_path, changed, reason):
+    config = json.loads((a_checkpoint(tmp_path) / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if reason is None:
+        load(tmp_path, "float32", CPU, Planned(1, 2))
+    else:
+        with pytest.raises(ModelError, match=reason):
+            load(tmp_path, "float32", CPU, Planned(1, 2))
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path):
+    file = a_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        load_model(tmp_path, "float32", CPU)
+
+
+def test_a_report_counts_what_a_rank_holds(tmp_path):
+    """Tied, so that the head is a part of the embedding, which every rank holds whole."""
+    a_checkpoint(tmp_path, tie_word_embeddings=True)
+    whole, half = (load(tmp_path, "float32", CPU, Planned(0, ranks)).report for ranks in (1, 2))
+    embedding, norms, attention, mlp = 4 * 16, 3 * 16, 2 * (16 * 16) + 2 * (16 * 8), 3 * 16 * 16
+    assert whole.parameters == embedding + norms + attention + mlp
+    assert half.parameters == embedding + norms + (attention + mlp) // 2
+    assert half.peak_bytes > 4 * half.parameters
+    assert half.seconds > 0
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

@@ -36,5 +36,11 @@ def test_what_is_found_stands_in_the_text_after_the_same_suffix(tokens, max_toke
 
 
 def test_a_proposal_answers_its_want_with_a_point_mass():
-    want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1, ahead=True)
-    assert PromptLookup(3, 2).propose([want]) == [Proposal("s", 5, 77, (3,), None, ahead=True)]
+    want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1)
+    assert PromptLookup(3, 2).propose([want], lambda: False) == [Proposal("s", 5, 77, (3,), None)]
+
+
+def test_nothing_is_looked_up_ahead():
+    """With the verdict it takes no time, and without it may be for nothing."""
+    want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1, unverified=(3,))
+    assert PromptLookup(3, 2).propose([want], lambda: False) == []

@@ -1,7 +1,6 @@
-"""The cache and the attention over it, against the same models run plainly by transformers."""
+"""The paged cache and the attention over it, against the same models run plainly by transformers."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,64 +8,47 @@ from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from actors.cache import FeedRow
+from actors.cache import SHORT_CONTEXT, SHORT_ROW, FeedRow, PagedCache, RaggedBatch
 from actors.runner import ModelRunner
 from cluster.errors import ModelError
+from cluster.pages import PageCopy
+from tests.unit.actors.tiny_models import MODELS, SIZES, WINDOW, jittered, tokens_of
 
-VOCABULARY, WINDOW, CONTEXT = 64, 4, 32
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),  # norms on queries and keys
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
-    "gemma3": lambda: Gemma3ForCausalLM(  # windows and full attention by turns, and a scale of its own
-        Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=LAYERS, query_pre_attn_scalar=16)
-    ),
-}
+PAGE_SIZE, SESSION_PAGES, SESSIONS = 4, 160, 5
+PAGES = SESSION_PAGES * SESSIONS
 
 
-def tokens_of(seed: int, count: int) -> tuple[int, ...]:
-    drawn = torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
-    return tuple(drawn.tolist())
+def scattered() -> list[tuple[int, ...]]:
+    """Pages for several sessions, in no order and among each other."""
+    shuffled = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).tolist()
+    return [tuple(shuffled[i::SESSIONS]) for i in range(SESSIONS)]
+
+
+TABLES = scattered()
+
+
+def row(table: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int) -> FeedRow:
+    """With no more pages than it takes: what a row reads beyond them is none of its own."""
+    return FeedRow(tokens, start, logits, table[: -(-(start + len(tokens)) // PAGE_SIZE)])
 
 
 class Plain:
     """A model as transformers runs it, without any cache, one sequence at a time; and our runner over the same."""
 
-    def __init__(self, make: Callable[[], PreTrainedModel], slots: int = 4) -> None:
+    def __init__(self, make: Callable[[], PreTrainedModel]) -> None:
         torch.manual_seed(3)
-        self._model = make().eval()
-        for parameter in self._model.parameters():  # the initial weights are so small that attention hardly shows
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.3)
+        self._model = jittered(make())
         self._model.set_attn_implementation("eager")
-        torch.manual_seed(3)
         twin = make()
         twin.load_state_dict(self._model.state_dict())
-        self.runner = ModelRunner(twin, slots, CONTEXT)
+        self.runner = ModelRunner(twin, PAGES, PAGE_SIZE)
 
     @torch.inference_mode()
     def logits(self, tokens: tuple[int, ...], last: int) -> Tensor:
@@ -79,49 +61,113 @@ def plain(request: pytest.FixtureRequest) -> Plain:
     return Plain(MODELS[request.param])
 
 
-def check(plain: Plain, rows: list[FeedRow], whole: list[tuple[int, ...]]) -> None:
+def check(plain: Plain, rows: list[FeedRow], whole: list[tuple[int, ...]], copies: tuple[PageCopy, ...] = ()) -> None:
     """The rows' logits are those of plain forwards over the whole sequences."""
     expected = [plain.logits(tokens, row.logits) for row, tokens in zip(rows, whole, strict=True) if row.logits]
-    torch.testing.assert_close(plain.runner.forward(rows), torch.cat(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain.runner.forward(rows, copies), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_mixed_rows_in_one_forward_give_plain_logits(plain):
-    """A chunk of a prompt, a block to verify, a single token and a whole prompt, in other slots and depths."""
+    """A chunk of a prompt, a block to verify, a single token and a whole prompt, in other places and depths."""
     a, b, c, d = tokens_of(1, 14), tokens_of(2, 11), tokens_of(3, 9), tokens_of(4, 6)
+    at_a, at_b, at_c, at_d, _ = TABLES
     check(
         plain,
-        [FeedRow(2, a[:5], 0, 0), FeedRow(0, b[:7], 0, 1), FeedRow(3, c[:8], 0, 2)],
+        [row(at_a, a[:5], 0, 0), row(at_b, b[:7], 0, 1), row(at_c, c[:8], 0, 2)],
         [a[:5], b[:7], c[:8]],
     )
     check(
         plain,
-        [FeedRow(2, a[5:9], 5, 0), FeedRow(0, b[7:], 7, 4), FeedRow(3, c[8:], 8, 1), FeedRow(1, d, 0, 6)],
+        [row(at_a, a[5:9], 5, 0), row(at_b, b[7:], 7, 4), row(at_c, c[8:], 8, 1), row(at_d, d, 0, 6)],
         [a[:9], b, c, d],
     )
-    check(plain, [FeedRow(2, a[9:], 9, 5)], [a])
+    check(plain, [row(at_a, a[9:], 9, 5)], [a])
+
+
+def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
+    """Short and long rows, each over a short and over a long context, of even and uneven lengths: several groups."""
+    long, short = 2 * SHORT_CONTEXT + 40, SHORT_CONTEXT - 100
+    a, b, c, d, e = (tokens_of(20 + i, n) for i, n in enumerate((long, long - 9, short, short - 7, 4 * SHORT_ROW - 3)))
+    whole = [a, b, c, d, e]
+    fed = [1, 4 * SHORT_ROW, 3, 4 * SHORT_ROW, len(e)]
+    begins = [len(tokens) - count for tokens, count in zip(whole, fed, strict=True)]
+    parts = list(zip(TABLES, whole, begins, strict=True))
+    plain.runner.forward([row(table, tokens[:begin], 0, 0) for table, tokens, begin in parts if begin])
+    rows = [row(table, tokens[begin:], begin, min(3, len(tokens) - begin)) for table, tokens, begin in parts]
+    cache = PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
+    assert len(RaggedBatch(rows, cache).groups) == 4
+    check(plain, rows, whole)
+
+
+def test_a_long_prompt_fed_in_chunks_gives_plain_logits(plain):
+    tokens = tokens_of(30, 90)
+    for begin in range(0, 80, 16):
+        plain.runner.forward([row(TABLES[0], tokens[begin : begin + 16], begin, 0)])
+    check(plain, [row(TABLES[0], tokens[80:], 80, 10)], [tokens])
+
+
+def test_pages_that_lie_in_a_row_or_backwards_give_plain_logits(plain):
+    """A lone session on neighbouring pages is read without gathering."""
+    tokens = tokens_of(31, 21)
+    for table in (tuple(range(8, 20)), tuple(range(20, 8, -1))):
+        plain.runner.forward([row(table, tokens[:15], 0, 0)])
+        check(plain, [row(table, tokens[15:], 15, 6)], [tokens])
 
 
 def test_a_rollback_leaves_no_trace(plain):
-    """A rejected tail is overwritten or masked; a shorter sequence in a used slot sees nothing of the longer."""
+    """A rejected tail is overwritten or masked; a shorter sequence on used pages sees nothing of the longer."""
     right, wrong = tokens_of(5, 12), tokens_of(6, 6)
-    plain.runner.forward([FeedRow(0, right[:6] + wrong, 0, 1)])
-    check(plain, [FeedRow(0, right[6:8], 6, 2)], [right[:8]])
-    check(plain, [FeedRow(0, right[8:], 8, 4)], [right])
+    table = TABLES[0]
+    plain.runner.forward([row(table, right[:6] + wrong, 0, 1)])
+    check(plain, [row(table, right[6:8], 6, 2)], [right[:8]])
+    check(plain, [row(table, right[8:], 8, 4)], [right])
     other = tokens_of(7, 3)
-    check(plain, [FeedRow(0, other, 0, 3)], [other])
+    check(plain, [row(table, other, 0, 3)], [other])
+
+
+def test_sessions_that_share_pages_and_part_give_plain_logits(plain):
+    """A prompt computed once; each goes on by itself, the page where they part copied for all but one."""
+    prompt = tokens_of(11, 3 * PAGE_SIZE + 2)
+    first, second, third = TABLES[0][:5], TABLES[1][:5], TABLES[2][:5]
+    plain.runner.forward([row(first, prompt, 0, 0)])
+    forks = [(*first[:3], *table[3:]) for table in (first, second, third)]
+    copies = tuple(PageCopy(first[3], table[3]) for table in forks[1:])
+    tails = [tokens_of(12 + i, 2 + i) for i in range(3)]
+    rows = [row(table, tail, len(prompt), len(tail)) for table, tail in zip(forks, tails, strict=True)]
+    check(plain, rows, [prompt + tail for tail in tails], copies)
+    again = [row(table, (7,), len(prompt + tail), 1) for table, tail in zip(forks, tails, strict=True)]
+    check(plain, again, [(*prompt, *tail, 7) for tail in tails])
+
+
+def test_whole_pages_of_another_session_are_as_good_as_its_own(plain):
+    """A prefix hit: nothing of the shared pages is fed again."""
+    tokens, other = tokens_of(16, 2 * PAGE_SIZE), tokens_of(17, 5)
+    plain.runner.forward([row(TABLES[0], tokens + tokens_of(18, 3), 0, 0)])
+    table = (*TABLES[0][:2], *TABLES[3][:2])
+    check(plain, [row(table, other, len(tokens), 5)], [tokens + other])
 
 
 def test_single_tokens_beyond_the_window_see_the_window_only(plain):
     """The fast way for single tokens needs no mask, except where a window has slid."""
     tokens = tokens_of(8, 3 * WINDOW)
-    plain.runner.forward([FeedRow(1, tokens[:2], 0, 0)])
+    table = TABLES[1]
+    plain.runner.forward([row(table, tokens[:2], 0, 0)])
     for position in range(2, len(tokens)):
-        check(plain, [FeedRow(1, (tokens[position],), position, 1)], [tokens[: position + 1]])
+        check(plain, [row(table, (tokens[position],), position, 1)], [tokens[: position + 1]])
+
+
+def test_single_tokens_of_equal_and_unequal_contexts_give_plain_logits(plain):
+    """Together they need no mask when their contexts are equal, and one when they are not."""
+    whole = [tokens_of(40, 9), tokens_of(41, 9), tokens_of(42, 6)]
+    plain.runner.forward([row(table, tokens[:-1], 0, 0) for table, tokens in zip(TABLES, whole, strict=False)])
+    for count in (2, 3):
+        rows = [row(TABLES[i], whole[i][-1:], len(whole[i]) - 1, 1) for i in range(count)]
+        check(plain, rows, whole[:count])
 
 
 def test_the_order_of_rows_changes_nothing(plain):
     a, b = tokens_of(9, 6), tokens_of(10, 9)
-    rows = [FeedRow(0, a, 0, 2), FeedRow(1, b, 0, 3)]
+    rows = [row(TABLES[0], a, 0, 2), row(TABLES[1], b, 0, 3)]
     forth, back = plain.runner.forward(rows), plain.runner.forward(rows[::-1])
     torch.testing.assert_close(torch.cat([back[3:], back[:3]]), forth, atol=1e-4, rtol=1e-4)
 
@@ -140,4 +186,4 @@ def test_a_model_that_would_run_wrongly_is_refused(name):
     """Its attention takes arguments that ours does not know: it would run, and give another text than it should."""
     model = REFUSED[name]()
     with pytest.raises(ModelError, match=type(model).__name__):
-        ModelRunner(model, 1, CONTEXT)
+        ModelRunner(model, PAGES, PAGE_SIZE)

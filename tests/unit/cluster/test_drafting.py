@@ -50,8 +50,16 @@ class Book:
         return want
 
     def propose(self, want: Want, *tokens: int) -> list[Send]:
-        session = want.open.session
-        return self.book.proposed([Proposal(session, len(want.tokens), want.prefix_hash, tokens, ahead=want.ahead)])
+        return self.book.proposed([Proposal(want.open.session, len(want.tokens), want.prefix_hash, tokens)])
+
+    def ahead(self) -> Want:
+        (want,) = self.book.wants_ahead(9)
+        return want
+
+    def guess(self, want: Want, outcome: tuple[int, ...], *tokens: int) -> list[Send]:
+        """A block for the case that the verdict brings just `outcome`."""
+        before = (*want.tokens, *outcome)
+        return self.book.proposed([Proposal(want.open.session, len(before), hash_of(*before), tokens, outcome=outcome)])
 
 
 def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():
@@ -163,12 +171,15 @@ def test_an_end_frees_the_session_and_its_method_hears_of_it_once():
     assert desk.book.is_idle
 
 
-def test_a_session_that_was_closed_and_opened_again_is_not_forgotten():
+def test_a_session_that_was_opened_again_begins_anew_in_its_method_and_is_named_once():
+    """What the method remembers of it may be what was wrong."""
     desk = Book()
     desk.open()
     desk.book.close(ROUTER, Close("s", 1))
     desk.open(attempt=2)
-    assert desk.book.take_closed() == []
+    desk.open(attempt=3)
+    assert desk.book.take_closed() == ["s"]
+    assert desk.want().open.attempt == 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=20))
@@ -183,6 +194,31 @@ def test_whatever_verdicts_are_lost_doubled_or_reordered_the_prefix_is_the_targe
         for want in desk.book.wants(9):
             assert want.tokens == target_text[: len(want.tokens)]
             assert want.prefix_hash == hash_of(*want.tokens)
+
+
+# ---------------------------------------------------------------- as much as the target asks for
+
+
+def test_blocks_are_as_long_as_the_target_asked_for_with_its_verdict():
+    desk = Book(draft_ahead=True)
+    desk.open()
+    desk.verdict((1, 2), 3, draft_tokens=2)
+    want = desk.want()
+    assert want.max_tokens == 2
+    desk.propose(want, 5, 6)
+    assert desk.ahead().max_tokens == 2
+    desk.verdict((1, 2, 3), 5, draft_tokens=99)
+    assert desk.want().max_tokens == 4, "but never longer than the session may have"
+
+
+def test_nothing_is_drafted_while_the_target_asks_for_nothing():
+    desk = Book(draft_ahead=True)
+    desk.open()
+    desk.verdict((1, 2), 3, draft_tokens=0)
+    assert desk.book.wants(9) == []
+    assert not desk.book.has_wants
+    desk.verdict((1, 2, 3), 4, draft_tokens=1)
+    assert desk.want().tokens == (1, 2, 3, 4)
 
 
 # ---------------------------------------------------------------- routers and targets come and go
@@ -253,52 +289,187 @@ def test_the_longest_unserved_session_comes_first():
 # ---------------------------------------------------------------- drafting ahead
 
 
-def ahead_of(desk: Book) -> Want:
-    desk.propose(desk.want(), 5, 6)
-    (want,) = desk.book.wants_ahead(9)
-    return want
-
-
-def test_drafting_ahead_guesses_the_next_token_and_sends_the_block_after_it():
+def under_verification(**changes: Any) -> Book:
+    """A session after (1, 2) whose block (5, 6) is out."""
     desk = Book(draft_ahead=True)
-    desk.open()
-    want = ahead_of(desk)
-    assert (want.tokens, want.prefix_hash, want.ahead) == ((1, 2, 5, 6), hash_of(1, 2, 5, 6), True)
-    assert want.max_tokens == 1 + 4, "the guess, and a block as long as an ordinary one"
+    desk.open(**changes)
+    desk.propose(desk.want(), 5, 6)
+    return desk
+
+
+def test_a_block_under_verification_is_drafted_ahead_for_once():
+    desk = under_verification()
+    want = desk.ahead()
+    assert (want.tokens, want.prefix_hash) == ((1, 2), hash_of(1, 2))
+    assert want.unverified == (5, 6)
+    assert want.max_tokens >= want.open.max_draft_tokens, "the target has not asked for less"
     assert desk.book.wants_ahead(9) == []
-    assert desk.propose(want, 7, 8, 9) == [(TARGET, Block("s", 5, hash_of(1, 2, 5, 6, 7), (8, 9)))]
+    assert desk.book.wants(9) == []
 
 
-def test_a_right_guess_saves_the_next_draft_and_a_wrong_one_costs_nothing_else():
-    for bonus, wants in ((7, 0), (17, 1)):
-        desk = Book(draft_ahead=True)
-        desk.open()
-        desk.propose(ahead_of(desk), 7, 8, 9)
-        desk.verdict((1, 2), 5, 6, bonus)
-        assert len(desk.book.wants(9)) == wants
-        assert desk.book.counts["guess_miss"] == wants
+def test_what_is_drafted_for_each_outcome_is_sent_at_its_own_address():
+    desk = under_verification()
+    want = desk.ahead()
+    outcomes = [(5, 6, 7), (5, 6, 8), (5, 9), (4,)]
+    for outcome in outcomes:
+        before = (1, 2, *outcome)
+        assert desk.guess(want, outcome, 3, 3) == [(TARGET, Block("s", len(before), hash_of(*before), (3, 3)))]
+    assert desk.book.counts["guesses"] == 4
+    assert desk.book.counts["blocks"] == 5
+
+
+@pytest.mark.parametrize("outcome", [(5, 6, 7), (5, 9), (4,)], ids=["all accepted", "one accepted", "none accepted"])
+def test_a_right_guess_saves_the_next_draft_and_is_drafted_on_from(outcome):
+    desk = under_verification()
+    want = desk.ahead()
+    for guess in [(5, 6, 7), (5, 9), (4,), (3,)]:
+        desk.guess(want, guess, guess[-1] + 10, guess[-1] + 20)
+    desk.verdict((1, 2), *outcome)
+    assert desk.book.wants(9) == []
+    assert not desk.book.has_wants
+    assert (desk.book.counts["guess_hit"], desk.book.counts["guess_miss"]) == (1, 0)
+    further = desk.ahead()
+    assert further.tokens == (1, 2, *outcome)
+    assert further.unverified == (outcome[-1] + 10, outcome[-1] + 20)
+    desk.verdict((1, 2, *outcome), 0)
+    assert desk.want().tokens == (1, 2, *outcome, 0), "and after a miss a block is wanted as ever"
+
+
+def test_wrong_guesses_are_forgotten_with_the_verdict_and_cost_nothing_else():
+    desk = under_verification()
+    want = desk.ahead()
+    desk.guess(want, (5, 6, 7), 3)
+    desk.guess(want, (4,), 3)
+    desk.verdict((1, 2), 5, 6, 17)
+    assert desk.book.has_wants
+    assert desk.want().tokens == (1, 2, 5, 6, 17)
+    assert (desk.book.counts["guess_hit"], desk.book.counts["guess_miss"]) == (0, 1)
+    desk.verdict((1, 2, 5, 6, 17), 3)
+    assert desk.book.counts["guess_miss"] == 1, "a session without guesses has missed none"
+
+
+def test_a_guess_for_other_tokens_of_the_same_length_is_no_hit():
+    desk = under_verification()
+    desk.guess(desk.ahead(), (5, 7), 3)
+    desk.verdict((1, 2), 5, 8)
+    assert desk.want().tokens == (1, 2, 5, 8)
 
 
 def test_a_guess_that_is_drafted_while_its_verdict_arrives_is_sent_only_if_right():
     for bonus, sent in ((7, 1), (17, 0)):
-        desk = Book(draft_ahead=True)
-        desk.open()
-        want = ahead_of(desk)
+        desk = under_verification()
+        want = desk.ahead()
         desk.verdict((1, 2), 5, 6, bonus)
-        assert len(desk.propose(want, 7, 8)) == sent
+        assert len(desk.guess(want, (5, 6, 7), 8)) == sent
+        assert len(desk.guess(want, (4,), 8)) == 0
+        assert desk.book.counts["guess_hit"] == sent
+        assert len(desk.book.wants(9)) == 1 - sent
 
 
-def test_the_draft_probs_of_a_block_that_was_drafted_ahead_are_its_own():
-    """One row off, and every token would be weighed against another's distribution."""
-    probs = SparseProbs(((7,), (8,), (9,)), ((1,), (2,), (3,)))
-    block = Proposal("s", 4, hash_of(1, 2, 5, 6), (7, 8, 9), probs, ahead=True).after_guess()
-    assert block.tokens == (8, 9)
-    assert block.draft_probs == SparseProbs(((8,), (9,)), ((2,), (3,)))
+def test_a_right_guess_that_comes_after_a_block_was_wanted_is_not_sent_beside_it():
+    """The target would drop the second as a duplicate; which of them comes first must not matter."""
+    desk = under_verification()
+    want = desk.ahead()
+    desk.verdict((1, 2), 5, 6, 7)
+    sure = desk.want()
+    assert desk.guess(want, (5, 6, 7), 8) == []
+    assert desk.propose(sure, 8, 9) == [(TARGET, Block("s", 5, hash_of(1, 2, 5, 6, 7), (8, 9)))]
+    assert desk.ahead().unverified == (8, 9)
+
+
+def test_the_draft_probs_of_a_block_that_was_drafted_ahead_go_with_it():
+    desk = under_verification()
+    desk.ahead()
+    probs = SparseProbs(((7,), (8,)), ((1,), (2,)))
+    ((_, block),) = desk.book.proposed([Proposal("s", 4, hash_of(1, 2, 5, 9), (7, 8), probs, outcome=(5, 9))])
+    assert isinstance(block, Block)
+    assert block.draft_probs == probs
+
+
+def test_a_guess_for_a_session_that_is_gone_or_without_tokens_is_no_block():
+    desk = under_verification()
+    want = desk.ahead()
+    assert desk.guess(want, (4,)) == []
+    desk.book.close(ROUTER, Close("s", 1))
+    assert desk.guess(want, (4,), 3) == []
+    assert desk.book.counts["nothing_to_propose"] == 2
+
+
+def test_a_session_that_was_reopened_with_other_tokens_keeps_no_guess():
+    desk = under_verification()
+    want = desk.ahead()
+    desk.guess(want, (5, 6, 7), 3)
+    desk.open(tokens=(1, 2, 5, 6, 7), attempt=2)
+    assert desk.want().tokens == (1, 2, 5, 6, 7), "what was sent under the old attempt may have been lost"
 
 
 def test_nothing_is_drafted_ahead_past_the_end_or_when_switched_off():
-    for draft_ahead, max_len in ((True, 6), (False, 40)):
-        desk = Book(draft_ahead)
+    """A verdict brings one token at least, and one more than its block at the last position."""
+    for max_len, wanted in ((4, 0), (5, 1)):
+        desk = Book(draft_ahead=True)
         desk.open(max_len=max_len)
-        desk.propose(desk.want(), 5, 6)
-        assert desk.book.wants_ahead(9) == []
+        desk.propose(desk.want(), 5)
+        assert len(desk.book.wants_ahead(9)) == wanted
+    desk = Book(draft_ahead=False)
+    desk.open()
+    desk.propose(desk.want(), 5, 6)
+    assert desk.book.wants_ahead(9) == []
+
+
+def test_drafting_ahead_takes_as_many_sessions_as_are_asked_for():
+    desk = Book(draft_ahead=True)
+    for name in "abc":
+        desk.open(name)
+    for want in desk.book.wants(9):
+        desk.propose(want, 5, 6)
+    assert len(desk.book.wants_ahead(2)) == 2
+    assert len(desk.book.wants_ahead(2)) == 1
+
+
+def test_has_wants_says_whether_some_session_waits_for_a_block():
+    desk = Book(draft_ahead=True)
+    assert not desk.book.has_wants
+    desk.open()
+    assert desk.book.has_wants
+    desk.want()
+    assert not desk.book.has_wants
+    desk.verdict((1, 2), 7)
+    assert desk.book.has_wants
+    desk.book.target_gone(TARGET)
+    assert not desk.book.has_wants
+    desk.book.target_up(TARGET)
+    assert desk.book.has_wants
+    desk.verdict((1, 2, 7), 0, finish=Finish.STOP)
+    assert not desk.book.has_wants
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.randoms(use_true_random=False))
+def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_one(verdicts, rng):
+    """Whatever is guessed, early or late, and whatever the target decides."""
+    desk = Book(draft_ahead=True)
+    desk.open(max_len=100)
+    tokens: tuple[int, ...] = (1, 2)
+    sent: set[tuple[int, int]] = set()
+    late: list[tuple[Want, tuple[int, ...]]] = []
+
+    def send(sends: list[Send]) -> None:
+        for _, block in sends:
+            assert isinstance(block, Block)
+            assert (block.base_len, block.prefix_hash) not in sent
+            sent.add((block.base_len, block.prefix_hash))
+
+    for decided in verdicts:
+        for want in desk.book.wants(9):
+            send(desk.propose(want, rng.randrange(3), rng.randrange(3)))
+        assert (len(tokens), hash_of(*tokens)) in sent
+        for want in desk.book.wants_ahead(9):
+            stop = rng.randrange(3)
+            for token in rng.sample(range(3), 2):
+                guess = (want, (*want.unverified[:stop], token))
+                late.append(guess) if rng.random() < 0.3 else send(desk.guess(*guess, rng.randrange(3)))
+        new = tuple(rng.randrange(3) for _ in range(decided % 3 + 1))
+        desk.verdict(tokens, *new)
+        tokens += new
+        sent &= {(len(tokens), hash_of(*tokens))}
+        while late:
+            send(desk.guess(*late.pop(), 1))

@@ -1,6 +1,6 @@
-"""The timeline's ring."""
+"""The timeline's ring, and the spans that lie between events of all actors."""
 
-from cluster.timeline import Event, Timeline
+from cluster.timeline import Actor, Event, Recording, Span, Timeline, spans
 
 
 def test_the_latest_events_stay_in_logical_order():
@@ -9,3 +9,45 @@ def test_the_latest_events_stay_in_logical_order():
     for name in ("a", "b", "c"):
         timeline.record(name, "s")
     assert timeline.events() == [Event(1, 3.0, "b", ("s",)), Event(2, 2.0, "c", ("s",))]
+
+
+def test_a_recording_carries_the_offset_of_its_clock():
+    timeline = Timeline(lambda: 5.0)
+    timeline.record("a", "s")
+    assert timeline.recording(lambda: 1005.0) == Recording(1000.0, (Event(0, 5.0, "a", ("s",)),))
+
+
+def actor(role: str, *events: tuple[float, str, str], offset: float = 0.0) -> Actor:
+    """An actor whose clock is `offset` behind the wall; sessions are one letter each."""
+    made = tuple(Event(n, at - offset, name, tuple(sessions)) for n, (at, name, sessions) in enumerate(events))
+    return Actor(role, f"{role} 1", Recording(offset, made))
+
+
+def test_a_round_has_all_its_stages_in_wall_time():
+    drafter = actor("drafter", (1.0, "draft", "ab"), (2.0, "drafted", "ab"), (6.5, "verdict", "a"), offset=0.5)
+    target = actor("target", (2.5, "block", "a"), (3.0, "verify", "a"), (6.0, "decided", "a"), offset=-8.0)
+    router = actor("router", (6.25, "commit", "a"))
+    assert spans([router, target, drafter]) == [
+        Span("drafter 1", "drafter", "draft", 1.0, 2.0, ("a", "b")),
+        Span("drafter 1", "drafter", "send", 2.0, 2.5, ("a",)),
+        Span("target 1", "target", "wait", 2.5, 3.0, ("a",)),
+        Span("target 1", "target", "verify", 3.0, 6.0, ("a",)),
+        Span("router 1", "router", "commit", 6.0, 6.25, ("a",)),
+        Span("target 1", "target", "return", 6.0, 6.5, ("a",)),
+    ]
+
+
+def test_a_span_begins_at_the_latest_beginning_before_its_end():
+    target = actor("target", (1.0, "verify", "a"), (2.0, "verify", "a"), (3.0, "decided", "a"), (4.0, "decided", "a"))
+    assert [(span.began_s, span.ended_s) for span in spans([target])] == [(2.0, 3.0)]
+
+
+def test_an_end_whose_beginning_has_left_the_ring_is_no_span():
+    assert spans([actor("target", (3.0, "decided", "a"), (4.0, "verify", "a"))]) == []
+
+
+def test_drafting_ahead_is_told_from_drafting():
+    drafter = actor(
+        "drafter", (1.0, "draft", "a"), (2.0, "drafted", "a"), (2.0, "draft ahead", "a"), (3.0, "drafted", "a")
+    )
+    assert [(span.name, span.began_s) for span in spans([drafter])] == [("draft", 1.0), ("draft ahead", 2.0)]

@@ -1,14 +1,16 @@
 """The target's book: what goes into a step, what comes out of it, and what becomes of blocks."""
 
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.pacing import StepCost, Yield
+from cluster.pacing import PROOF, Load, Yield
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.verifier import Send, Verifier, VerifierLimits, settle
 from cluster.waiting_room import RoomLimits
@@ -25,9 +27,10 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, a_block, an_open
+from tests.unit.cluster.token_memory import TokenMemory
 
 VOCABULARY = 50
-LIMITS = VerifierLimits(VOCABULARY, max_context=100, max_sessions=4, max_step_tokens=64)
+LIMITS = VerifierLimits(VOCABULARY, max_context=100, max_sessions=4, max_step_tokens=64, pages=100, page_size=4)
 ROUTER, DRAFTER = "router#1", "drafter#1"
 
 
@@ -44,15 +47,40 @@ def text(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-class Desk:
-    """A verifier with an engine that checks what it is asked for as a real cache would."""
+@dataclass(frozen=True)
+class Steady:
+    """Pacing that tests decide on: asks for all there may be unless told otherwise."""
 
-    def __init__(self, patience: Callable[[Yield, StepCost], float] = lambda *_: 0.0, **limits: Any) -> None:
+    patience: Callable[[Yield], float]
+    hold: float = 0.0
+    asked: int | None = None
+
+    def patience_s(self, blocks: Yield, asked: int, load: Load) -> float:
+        return self.patience(blocks)
+
+    def hold_s(self, load: Load) -> float:
+        return self.hold
+
+    def draft_tokens(self, blocks: Yield, limit: int, load: Load) -> tuple[int, Yield]:
+        return limit if self.asked is None else self.asked, blocks
+
+
+class Desk:
+    """A verifier with an engine that checks what it is asked for as a real cache would, and reads every page of it."""
+
+    def __init__(
+        self,
+        patience: Callable[[Yield], float] = lambda _: 0.0,
+        hold: float = 0.0,
+        asked: int | None = None,
+        **limits: Any,
+    ) -> None:
         self.limits = replace(LIMITS, **limits)
-        self.verifier = Verifier(self.limits, patience)
+        self.verifier = Verifier(self.limits, Steady(patience, hold, asked))
         self.now = 0.0
-        self.cached: dict[str, list[int]] = {}
+        self.known: dict[str, list[int]] = {}  # all that the engine was told of each session
         self.rows: list[tuple[Row, ...]] = []  # of every step
+        self._memory = TokenMemory(self.limits.page_size)
 
     def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
         return self.verifier.open(router, an_open(session, **changes), self.now)
@@ -70,25 +98,51 @@ class Desk:
 
     def compute(self, plan: StepPlan) -> list[Outcome]:
         for name in plan.closes:
-            del self.cached[name]
+            del self.known[name]
         for request in plan.opens:
-            assert request.session not in self.cached
-            self.cached[request.session] = []
-        assert len(self.cached) <= self.limits.max_sessions
+            assert request.session not in self.known
+            self.known[request.session] = list(request.tokens)
+        assert len({row.session for row in plan.rows}) == len(plan.rows) <= self.limits.max_sessions
         assert sum(len(row.tokens) for row in plan.rows) <= self.limits.max_step_tokens
-        assert len({row.session for row in plan.rows}) == len(plan.rows)
         self.rows.append(plan.rows)
+        self._memory.copy(plan.copies)
+        for row in plan.rows:
+            assert row.tokens
+            assert max(row.pages) < self.limits.pages
+            self._memory.write(row.tokens, row.start, row.pages)
         return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
 
     def _run(self, row: Row) -> Outcome | None:
-        cached = self.cached[row.session]
-        assert row.tokens
-        assert row.start <= len(cached), "a row begins beyond the cache"
-        cached[row.start :] = row.tokens
-        accepted, base = 0, len(cached) - row.draft_len
+        """From what the row's pages hold once all rows are written: whoever wrote into another's shows here."""
+        known, end = self.known[row.session], row.start + len(row.tokens)
+        cached = self._memory.read(end, row.pages)
+        assert row.start <= len(known), "a row begins beyond what is known of its session"
+        known[row.start : end] = row.tokens
+        assert cached == tuple(known[:end]), "the pages hold another text than the session's"
+        accepted, base = 0, end - row.draft_len
         while accepted < row.draft_len and next_token(cached[: base + accepted]) == cached[base + accepted]:
             accepted += 1
         return Outcome(row.session, accepted, next_token(cached[: base + accepted])) if row.decide else None
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Causes for which a block was dropped."""
+        return +self.verifier.dropped
+
+    def finish(self) -> dict[str, tuple[int, ...]]:
+        """Steps until nobody is left; what each session got. The verifier itself checks its pages when idle."""
+        got: dict[str, tuple[int, ...]] = {}
+        for _ in range(2000):
+            plan = self.verifier.plan(self.now)
+            if plan is None:
+                break
+            for receiver, message in self.verifier.apply(self.compute(plan), 0.1, self.now):
+                assert isinstance(message, Verdict)
+                if receiver == ROUTER:
+                    got[message.session] = got.get(message.session, ()) + message.tokens
+        assert self.verifier.is_idle
+        assert not self.known, "the engine still remembers a session"
+        return got
 
 
 def only_verdict(sends: list[Send], receiver: str = ROUTER) -> Verdict:
@@ -237,7 +291,7 @@ def test_the_first_arrival_for_a_prefix_stays():
     desk.block((1, 2), (9,))
     desk.block((1, 2), text((1, 2), 1))
     assert only_verdict(desk.step()).accepted == 0
-    assert desk.verifier.dropped == {"duplicate": 1}
+    assert desk.dropped == {"duplicate": 1}
 
 
 def test_a_block_waits_for_its_prefix_and_is_used_there():
@@ -249,7 +303,7 @@ def test_a_block_waits_for_its_prefix_and_is_used_there():
     desk.block((1, 2, *right[:3]), right[3:])
     assert only_verdict(desk.step()).tokens == right[:3]
     assert only_verdict(desk.step()).tokens[:2] == right[3:]
-    assert not desk.verifier.dropped
+    assert not desk.dropped
 
 
 def test_blocks_that_were_passed_by_are_counted_by_cause():
@@ -259,12 +313,12 @@ def test_blocks_that_were_passed_by_are_counted_by_cause():
     desk.block((1, 2, 49), (5,))  # another token than the target will decide
     desk.block((1, 2, right[0]), (right[1],))
     desk.step()
-    assert desk.verifier.dropped == {"wrong_guess": 1}
+    assert desk.dropped == {"wrong_guess": 1}
     desk.step()
     desk.block((1, 2), (right[0],))
-    assert desk.verifier.dropped["stale"] == 1
+    assert desk.dropped["stale"] == 1
     desk.block((1, 2, 49, 48, 47), (5,))
-    assert desk.verifier.dropped["other_prefix"] == 1
+    assert desk.dropped["other_prefix"] == 1
 
 
 def test_a_block_that_waited_too_long_is_verified_from_where_the_target_has_got_to():
@@ -275,7 +329,7 @@ def test_a_block_that_waited_too_long_is_verified_from_where_the_target_has_got_
     assert only_verdict(desk.step()).drafted == 0
     assert only_verdict(desk.step()).accepted == 2
     assert desk.verifier.rebased == 1
-    assert not desk.verifier.dropped
+    assert not desk.dropped
 
 
 def test_a_block_that_arrives_too_late_is_verified_from_where_the_target_has_got_to():
@@ -317,7 +371,7 @@ def test_a_late_block_that_guessed_otherwise_is_stale():
     desk.step()
     desk.block((1, 2), ((right[0] + 1) % VOCABULARY, *right[1:]))
     desk.block((1, 2), right[:1])  # right, but nothing is left of it
-    assert desk.verifier.dropped == {"stale": 2}
+    assert desk.dropped == {"stale": 2}
     assert only_verdict(desk.step()).drafted == 0
 
 
@@ -333,8 +387,19 @@ def test_what_can_never_be_verified_is_dropped_and_disturbs_nothing(cause):
     desk = Desk()
     desk.open(tokens=(1, 2))
     desk.verifier.block(DRAFTER, BAD_BLOCKS[cause], 0.0)
-    assert desk.verifier.dropped == {cause: 1}
+    assert desk.dropped == {cause: 1}
     assert only_verdict(desk.step()).tokens == text((1, 2), 1)
+
+
+def test_a_block_that_reaches_its_sessions_end_is_dropped():
+    """In a cache with room for just one such session it would need a page that there is not: a wait without end."""
+    desk = Desk(pages=2)
+    desk.open(tokens=(1, 2, 3, 4, 5, 6), max_len=8)
+    desk.block((1, 2, 3, 4, 5, 6), text((1, 2, 3, 4, 5, 6), 3))
+    assert desk.dropped == {"too_long": 1}
+    desk.block((1, 2, 3, 4, 5, 6), text((1, 2, 3, 4, 5, 6), 1))
+    assert desk.finish() == {"s": text((1, 2, 3, 4, 5, 6), 2)}
+    assert len(desk.rows) == 2
 
 
 def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
@@ -343,14 +408,14 @@ def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9, VOCABULARY),), ((1, 1),))
     desk.verifier.block(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
-    assert desk.verifier.dropped == {"out_of_vocabulary": 1}
+    assert desk.dropped == {"out_of_vocabulary": 1}
 
 
 def test_plain_sessions_take_no_blocks():
     desk = Desk()
     desk.open(tokens=(1, 2), max_draft_tokens=0)
     desk.block((1, 2), (5,))
-    assert desk.verifier.dropped == {"too_long": 1}
+    assert desk.dropped == {"too_long": 1}
 
 
 def test_the_room_of_a_session_is_bounded():
@@ -358,7 +423,7 @@ def test_the_room_of_a_session_is_bounded():
     desk.open(tokens=(1, 2))
     for token in range(5):
         desk.block((1, 2, token), (5,))
-    assert desk.verifier.dropped == {"room_full": 3}
+    assert desk.dropped == {"room_full": 3}
 
 
 # ---------------------------------------------------------------- what comes before its Open
@@ -390,7 +455,7 @@ def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
         assert desk.verifier.plan(due - 0.1) is None
         assert not desk.verifier.is_idle
         assert desk.verifier.plan(due) is None
-        assert desk.verifier.dropped == {"expired": 1}
+        assert desk.dropped == {"expired": 1}
     assert desk.verifier.is_idle
 
 
@@ -413,7 +478,7 @@ def test_a_drafter_that_floods_unknown_sessions_fills_only_its_own_room():
         desk.block((1, 2), (5,), f"unknown{number}")
     for _ in range(3):
         desk.block((1, 2), (5,), "unknown0")
-    assert desk.verifier.dropped == {"room_full": 5}
+    assert desk.dropped == {"room_full": 5}
     assert desk.attach((1, 2), "s", "other#1") == []
     desk.open(tokens=(1, 2))
     assert only_verdict(desk.step(), "other#1").tokens == text((1, 2), 1)
@@ -487,7 +552,7 @@ def test_nothing_is_waited_for_before_the_last_token_or_with_speculation_off():
 def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     seen: list[Yield] = []
 
-    def patience(blocks: Yield, _: StepCost) -> float:
+    def patience(blocks: Yield) -> float:
         seen.append(blocks)
         return 0.0
 
@@ -502,7 +567,83 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     desk.step()
     desk.step()
     assert seen[-1].vain_rounds == 0
-    assert seen[-1].accepted > 0.4
+    assert seen[-1].accepted.reached[1] > 0, "and what it brought is remembered, too"
+
+
+def test_sessions_that_are_ready_wait_for_others_whose_blocks_are_expected_but_not_for_long():
+    """A step for both costs less than two; a block that takes longer than that is not waited for."""
+    for expected_s, start in ((0.5, 0.5), (5.0, 0.0)):
+        desk = Desk(patience=lambda _: 9.0, hold=1.0)
+        for name in "ab":
+            desk.open(name, tokens=(1, 2))
+            desk.attach((1, 2), name)
+        decided = text((1, 2), 2)
+        desk.step()
+        desk.now = expected_s
+        desk.block((1, 2, *decided[:1]), decided[1:], "a")  # from here on, blocks are known to take so long
+        desk.block((1, 2, *decided[:1]), decided[1:], "b")
+        desk.step()
+        now = desk.now
+        tokens = (1, 2, *text((1, 2), 3))
+        desk.block(tokens, text(tokens, 1), "a")
+        due = desk.verifier.next_due()
+        assert due is not None
+        assert due > now if start else due == now
+
+
+def test_a_step_begins_as_soon_as_the_last_block_that_it_waits_for_is_there():
+    desk = Desk(patience=lambda _: 9.0, hold=5.0)
+    for name in "ab":
+        desk.open(name, tokens=(1, 2))
+        desk.attach((1, 2), name)
+    decided = text((1, 2), 1)
+    desk.step()
+    desk.block((1, 2, *decided), (5,), "a")
+    assert desk.verifier.plan(desk.now) is None
+    desk.now = 1.0
+    desk.block((1, 2, *decided), (6,), "b")
+    assert len(desk.step()) == 4, "a verdict for each, for router and drafter"
+    assert [row.session for row in desk.rows[-1]] == ["a", "b"]
+
+
+# ---------------------------------------------------------------- what the drafter is asked for
+
+
+def test_a_verdict_says_how_much_to_draft_next_and_who_is_asked_for_nothing_is_not_waited_for():
+    desk = Desk(patience=lambda _: 9.0, asked=2)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    assert only_verdict(desk.step(), DRAFTER).draft_tokens == 2
+    assert desk.verifier.plan(desk.now) is None
+    plain = Desk(patience=lambda _: 9.0, asked=0)
+    plain.open(tokens=(1, 2))
+    plain.attach((1, 2))
+    assert only_verdict(plain.step(), DRAFTER).draft_tokens == 0
+    assert only_verdict(plain.step(), DRAFTER).tokens == text((1, 2), 2)[1:]
+
+
+def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
+    """Its cache may be out of step though its tokens are right: only its acceptance says so."""
+    desk = Desk()
+    tokens: tuple[int, ...] = (1, 2)
+    desk.open(tokens=tokens, max_len=100)
+    desk.attach(tokens)
+    resync: list[Resync] = []
+    for round_number in range(2 * PROOF):
+        right = text(tokens, 1)
+        desk.block(tokens, right if round_number < PROOF else ((right[0] + 1) % VOCABULARY,))
+        sends = desk.step()
+        tokens += only_verdict(sends).tokens
+        resync += [message for receiver, message in sends if isinstance(message, Resync) and receiver == DRAFTER]
+        if resync:
+            break
+    assert resync == [Resync("s", len(tokens), Prefix(KEY, tokens).hash)]
+    assert round_number > PROOF, "one bad block is no proof"
+    assert desk.verifier.desyncs == 1
+    assert [receiver for receiver, _ in desk.step()] == [ROUTER], "nothing more until it attaches again"
+    tokens += text(tokens, 1)
+    assert desk.attach(tokens) == []
+    assert only_verdict(desk.step(), DRAFTER).tokens == text(tokens, 1)
 
 
 # ---------------------------------------------------------------- many sessions
@@ -606,6 +747,212 @@ def test_whatever_blocks_come_every_session_gets_its_plain_text(prompts, max_ses
         if not any(desk.verifier.load().values()):
             break
     assert {name: whole[-6:] for name, whole in tokens.items()} == wanted
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_a_prompt_that_was_computed_for_another_session_begins_where_that_ended():
+    """But for its last token, whose successor must be computed."""
+    desk = Desk()
+    prompt = tuple(range(11))
+    desk.open("a", tokens=prompt)
+    desk.step()
+    desk.open("b", tokens=prompt)
+    desk.open("c", tokens=(*prompt[:6], 40, 41, 42))
+    desk.open("d", tokens=prompt[:8])
+    by_session = {message.session: message for _, message in desk.step()}
+    starts = {row.session: (row.start, len(row.tokens)) for row in desk.rows[-1]}
+    assert starts == {"a": (11, 1), "b": (8, 3), "c": (4, 5), "d": (4, 4)}
+    assert isinstance(by_session["b"], Verdict)
+    assert by_session["b"].tokens == text(prompt, 1)
+
+
+def test_a_prompt_outlives_its_session_as_long_as_nobody_needs_the_room():
+    desk = Desk(pages=4)
+    prompt = tuple(range(10))
+    desk.open("a", tokens=prompt, max_len=11)
+    desk.step()
+    desk.open("b", tokens=prompt, max_len=11)
+    desk.step()
+    assert desk.rows[-1][0].start == 8
+    desk.open("c", tokens=tuple(range(20, 33)), max_len=14)
+    desk.step()
+    desk.open("d", tokens=prompt, max_len=11)
+    assert desk.finish()["d"] == text(prompt, 1)
+    assert desk.rows[-2][0].start == 0
+
+
+def test_drafts_are_never_published():
+    """Whole pages of decided tokens only: a rejected draft is another text."""
+    desk = Desk()
+    wrong = tuple((token + 1) % VOCABULARY for token in text((1, 2, 3), 4))
+    desk.open("a", tokens=(1, 2, 3))
+    desk.block((1, 2, 3), wrong, "a")
+    desk.step()
+    desk.open("b", tokens=(1, 2, 3, *wrong, 9))
+    desk.step()
+    assert [row.start for row in desk.rows[-1] if row.session == "b"] == [0]
+
+
+def test_a_rollback_gives_the_rejected_tokens_pages_back():
+    """Two sessions that fit only if the first's rejected block holds nothing."""
+    desk = Desk(pages=4)
+    desk.open("a", tokens=(1, 2, 3), max_len=9)
+    wrong = tuple((token + 1) % VOCABULARY for token in text((1, 2, 3), 4))
+    desk.block((1, 2, 3), wrong, "a")
+    desk.step()
+    assert len(desk.rows[-1][0].pages) == 2
+    desk.open("b", tokens=tuple(range(20, 27)), max_len=8)
+    desk.step()
+    assert {row.session for row in desk.rows[-1]} == {"a", "b"}
+    assert desk.verifier.preempted == 0
+
+
+def test_a_session_queues_until_there_are_pages_for_it_and_those_behind_it_wait_too():
+    """First come, first served: a small one that overtakes a large one again and again would starve it."""
+    desk = Desk(pages=6)
+    desk.open("a", tokens=tuple(range(12)), max_len=14)
+    desk.open("large", tokens=tuple(range(20, 36)), max_len=20)
+    desk.open("small", tokens=(1, 2), max_len=4)
+    assert desk.verifier.load() == {"sessions": 1.0, "queued": 2.0}
+    got = desk.finish()
+    assert got == {
+        "a": text(tuple(range(12)), 2),
+        "large": text(tuple(range(20, 36)), 4),
+        "small": text((1, 2), 2),
+    }
+    served = [row.session for rows in desk.rows for row in rows]
+    assert served.index("large") <= served.index("small")
+    assert desk.verifier.preempted == 0, "what a has yet to take was not promised to others"
+
+
+def test_what_can_never_fit_is_refused_with_the_limit_and_what_just_fits_is_served():
+    desk = Desk(pages=3)
+    ((_, refusal),) = desk.open(tokens=(1, 2), max_len=13)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefusalReason.INVALID
+    assert "max_len is 13, the cache holds 12 tokens" in refusal.message
+    desk.open(tokens=(1, 2), max_len=12)
+    assert desk.finish() == {"s": text((1, 2), 10)}
+
+
+def a_crowd() -> Desk:
+    """Three sessions that grow beyond a pool in which all of them were admitted."""
+    desk = Desk(pages=9)
+    for name, first in zip("abc", (0, 10, 20), strict=True):
+        desk.open(name, tokens=tuple(range(first, first + 4)), max_len=24)
+    assert desk.verifier.load()["sessions"] == 3.0
+    return desk
+
+
+def test_a_pool_that_runs_dry_preempts_the_youngest_and_nobody_loses_a_token():
+    desk = a_crowd()
+    got: dict[str, tuple[int, ...]] = {"a": (), "b": (), "c": ()}
+    while not desk.verifier.preempted:
+        for _, message in desk.step():
+            assert isinstance(message, Verdict)
+            got[message.session] += message.tokens
+    assert {row.session for row in desk.rows[-1]} == {"a", "b"}
+    assert desk.verifier.load() == {"sessions": 2.0, "queued": 1.0}
+    for name, rest in desk.finish().items():
+        got[name] += rest
+    assert got == {name: text(tuple(range(i, i + 4)), 20) for name, i in zip("abc", (0, 10, 20), strict=True)}
+    rows_of_c = [row for rows in desk.rows for row in rows if row.session == "c"]
+    assert sum(row.start == 0 for row in rows_of_c) > 1, "what was lost is computed again"
+
+
+def test_a_preempted_session_keeps_its_drafter_and_the_block_that_waits_for_it():
+    desk = a_crowd()
+    tokens: tuple[int, ...] = tuple(range(20, 24))
+    desk.attach(tokens, "c")
+    while not desk.verifier.preempted:
+        for receiver, message in desk.step():
+            if receiver == DRAFTER:
+                assert isinstance(message, Verdict)
+                tokens += message.tokens
+    desk.block(tokens, text(tokens, 2), "c")
+    further: list[Verdict] = []
+    while not further:
+        further = [m for to, m in desk.step() if to == DRAFTER and isinstance(m, Verdict)]
+    assert (further[0].base_len, further[0].accepted, further[0].tokens) == (len(tokens), 2, text(tokens, 3))
+
+
+def test_a_preempted_session_that_is_closed_is_named_to_the_engine_once():
+    desk = a_crowd()
+    while not desk.verifier.preempted:
+        desk.step()
+    desk.verifier.close(ROUTER, Close("c", 1), desk.now)
+    desk.verifier.close(ROUTER, Close("c", 1), desk.now)
+    closes: list[str] = []
+    while (plan := desk.verifier.plan(desk.now)) is not None:
+        closes += plan.closes
+        desk.verifier.apply(desk.compute(plan), 0.1, desk.now)
+    assert sorted(closes) == ["a", "b", "c"]
+    assert desk.verifier.is_idle
+
+
+def test_a_preempted_session_that_is_opened_anew_replaces_itself_in_the_engine():
+    desk = a_crowd()
+    while not desk.verifier.preempted:
+        desk.step()
+    desk.open("c", tokens=(30, 31), max_len=6, attempt=2)
+    assert desk.finish()["c"] == text((30, 31), 4)
+
+
+def test_copies_come_before_what_is_written_over_them():
+    """A session that goes on from a page that another can still find writes into a copy of it."""
+    desk = Desk()
+    desk.open("a", tokens=tuple(range(8)))
+    desk.step()
+    desk.open("b", tokens=tuple(range(9)))
+    desk.open("c", tokens=(*range(8), 30))
+    by_session = {message.session: message for _, message in desk.step()}
+    for name, tokens in (("b", tuple(range(9))), ("c", (*range(8), 30))):
+        verdict = by_session[name]
+        assert isinstance(verdict, Verdict)
+        assert verdict.tokens == text(tokens, 1)
+    assert desk.finish()
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=2, max_size=6),
+    pages=st.integers(6, 14),
+    max_step_tokens=st.integers(1, 16),
+    seed=st.integers(0, 2**32),
+)
+def test_however_small_the_pool_every_session_gets_its_plain_text(prompts, pages, max_step_tokens, seed):
+    """Shared, preempted, rolled back and closed in the middle; `Desk` reads every page of every row."""
+    rng = random.Random(seed)
+    desk = Desk(pages=pages, max_sessions=6, max_step_tokens=max_step_tokens)
+    tokens = {f"s{i}": tuple(prompt) for i, prompt in enumerate(prompts)}
+    wanted = {name: prompt + text(prompt, 9) for name, prompt in tokens.items()}
+    waiting = sorted(tokens)
+    for _ in range(1000):
+        if waiting and rng.random() < 0.5:
+            name = waiting.pop()
+            desk.open(name, tokens=tokens[name], max_len=len(wanted[name]))
+        for name in desk.known:
+            draft = [*text(tokens[name], 3)]
+            if rng.random() < 0.5:
+                draft[rng.randrange(3)] = rng.randrange(VOCABULARY)
+            if rng.random() < 0.5:
+                desk.block(tokens[name], tuple(draft), name)
+            if rng.random() < 0.01:
+                desk.verifier.close(ROUTER, Close(name, 1), desk.now)
+                wanted[name] = tokens[name]
+        oldest = next(iter(desk.verifier._sessions), None)
+        plan = desk.verifier.plan(desk.now)
+        assert oldest is None or oldest in desk.verifier._sessions, "the oldest lost its pages to younger ones"
+        if plan is None and not waiting:
+            break
+        for _, message in desk.verifier.apply(desk.compute(plan), 0.1, desk.now) if plan is not None else ():
+            assert isinstance(message, Verdict)
+            tokens[message.session] += message.tokens
+    desk.verifier.plan(desk.now + 3600)  # blocks for sessions that are over have expired by then
+    assert desk.verifier.is_idle
+    assert not desk.known
+    assert tokens == wanted
 
 
 # ---------------------------------------------------------------- routers come and go

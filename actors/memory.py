@@ -1,0 +1,53 @@
+"""How large a cache can be: bytes of a page, and how many there is room for.
+
+Knows nothing of who uses the pages.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from cluster.config import CacheConfig
+from cluster.errors import ModelError
+
+GIB = 1 << 30
+SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # other programs live in a host's memory too
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
+    """Of one page in all layers, on one of `ranks`."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    positions = 2 * int(config.num_hidden_layers) * (kv_heads // ranks) * page_size  # of one head, keys and values
+    return positions * head_dim * int(model.dtype.itemsize)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated; of a container's host only the container's part."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limits = [path.read_text().strip() for path in MEMORY_LIMITS if path.is_file()]
+    return min([free, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def page_count(cache: CacheConfig, bytes_each: int, sessions: int, context: int, device: torch.device) -> int:
+    """Pages that the cache gets. Raises ModelError when not even one session of full length has room."""
+    per_session = -(-context // cache.page_size)
+    if cache.gib is not None:
+        pages = int(cache.gib * GIB) // bytes_each
+    else:
+        room = int(free_bytes(device) * SHARE_OF_FREE[device.type]) // bytes_each
+        pages = min(room, sessions * per_session)
+    if pages < per_session:
+        needed = per_session * bytes_each / GIB
+        raise ModelError(
+            f"the cache has room for {pages * cache.page_size} tokens, but a session may have {context}: give it at"
+            f" least {needed:.2f} GiB or lower model.max_context"
+        )
+    return pages

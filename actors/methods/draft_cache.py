@@ -1,0 +1,110 @@
+"""What a drafting model holds of its sessions: pages and the tokens in them, in branches.
+
+A session has one branch that follows it and, while a verdict is out, further ones for what the verdict may bring;
+when it is in, the branch that guessed best goes on. Everything here can be computed again: when the pool runs dry,
+whoever was not asked for lately is forgotten. Knows nothing of models.
+"""
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from actors.cache import FeedRow
+from cluster.pages import PageBook, PageCopy
+
+
+@dataclass(eq=False)
+class Branch:
+    """Cached tokens of a session, on the pages of the book's `name`."""
+
+    session: str
+    name: str
+    tokens: list[int]
+
+
+class DraftCache:
+    """All branches of all sessions, over one pool of pages."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self._book = PageBook(pages, page_size, secrets.token_bytes(16))
+        self._branches: OrderedDict[str, list[Branch]] = OrderedDict()  # by session, the one resumed last at the end
+        self._names = count()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._branches
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page is accounted for."""
+        self._book.check()
+
+    def resume(self, session: str, tokens: Sequence[int]) -> Branch:
+        """The branch that has cached most of `tokens`, cut to what agrees; the session's other branches are closed.
+
+        The last token is never among the cached ones: its logits are wanted.
+        """
+        branches = self._branches.pop(session, [])
+        agreed = [_common(branch.tokens, tokens) for branch in branches]
+        best = max(range(len(branches)), key=agreed.__getitem__, default=-1)
+        for index, branch in enumerate(branches):
+            if index != best:
+                self._book.close(branch.name)
+        if best < 0:
+            found = self._open(session, tokens)
+        else:
+            found = branches[best]
+            self._cut(found, agreed[best])
+        self._branches[session] = [found]
+        return found
+
+    def fork(self, branch: Branch, length: int) -> Branch:
+        """A further branch with the first `length` tokens of this one."""
+        name = self._name(branch.session)
+        self._book.fork(branch.name, name, length)
+        forked = Branch(branch.session, name, branch.tokens[:length])
+        self._branches[branch.session].append(forked)
+        return forked
+
+    def publish(self, branch: Branch, length: int) -> None:
+        """Shares pages of the first `length` tokens, which are decided, with sessions that begin alike."""
+        self._book.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
+
+    def feed(self, branch: Branch, tokens: Sequence[int], busy: set[str]) -> tuple[FeedRow, list[PageCopy]] | None:
+        """Appends tokens, the last of which gives logits; None when the pool is dry.
+
+        Room is made at the cost of sessions that are not `busy`.
+        """
+        start, end = len(branch.tokens), len(branch.tokens) + len(tokens)
+        while (copies := self._book.reserve(branch.name, start, end)) is None:
+            idle = next((session for session in self._branches if session not in busy), None)
+            if idle is None:
+                return None
+            self.close(idle)
+        branch.tokens += tokens
+        return FeedRow(tuple(tokens), start, 1, self._book.table(branch.name)), copies
+
+    def close(self, session: str) -> None:
+        """Forgets a session; an unknown one is ignored."""
+        for branch in self._branches.pop(session, []):
+            self._book.close(branch.name)
+
+    def _open(self, session: str, tokens: Sequence[int]) -> Branch:
+        name = self._name(session)
+        return Branch(session, name, list(tokens[: self._book.open(name, tokens)]))
+
+    def _cut(self, branch: Branch, length: int) -> None:
+        del branch.tokens[length:]
+        self._book.truncate(branch.name, length)
+
+    def _name(self, session: str) -> str:
+        return f"{session}/{next(self._names)}"
+
+
+def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many first tokens agree, but for the last."""
+    limit = min(len(cached), len(tokens) - 1)
+    if tuple(cached[:limit]) == tuple(tokens[:limit]):
+        return limit
+    return next(i for i in range(limit) if cached[i] != tokens[i])

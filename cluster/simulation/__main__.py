@@ -1,0 +1,59 @@
+"""Runs the simulator by itself: `ordeals` for random fault schedules by the thousand, `scale` for a large fleet.
+
+A seed that fails is printed with what did not hold, and is the whole of what is needed to run it again.
+"""
+
+import argparse
+import time
+
+from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
+from cluster.simulation.load import ClosedLoop, Load
+from cluster.simulation.oracle import DraftModel
+from cluster.simulation.ordeal import ordeal
+from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m cluster.simulation", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    ordeals = commands.add_parser("ordeals", help="random fault schedules")
+    ordeals.add_argument("--count", type=int, default=3000)
+    ordeals.add_argument("--first", type=int, default=0, help="seed of the first one")
+    ordeals.set_defaults(run=_ordeals)
+    scale = commands.add_parser("scale", help="one run of a large fleet")
+    scale.add_argument("--targets", type=int, default=200)
+    scale.add_argument("--drafters", type=int, default=800)
+    scale.add_argument("--sessions", type=int, default=20_000, help="all at once, of 64 tokens each")
+    scale.add_argument("--mode", type=Mode, default=Mode.DRAFT_AHEAD, help=", ".join(mode.value for mode in Mode))
+    scale.set_defaults(run=_scale)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+def _ordeals(arguments: argparse.Namespace) -> None:
+    began, failed = time.perf_counter(), 0
+    for seed in range(arguments.first, arguments.first + arguments.count):
+        try:
+            World(ordeal(seed)).run()
+        except AssertionError as error:
+            failed += 1
+            print(f"seed {seed}: {error}")
+    print(f"{arguments.count} ordeals, {failed} failed, {time.perf_counter() - began:.1f} s")
+    raise SystemExit(failed > 0)
+
+
+def _scale(arguments: argparse.Namespace) -> None:
+    costs = CostModel(
+        target=ForwardCost.linear(0.02, per_token_s=0.00002),
+        draft=DraftCost(forward=ForwardCost.linear(0.002, 0.00005)),
+    )
+    load = Load(ClosedLoop(arguments.sessions), arguments.sessions)
+    fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
+    began, cpu = time.perf_counter(), time.process_time()
+    report = World(Setting(costs, Speculation(5, DraftModel((0.8,)), arguments.mode), load, fleet)).run()
+    print(report)
+    print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
+
+
+if __name__ == "__main__":
+    main()

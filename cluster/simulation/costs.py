@@ -1,0 +1,86 @@
+"""What forwards and messages cost in time: data, measured or stated, that can be saved and loaded.
+
+Knows nothing of who measured it or of what is computed.
+"""
+
+from bisect import bisect_left
+from itertools import pairwise
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import ConfigError
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ForwardCost(_Frozen):
+    """Seconds of one forward: a curve over its tokens, linear between points, and something for each row."""
+
+    by_tokens: tuple[tuple[int, float], ...] = Field(min_length=1, description="(tokens, seconds), tokens rising")
+    per_row_s: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        tokens = [at for at, _ in self.by_tokens]
+        if any(later <= earlier for earlier, later in pairwise(tokens)):
+            raise ValueError(f"by_tokens has tokens {tokens}, expected them to rise")
+        if min(seconds for _, seconds in self.by_tokens) < 0:
+            raise ValueError("by_tokens has negative seconds")
+        return self
+
+    @classmethod
+    def linear(cls, base_s: float, per_row_s: float = 0.0, per_token_s: float = 0.0) -> Self:
+        return cls(by_tokens=((0, base_s), (1, base_s + per_token_s)), per_row_s=per_row_s)
+
+    def seconds(self, rows: float, tokens: float) -> float:
+        """Beyond the last point the curve goes on as between the last two; below the first it is level."""
+        return self._at(tokens) + self.per_row_s * rows
+
+    def _at(self, tokens: float) -> float:
+        points = self.by_tokens
+        if tokens <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        right = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+
+class DraftCost(_Frozen):
+    """Seconds of one drafting pass: a forward of one token a row for each token drafted, and something for the pass."""
+
+    forward: ForwardCost
+    per_pass_s: float = Field(0.0, ge=0)
+
+    def seconds(self, rows: float, tokens: float) -> float:
+        """`tokens` is the length of the longest block of the pass."""
+        return self.per_pass_s + tokens * self.token_s(rows)
+
+    def token_s(self, rows: float) -> float:
+        """One token more in each row."""
+        return self.forward.seconds(rows, rows)
+
+
+class CostModel(_Frozen):
+    """Everything that takes time."""
+
+    target: ForwardCost
+    draft: DraftCost
+    hop_s: float = Field(0.0005, ge=0, description="one way between any two processes")
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises ConfigError that names the file and the wrong keys."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read costs {path}: {error.strerror}") from error
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc'])) or 'costs'}: {e['msg']}" for e in error.errors()]
+            raise ConfigError(f"wrong costs in {path}\n  " + "\n  ".join(lines)) from error

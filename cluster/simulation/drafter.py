@@ -1,0 +1,208 @@
+"""A simulated drafter: the real book, with a drafting method that asks the oracle and takes its time.
+
+The counterpart of `actors/draft.py`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.drafting import DraftBook, Proposal, Want, block_room
+from cluster.simulation.costs import DraftCost
+from cluster.simulation.network import Door, Frame, Link, Process, Wire
+from cluster.simulation.oracle import DraftModel, Script
+from cluster.verifier import Send, stream_name
+from protos.messages import Close, Hello, Open, Resync, Verdict
+from protos.prefix import extend_hash
+
+AHEAD_ROWS = 8  # outcomes drafted for together
+
+
+class OracleMethod:
+    """Drafts what the scripts say that the draft model would.
+
+    Ahead, for the likeliest outcomes as `actors.methods.draft_model` does, by the draft model's acceptance.
+    """
+
+    def __init__(self, scripts: Mapping[str, Script], draft: DraftModel) -> None:
+        self._scripts, self._draft = scripts, draft
+        self._ranked: dict[int, list[int | None]] = {}  # by length of the block under verification
+
+    def block(self, want: Want) -> Proposal:
+        name, base = want.open.session, len(want.tokens)
+        script = self._scripts[name]
+        assert want.tokens == script.tokens[:base], f"{name}: drafted after tokens that were never decided"
+        return Proposal(name, base, want.prefix_hash, script.drafted(base, want.max_tokens, self._draft))
+
+    def ahead(self, want: Want, limit: int) -> list[Proposal]:
+        """One block for each of the `limit` likeliest outcomes."""
+        found = []
+        for place in self._places(len(want.unverified))[:limit]:
+            outcome = self._outcome(want, place)
+            base = len(want.tokens) + len(outcome)
+            room = min(want.max_tokens, block_room(want.open, base))
+            if room > 0:
+                tokens = self._scripts[want.open.session].drafted(base, room, self._draft)
+                prefix_hash = hash_after(want.prefix_hash, outcome)
+                found.append(Proposal(want.open.session, base, prefix_hash, tokens, outcome=outcome))
+        return found
+
+    def _outcome(self, want: Want, place: int | None) -> tuple[int, ...]:
+        """The second choice comes at `place` of the block; or all of it is accepted, and the first choice follows."""
+        script, block, base = self._scripts[want.open.session], want.unverified, len(want.tokens)
+        if place is None:
+            return (*block, script.choice(base + len(block), self._draft.acceptance(len(block))))
+        return (*block[:place], script.second_choice(base + place, self._draft.acceptance(place), self._draft))
+
+    def _places(self, block_len: int) -> list[int | None]:
+        """Where the second choice may come, likeliest first; None: nowhere."""
+        if block_len not in self._ranked:
+            self._ranked[block_len] = self._draft.outcomes(block_len)
+        return self._ranked[block_len]
+
+
+def hash_after(prefix_hash: int, tokens: Sequence[int]) -> int:
+    for token in tokens:
+        prefix_hash = extend_hash(prefix_hash, token)
+    return prefix_hash
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A drafting pass under way. One ahead begins with a token for each session, then come the outcomes' blocks."""
+
+    began_s: float
+    per_pass_s: float
+    token_s: float
+    proposals: tuple[Proposal, ...]
+    ahead: bool
+
+    @property
+    def tokens(self) -> int:
+        """Forwards one after the other."""
+        return self.ahead + max((len(proposal.tokens) for proposal in self.proposals), default=0)
+
+    @property
+    def ends_s(self) -> float:
+        return self.began_s + self.per_pass_s + self.tokens * self.token_s
+
+    def interrupted(self, now: float) -> "_Pass":
+        """It ends after the forward that is under way, with what there is by then; its first one is always made."""
+        made = math.ceil((now - self.began_s - self.per_pass_s) / self.token_s) if self.token_s else self.tokens
+        kept = max(0, made - 1)
+        return replace(self, proposals=tuple(replace(p, tokens=p.tokens[:kept]) for p in self.proposals))
+
+
+class SimulatedDrafter:
+    """The drafting loop. `dial` opens a link to a target, `limit` is the most sessions of one pass."""
+
+    def __init__(
+        self,
+        process: Process,
+        book: DraftBook,
+        method: OracleMethod,
+        cost: DraftCost,
+        limit: int,
+        dial: Callable[["SimulatedDrafter", str], Link],
+    ) -> None:
+        self.process, self.book = process, book
+        self.busy_s = 0.0
+        self._method, self._cost, self._limit, self._dial = method, cost, limit, dial
+        self._routers: dict[str, Wire] = {}  # by stream
+        self._targets: dict[str, Link] = {}  # by address
+        self._streams: Counter[str] = Counter()
+        self._pass: _Pass | None = None
+        self.door = Door(process, self._router_up, self._router_frame, self._router_down)
+
+    # ------------------------------------------------------------ the loop
+
+    def _go_on(self) -> None:
+        """Begins a pass if there is something to draft; what is wanted for sure interrupts drafting ahead."""
+        if self._pass is not None:
+            if self._pass.ahead and self.book.has_wants:
+                self._begin(self._pass.interrupted(self.process.clock.now))
+            return
+        if self.book.take_closed():
+            self._drop_unused_targets()
+        if wants := self.book.wants(self._limit):
+            self._begin(self._new_pass(len(wants), [self._method.block(want) for want in wants], ahead=False))
+        elif wants := self.book.wants_ahead(self._limit):
+            each = max(1, AHEAD_ROWS // len(wants))
+            proposals = [proposal for want in wants for proposal in self._method.ahead(want, each)]
+            self._begin(self._new_pass(len(wants), proposals, ahead=True))
+
+    def _new_pass(self, sessions: int, proposals: Sequence[Proposal], ahead: bool) -> _Pass:
+        rows = max(sessions, len(proposals))
+        now, cost = self.process.clock.now, self._cost
+        return _Pass(now, cost.per_pass_s, cost.token_s(rows), tuple(proposals), ahead)
+
+    def _begin(self, drafting: _Pass) -> None:
+        """Also the same pass anew, with less to do."""
+        self._pass = drafting
+        self.process.after(drafting.ends_s - self.process.clock.now, lambda: self._end(drafting))
+
+    def _end(self, drafting: _Pass) -> None:
+        if drafting is not self._pass:
+            return  # it was interrupted
+        self.busy_s += drafting.ends_s - drafting.began_s
+        self._send(self.book.proposed([p for p in drafting.proposals if p.tokens or not drafting.ahead]))
+        self._pass = None
+        self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for receiver, message in sends:
+            if wire := self._routers.get(receiver):
+                wire.put(message)
+            elif link := self._targets.get(receiver):
+                link.send(message)
+
+    # ------------------------------------------------------------ routers
+
+    def _router_up(self, hello: Hello, wire: Wire) -> str:
+        self._streams[hello.peer_id] += 1
+        stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
+        self._routers[stream] = wire
+        self.book.hello(stream, hello.live)
+        self._go_on()
+        return stream
+
+    def _router_frame(self, stream: str, frame: Frame) -> None:
+        for message in frame:
+            if isinstance(message, Open):
+                sends = self.book.open(stream, message)
+                self._connect(message.target_address)
+                self._send(sends)
+            elif isinstance(message, Close):
+                self.book.close(stream, message)
+        self._go_on()
+
+    def _router_down(self, stream: str) -> None:
+        self.book.router_gone(stream)
+        del self._routers[stream]
+        self._go_on()
+
+    # ------------------------------------------------------------ targets
+
+    def _connect(self, address: str) -> None:
+        if address not in self._targets:
+            self._targets[address] = self._dial(self, address)
+
+    def _drop_unused_targets(self) -> None:
+        for address in sorted(self._targets.keys() - self.book.targets):
+            self._targets.pop(address).close()
+
+    def target_up(self, address: str) -> None:
+        self._send(self.book.target_up(address))
+        self._go_on()
+
+    def target_frame(self, address: str, frame: Frame) -> None:
+        for message in frame:
+            if isinstance(message, Verdict):
+                self._send(self.book.verdict(address, message))
+            elif isinstance(message, Resync):
+                self._send(self.book.resync(address, message))
+        self._go_on()
+
+    def target_down(self, address: str) -> None:
+        self.book.target_gone(address)

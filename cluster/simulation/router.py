@@ -1,0 +1,274 @@
+"""A simulated router: the real ledgers and the real choice of replicas.
+
+The counterpart of `serve_app/router.py`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.errors import CapacityError, SlipstreamError, TargetLostError
+from cluster.routing import Candidate, choose
+from cluster.session import Command, Emit, Ended, Failed, Phase, Session, ToDrafter, ToTarget
+from cluster.simulation.network import Door, Frame, Link, Network, Process
+from protos.messages import LiveSession, Refusal, RefusalReason, Resync, Verdict
+
+MEMBERSHIP_PERIOD_S = 0.25
+REFUSED_FOR_S = 1.0
+
+
+@dataclass(eq=False)
+class Flight:
+    """One session from its arrival on, and what its client saw."""
+
+    session: Session
+    arrived_s: float
+    seeking_since: float
+    target: str | None = None  # as counted among the peers
+    drafter: str | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    error: SlipstreamError | None = None
+    longest_gap_s: float = 0.0
+    heard_s: float = 0.0  # when tokens were last committed
+
+    @property
+    def latency_s(self) -> float | None:
+        return self.ended_s - self.arrived_s if self.ended_s is not None else None
+
+    @property
+    def waited_s(self) -> float | None:
+        """For the first token."""
+        return self.first_token_s - self.arrived_s if self.first_token_s is not None else None
+
+
+class Peers:
+    """One pool as a router sees it: who is connected, and how many of its sessions each has."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, Link] = {}  # by address
+        self._sessions: Counter[str] = Counter()
+        self._up: dict[str, Candidate] = {}
+        self._refused_until: dict[str, float] = {}
+
+    def up(self, address: str) -> None:
+        self._up[address] = Candidate(address, self._sessions[address])
+
+    def down(self, address: str) -> None:
+        self._up.pop(address, None)
+
+    def refused(self, address: str, until: float) -> None:
+        """It said that it is full."""
+        self._refused_until[address] = until
+
+    def moved(self, old: str | None, new: str | None) -> None:
+        """A session left one peer for another."""
+        for address, change in ((old, -1), (new, 1)):
+            if address is not None:
+                self._sessions[address] += change
+                if address in self._up:
+                    self.up(address)
+
+    def choose(self, now: float, avoid: frozenset[str] = frozenset()) -> str | None:
+        if not self._refused_until:
+            return choose(self._up.values(), avoid)
+        self._refused_until = {address: until for address, until in self._refused_until.items() if until > now}
+        return choose((c for c in self._up.values() if c.address not in self._refused_until), avoid)
+
+
+class SimulatedRouter:
+    """All flights of one router; `on_commit` hears how many tokens were committed, `on_over` of each flight's end."""
+
+    def __init__(
+        self,
+        process: Process,
+        target_wait_s: float,
+        on_commit: Callable[[int], None],
+        on_over: Callable[[Flight], None],
+    ) -> None:
+        self.process = process
+        self.targets, self.drafters = Peers(), Peers()
+        self._target_wait_s, self._on_commit, self._on_over = target_wait_s, on_commit, on_over
+        self._flights: dict[str, Flight] = {}  # by session
+        self._waiting: dict[str, Flight] = {}  # of them, those that may lack a target or a drafter
+        self._ticking = False
+
+    @property
+    def flights(self) -> list[Flight]:
+        return list(self._flights.values())
+
+    def generate(self, session: Session) -> None:
+        now = self.process.clock.now
+        flight = Flight(session, now, now, heard_s=now)
+        self._flights[session.generation.session] = flight
+        self._place(flight)
+
+    # ------------------------------------------------------------ placement
+
+    def _place(self, *flights: Flight) -> None:
+        """Gives sessions the target and the drafter that they lack, as far as there are any."""
+        now = self.process.clock.now
+        for flight in flights:
+            session = flight.session
+            if session.phase is Phase.SEEKING and (target := self.targets.choose(now, session.failed_targets)):
+                self._do(flight, session.assign_target(target))
+            if session.wants_drafter and (drafter := self.drafters.choose(now)):
+                self._do(flight, session.assign_drafter(drafter))
+            if session.phase is Phase.SEEKING or session.wants_drafter:
+                self._waiting[session.generation.session] = flight
+                self._tick_later()
+            else:
+                self._waiting.pop(session.generation.session, None)
+
+    def _do(self, flight: Flight, commands: Sequence[Command]) -> None:
+        """Carries out what the ledger asks for, and counts who has how many sessions now."""
+        self._recount(flight)
+        for command in commands:
+            if isinstance(command, ToTarget):
+                self.targets.links[command.address].send(command.message)
+            elif isinstance(command, ToDrafter):
+                self.drafters.links[command.address].send(command.message)
+            elif isinstance(command, Emit):
+                self._hear(flight, len(command.tokens))
+            else:
+                self._end(flight, command)
+
+    def _recount(self, flight: Flight) -> None:
+        session = flight.session
+        if flight.target != session.target:
+            self.targets.moved(flight.target, session.target)
+            flight.target = session.target
+        if flight.drafter != session.drafter:
+            self.drafters.moved(flight.drafter, session.drafter)
+            flight.drafter = session.drafter
+
+    def _hear(self, flight: Flight, tokens: int) -> None:
+        now = self.process.clock.now
+        if flight.first_token_s is None:
+            flight.first_token_s = now
+        else:
+            flight.longest_gap_s = max(flight.longest_gap_s, now - flight.heard_s)
+        flight.heard_s = now
+        self._on_commit(tokens)
+
+    def _end(self, flight: Flight, end: Ended | Failed) -> None:
+        name = flight.session.generation.session
+        flight.ended_s = self.process.clock.now
+        flight.error = end.error if isinstance(end, Failed) else None
+        del self._flights[name]
+        self._waiting.pop(name, None)
+        self._on_over(flight)
+
+    # ------------------------------------------------------------ what peers say
+
+    def target_frame(self, address: str, frame: Frame) -> None:
+        for message in frame:
+            flight = self._flight(message)
+            if flight is None:
+                continue
+            session = flight.session
+            if isinstance(message, Verdict):
+                self._do(flight, session.on_verdict(address, message))
+            elif isinstance(message, Refusal):
+                self._note_refusal(self.targets, address, message)
+                self._do(flight, session.on_target_refusal(address, message))
+                self._await_place(flight)
+
+    def drafter_frame(self, address: str, frame: Frame) -> None:
+        for message in frame:
+            flight = self._flight(message)
+            if flight is None:
+                continue
+            session = flight.session
+            if isinstance(message, Resync):
+                self._do(flight, session.on_drafter_resync(address))
+            elif isinstance(message, Refusal):
+                self._note_refusal(self.drafters, address, message)
+                self._do(flight, session.on_drafter_refusal(address, message))
+                self._await_place(flight)
+
+    def target_down(self, address: str) -> None:
+        self.targets.down(address)
+        lost = [f for f in self._flights.values() if f.session.target == address]
+        for flight in lost:
+            flight.seeking_since = self.process.clock.now
+            self._do(flight, flight.session.on_target_gone(address))
+        self._place(*(flight for flight in lost if flight.error is None))
+
+    def drafter_down(self, address: str) -> None:
+        self.drafters.down(address)
+        lost = [f for f in self._flights.values() if f.session.drafter == address]
+        for flight in lost:
+            self._do(flight, flight.session.on_drafter_gone(address))
+        self._place(*lost)
+
+    def _flight(self, message: object) -> Flight | None:
+        return self._flights.get(getattr(message, "session", ""))
+
+    def _note_refusal(self, peers: Peers, address: str, refusal: Refusal) -> None:
+        if refusal.reason is RefusalReason.OVERLOADED:
+            peers.refused(address, self.process.clock.now + REFUSED_FOR_S)
+
+    # ------------------------------------------------------------ the slow loop
+
+    def _place_waiting(self) -> None:
+        self._place(*list(self._waiting.values()))
+
+    def _await_place(self, flight: Flight) -> None:
+        self._waiting[flight.session.generation.session] = flight
+        self._tick_later()
+
+    def _tick_later(self) -> None:
+        if not self._ticking:
+            self._ticking = True
+            self.process.after(MEMBERSHIP_PERIOD_S, self._tick)
+
+    def _tick(self) -> None:
+        """Places what can be placed; gives up sessions that have waited too long for a target."""
+        self._ticking = False
+        self._place_waiting()
+        for flight in list(self._waiting.values()):
+            waited = self.process.clock.now - flight.seeking_since
+            if flight.session.phase is Phase.SEEKING and waited > self._target_wait_s:
+                self._do(flight, flight.session.fail(self._no_target(waited)))
+
+    def _no_target(self, waited: float) -> SlipstreamError:
+        if any(link.is_up for link in self.targets.links.values()):
+            return CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
+        return TargetLostError(f"no target replica could be reached for {waited:.0f} s")
+
+    # ------------------------------------------------------------ streams
+
+    def connect_target(self, network: Network, door: Door) -> None:
+        """Keeps a stream to a target from now on."""
+        address = door.process.address
+        self.targets.links[address] = Link(
+            network,
+            self.process,
+            door,
+            live=lambda: self._live(lambda session: session.target == address),
+            on_up=lambda: self._up(self.targets, address),
+            on_frame=lambda frame: self.target_frame(address, frame),
+            on_down=lambda: self.target_down(address),
+        )
+
+    def connect_drafter(self, network: Network, door: Door) -> None:
+        """Keeps a stream to a drafter from now on."""
+        address = door.process.address
+        self.drafters.links[address] = Link(
+            network,
+            self.process,
+            door,
+            live=lambda: self._live(lambda session: session.drafter == address),
+            on_up=lambda: self._up(self.drafters, address),
+            on_frame=lambda frame: self.drafter_frame(address, frame),
+            on_down=lambda: self.drafter_down(address),
+        )
+
+    def _up(self, peers: Peers, address: str) -> None:
+        peers.up(address)
+        self._place_waiting()
+
+    def _live(self, is_there: Callable[[Session], bool]) -> Sequence[LiveSession]:
+        here = [flight.session for flight in self._flights.values() if is_there(flight.session)]
+        return [LiveSession(session.generation.session, session.attempt) for session in here]

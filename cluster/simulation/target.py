@@ -1,0 +1,154 @@
+"""A simulated target replica: the real book, with an engine that knows its answers and takes its time.
+
+The counterpart of `actors/target.py`. The engine checks what it is asked for as a real cache would.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from cluster.simulation.costs import ForwardCost
+from cluster.simulation.network import Door, Frame, Process, Wire
+from cluster.simulation.oracle import Script
+from cluster.steps import Outcome, Row, StepPlan
+from cluster.verifier import Send, Verifier, stream_name
+from protos.messages import Attach, Block, Close, Hello, Open
+
+NOTHING = -1  # in a page, where no token was written
+
+
+class OracleEngine:
+    """Answers steps from the scripts; its pages hold the tokens that were fed, as those of a cache would."""
+
+    def __init__(self, scripts: Mapping[str, Script], page_size: int) -> None:
+        self._scripts, self._page_size = scripts, page_size
+        self._sessions: set[str] = set()
+        self._pages: dict[int, list[int]] = {}  # tokens by page
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        self._sessions.difference_update(plan.closes)
+        for request in plan.opens:
+            assert request.session not in self._sessions, f"{request.session} is opened twice in one cache"
+            self._sessions.add(request.session)
+        for copy in plan.copies:
+            self._pages[copy.to] = list(self._pages[copy.source])
+        outcomes = [self._answer(row) for row in plan.rows]
+        return [outcome for row, outcome in zip(plan.rows, outcomes, strict=True) if row.decide]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it knows of no session; what pages hold stays until it is written over."""
+        return not self._sessions
+
+    def _answer(self, row: Row) -> Outcome:
+        assert row.session in self._sessions, f"{row.session} was closed, or never opened"
+        script = self._scripts[row.session]
+        base = row.start + len(row.tokens) - row.draft_len
+        self._write(row)
+        cached = [*chain.from_iterable(self._pages[page] for page in row.pages)]
+        assert tuple(cached[:base]) == script.tokens[:base], f"{row.session}: its cache is not what was decided"
+        accepted = script.agreed(base, row.tokens[len(row.tokens) - row.draft_len :])
+        return Outcome(row.session, accepted, script.tokens[base + accepted])
+
+    def _write(self, row: Row) -> None:
+        size = self._page_size
+        for position, token in enumerate(row.tokens, row.start):
+            page = self._pages.setdefault(row.pages[position // size], [NOTHING] * size)
+            page[position % size] = token
+
+
+class SimulatedTarget:
+    """The verification loop."""
+
+    def __init__(self, process: Process, verifier: Verifier, engine: OracleEngine, cost: ForwardCost) -> None:
+        self.process, self.verifier, self.engine = process, verifier, engine
+        self.busy_s, self.steps = 0.0, 0
+        self._cost = cost
+        self._wires: dict[str, Wire] = {}  # by stream
+        self._streams: Counter[str] = Counter()
+        self._in_step = False
+        self._wakes_at: float | None = None
+        self.router_door = Door(process, self._router_up, self._router_frame, self._router_down)
+        self.drafter_door = Door(process, self._stream_up, self._drafter_frame, self._drafter_down)
+
+    # ------------------------------------------------------------ the loop
+
+    def _go_on(self) -> None:
+        """Plans a step if one is due, else wakes up when one will be."""
+        if self._in_step:
+            return
+        now = self.process.clock.now
+        plan = self.verifier.plan(now)
+        if plan is None:
+            self._wake_at(self.verifier.next_due())
+            return
+        self._in_step = True
+        outcomes = self.engine.step(plan)
+        seconds = self._seconds(plan)
+        self.busy_s += seconds
+        self.steps += bool(plan.rows)
+        self.process.after(seconds, lambda: self._decided(outcomes, now))
+
+    def _seconds(self, plan: StepPlan) -> float:
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        return self._cost.seconds(len(plan.rows), tokens) if plan.rows else 0.0
+
+    def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
+        now = self.process.clock.now
+        self._send(self.verifier.apply(outcomes, now - began, now))
+        self._in_step = False
+        self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
+
+    def _wake_at(self, due: float | None) -> None:
+        now = self.process.clock.now
+        if due is None or (self._wakes_at is not None and now < self._wakes_at <= due):
+            return
+        self._wakes_at = max(due, now)
+        self.process.after(self._wakes_at - now, self._go_on)
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for stream, message in sends:
+            if wire := self._wires.get(stream):
+                wire.put(message)
+
+    # ------------------------------------------------------------ streams
+
+    def _stream_up(self, hello: Hello, wire: Wire) -> str:
+        self._streams[hello.peer_id] += 1
+        stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
+        self._wires[stream] = wire
+        return stream
+
+    def _router_up(self, hello: Hello, wire: Wire) -> str:
+        stream = self._stream_up(hello, wire)
+        self.verifier.hello(stream, hello.live, self.process.clock.now)
+        self._go_on()
+        return stream
+
+    def _router_frame(self, stream: str, frame: Frame) -> None:
+        now = self.process.clock.now
+        for message in frame:
+            if isinstance(message, Open):
+                self._send(self.verifier.open(stream, message, now))
+            elif isinstance(message, Close):
+                self.verifier.close(stream, message, now)
+        self._go_on()
+
+    def _router_down(self, stream: str) -> None:
+        self.verifier.router_gone(stream, self.process.clock.now)
+        del self._wires[stream]
+        self._go_on()
+
+    def _drafter_frame(self, stream: str, frame: Frame) -> None:
+        now = self.process.clock.now
+        for message in frame:
+            if isinstance(message, Block):
+                self.verifier.block(stream, message, now)
+            elif isinstance(message, Attach):
+                self._send(self.verifier.attach(stream, message, now))
+        self._go_on()
+
+    def _drafter_down(self, stream: str) -> None:
+        self.verifier.drafter_gone(stream)
+        del self._wires[stream]
+        self._go_on()

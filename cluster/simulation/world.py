@@ -1,0 +1,322 @@
+"""One simulated run: builds the system, lets the load come and things go wrong, and checks what is left.
+
+Ledgers, books, pacing and routing are the real ones; see the other modules of this package for what is not.
+"""
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+
+from cluster.drafting import DraftBook, DrafterLimits
+from cluster.pacing import Adaptive, Cost, LockStep, Pacing
+from cluster.session import Generation, Session
+from cluster.simulation.checks import check_drafter, check_target, check_texts
+from cluster.simulation.clock import Clock
+from cluster.simulation.costs import CostModel, ForwardCost
+from cluster.simulation.drafter import OracleMethod, SimulatedDrafter
+from cluster.simulation.faults import Adversity, Fault, Kind, Role
+from cluster.simulation.load import ClosedLoop, Load, Poisson
+from cluster.simulation.network import Link, Network, Process
+from cluster.simulation.oracle import STOP, VOCABULARY, DraftModel, Script, script
+from cluster.simulation.report import Commit, Report, median, steady_rate, sums
+from cluster.simulation.router import Flight, SimulatedRouter
+from cluster.simulation.target import OracleEngine, SimulatedTarget
+from cluster.verifier import Verifier, VerifierLimits
+from protos.messages import Acceptance, Sampling
+
+PROFILED_TOKENS = (1, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """How many there are of each, and what each holds."""
+
+    targets: int = 1
+    drafters: int = 1
+    routers: int = 1
+    sessions_per_target: int = 64
+    sessions_per_drafter: int = 64
+    step_tokens: int = 2048
+    pages_per_target: int = 4096
+    page_size: int = 16
+    target_wait_s: float = 60.0
+
+
+class Mode(Enum):
+    """How a fleet speculates."""
+
+    LOCK_STEP = "lock-step"  # the executable specification: draft for all, verify all
+    ADAPTIVE = "adaptive"  # pacing decides what is waited for and how far is drafted
+    DRAFT_AHEAD = "draft-ahead"  # adaptive, and drafters go on while a block is verified
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How far is drafted at most, how well, and in which mode."""
+
+    block_len: int  # 0: plain decoding
+    draft: DraftModel
+    mode: Mode = Mode.DRAFT_AHEAD
+
+    @property
+    def pacing(self) -> Pacing:
+        return LockStep() if self.mode is Mode.LOCK_STEP else Adaptive()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run."""
+
+    costs: CostModel
+    speculation: Speculation
+    load: Load
+    fleet: Fleet = field(default_factory=Fleet)
+    adversity: Adversity = field(default_factory=Adversity)
+    seed: int = 0
+
+
+Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
+
+
+def profile(cost: ForwardCost) -> Cost:
+    """What a replica measures at its start."""
+    return Cost.profiled([(tokens, cost.seconds(1, tokens)) for tokens in PROFILED_TOKENS])
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector, which would walk through the whole world again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class World:
+    """Runs one setting, once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.clock = setting, Clock()
+        self._rng = random.Random(f"world {setting.seed}")
+        self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # the same arrivals, whoever serves them
+        self._network = Network(self.clock, setting.costs.hop_s, setting.adversity.weather, self._rng)
+        self.scripts: dict[str, Script] = {}  # by session
+        self.over: list[Flight] = []
+        self.abandoned: list[Flight] = []  # whose router died
+        self._commits: list[Commit] = []
+        self._process_count: Counter[str] = Counter()
+        self._begun = 0
+        self.targets: list[SimulatedTarget] = []
+        self.drafters: list[SimulatedDrafter] = []
+        self.routers: list[SimulatedRouter] = []
+        self._doors: dict[str, SimulatedTarget] = {}  # every target there ever was, by address
+        fleet = setting.fleet
+        for role, size in ((Role.TARGET, fleet.targets), (Role.DRAFTER, fleet.drafters), (Role.ROUTER, fleet.routers)):
+            for _ in range(size):
+                self._add(role)
+
+    def run(self) -> Report:
+        """Until nothing is due any more; raises AssertionError when anything that must hold does not."""
+        for fault in self.setting.adversity.faults:
+            self.clock.at(fault.at_s, partial(self._strike, fault))
+        self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up by then
+        with _uncollected():
+            happened = self.clock.run()
+        self._check()
+        return self._report(happened)
+
+    # ------------------------------------------------------------ processes
+
+    def _process(self, role: Role) -> Process:
+        self._process_count[role.value] += 1
+        return Process(f"{role.value}-{self._process_count[role.value]}", self.clock)
+
+    def _add(self, role: Role) -> None:
+        """Another process of this role, which its peers come to know."""
+        if role is Role.TARGET:
+            self._add_target()
+        elif role is Role.DRAFTER:
+            self._add_drafter()
+        else:
+            self._add_router()
+
+    def _add_target(self) -> None:
+        fleet = self.setting.fleet
+        limits = VerifierLimits(
+            vocabulary=VOCABULARY,
+            max_context=self._max_len,
+            max_sessions=fleet.sessions_per_target,
+            max_step_tokens=fleet.step_tokens,
+            pages=fleet.pages_per_target,
+            page_size=fleet.page_size,
+        )
+        engine = OracleEngine(self.scripts, limits.page_size)
+        verifier = Verifier(limits, self.setting.speculation.pacing, profile(self.setting.costs.target))
+        made = SimulatedTarget(self._process(Role.TARGET), verifier, engine, self.setting.costs.target)
+        self.targets.append(made)
+        self._doors[made.process.address] = made
+        for router in self.routers:
+            router.connect_target(self._network, made.router_door)
+
+    def _add_drafter(self) -> None:
+        setting = self.setting
+        limits = DrafterLimits(VOCABULARY, self._max_len, setting.fleet.sessions_per_drafter)
+        made = SimulatedDrafter(
+            self._process(Role.DRAFTER),
+            DraftBook(limits, setting.speculation.mode is Mode.DRAFT_AHEAD),
+            OracleMethod(self.scripts, setting.speculation.draft),
+            setting.costs.draft,
+            limits.max_sessions,
+            self._dial_target,
+        )
+        self.drafters.append(made)
+        for router in self.routers:
+            router.connect_drafter(self._network, made.door)
+
+    def _add_router(self) -> None:
+        made = SimulatedRouter(
+            self._process(Role.ROUTER), self.setting.fleet.target_wait_s, self._note_commit, self._note_over
+        )
+        self.routers.append(made)
+        for target in self.targets:
+            made.connect_target(self._network, target.router_door)
+        for drafter in self.drafters:
+            made.connect_drafter(self._network, drafter.door)
+
+    def _dial_target(self, drafter: SimulatedDrafter, address: str) -> Link:
+        return Link(
+            self._network,
+            drafter.process,
+            self._doors[address].drafter_door,
+            live=list,
+            on_up=lambda: drafter.target_up(address),
+            on_frame=lambda frame: drafter.target_frame(address, frame),
+            on_down=lambda: drafter.target_down(address),
+            ordered=False,
+        )
+
+    # ------------------------------------------------------------ load
+
+    @property
+    def _max_len(self) -> int:
+        return self.setting.load.prompt_tokens + self.setting.load.new_tokens
+
+    def _begin_load(self) -> None:
+        arrivals = self.setting.load.arrivals
+        if isinstance(arrivals, ClosedLoop):
+            for _ in range(min(arrivals.concurrency, self.setting.load.sessions)):
+                self._begin_session()
+        else:
+            self._arrive(arrivals)
+
+    def _arrive(self, arrivals: Poisson) -> None:
+        self._begin_session()
+        if self._begun < self.setting.load.sessions:
+            self.clock.after(arrivals.gap(self._arrivals_rng), lambda: self._arrive(arrivals))
+
+    def _begin_session(self) -> None:
+        index, self._begun = self._begun, self._begun + 1
+        name = f"s{index}"
+        self.scripts[name] = script(self.setting.load, self.setting.seed, index)
+        self.routers[index % len(self.routers)].generate(Session(self._generation(name)))
+
+    def _generation(self, name: str) -> Generation:
+        text = self.scripts[name]
+        return Generation(
+            session=name,
+            prompt=text.prompt,
+            max_len=text.max_len,
+            stop_ids=(STOP,),
+            sampling=Sampling(temperature=0.0),
+            seed=self._rng.getrandbits(64),
+            draft_seed=self._rng.getrandbits(64),
+            choice=0,
+            hash_key=self._rng.getrandbits(64),
+            acceptance=Acceptance.COUPLED,
+            max_draft_tokens=self.setting.speculation.block_len,
+        )
+
+    def _note_commit(self, tokens: int) -> None:
+        self._commits.append(Commit(self.clock.now, tokens))
+
+    def _note_over(self, flight: Flight) -> None:
+        self.over.append(flight)
+        self._next_session()
+
+    def _next_session(self) -> None:
+        if isinstance(self.setting.load.arrivals, ClosedLoop) and self._begun < self.setting.load.sessions:
+            self._begin_session()
+
+    # ------------------------------------------------------------ faults
+
+    def _strike(self, fault: Fault) -> None:
+        made: dict[Role, Sequence[Simulated]]
+        made = {Role.ROUTER: self.routers, Role.DRAFTER: self.drafters, Role.TARGET: self.targets}
+        living = [one for one in made[fault.role] if one.process.alive]
+        if not living:
+            return
+        victim = living[fault.index % len(living)]
+        if fault.kind is Kind.HANGS:
+            victim.process.hang(fault.seconds)
+        elif fault.kind is Kind.IS_CUT_OFF:
+            for link in list(victim.process.links):
+                link.cut()
+        else:
+            self._kill(victim, fault)
+
+    def _kill(self, victim: Simulated, fault: Fault) -> None:
+        victim.process.die()
+        if isinstance(victim, SimulatedRouter):
+            self._replace_router(victim)
+        else:
+            self.clock.after(fault.seconds, partial(self._add, fault.role))
+
+    def _replace_router(self, dead: SimulatedRouter) -> None:
+        """Its clients see their connections break; new ones come to the next router."""
+        self.routers.remove(dead)
+        self._add_router()
+        self.abandoned += dead.flights
+        for _ in dead.flights:
+            self._next_session()
+
+    # ------------------------------------------------------------ the end
+
+    def _check(self) -> None:
+        missing = self.setting.load.sessions - len(self.over) - len(self.abandoned)
+        assert missing == 0, f"{missing} sessions never ended"
+        check_texts(self.over, self.scripts)
+        for target in self.targets:
+            if target.process.alive:
+                check_target(target)
+        for drafter in self.drafters:
+            if drafter.process.alive:
+                check_drafter(drafter)
+
+    def _report(self, happened: int) -> Report:
+        flights = [flight for flight in self.over if flight.error is None]
+        span = max((flight.ended_s or 0.0 for flight in self.over), default=0.0) or 1.0
+        causes = sum((target.verifier.dropped for target in self.targets), Counter[str]())
+        return Report(
+            sessions=len(flights),
+            failed=len(self.over) - len(flights),
+            abandoned=len(self.abandoned),
+            tokens=sum(commit.tokens for commit in self._commits),
+            tokens_per_s=steady_rate(self._commits),
+            latency_s=median(flight.latency_s for flight in flights),
+            first_token_s=median(flight.waited_s for flight in flights),
+            longest_gap_s=max((flight.longest_gap_s for flight in flights), default=0.0),
+            **sums(self.over),
+            steps=sum(target.steps for target in self.targets),
+            target_busy=sum(target.busy_s for target in self.targets) / len(self.targets) / span,
+            drafter_busy=sum(drafter.busy_s for drafter in self.drafters) / max(1, len(self.drafters)) / span,
+            causes=sum((drafter.book.counts for drafter in self.drafters), causes),
+            happened=happened,
+        )

@@ -1,0 +1,90 @@
+"""Made-up rows that teach a draft to copy: a span occurs, and later occurs again.
+
+A small draft does not learn from ordinary answers alone to continue what it has seen before in the same text, and that
+is what summaries, corrections and code ask for all the time. In these rows nothing but copying helps: the label is the
+token that followed the first occurrence, and only positions of the repetition are learnt from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from chunks import Example
+
+KIND = "copying"
+
+
+@dataclass(frozen=True)
+class CopyConfig:
+    """What the rows are like."""
+
+    random_share: float = 0.1  # of rows of random tokens; the others repeat real text
+    edit_rate: float = 0.06  # of the repeated tokens that are replaced, left out or preceded by another
+    shortest: int = 4  # tokens of a span
+    longest: int = 48
+    row: int = 128  # tokens of a row at most, the opening not counted
+    vocabulary: int = 8192  # so many different tokens occur in random rows
+
+
+class CopyRows:
+    """Draws rows; real text comes from the sequences given."""
+
+    def __init__(self, config: CopyConfig, opening: np.ndarray, texts: Sequence[Example], seed: int) -> None:
+        self._config = config
+        self._opening = opening
+        self._texts = texts
+        self._rng = np.random.default_rng(seed)
+        counts = np.bincount(np.concatenate([e.tokens for e in texts]))
+        self._pool = np.argsort(-counts)[: config.vocabulary]
+
+    def draw(self) -> Example:
+        """One row: spans, each of them again later, in any order and with other tokens between them."""
+        rng, config = self._rng, self._config
+        is_random = rng.random() < config.random_share
+        tokens, labelled = list(self._opening), list[int]()
+        spans = [self._span(is_random) for _ in range(rng.integers(1, 4))]
+        for span in spans:
+            tokens.extend(span)
+            tokens.extend(self._between())
+        limit = len(self._opening) + config.row
+        while len(tokens) < limit:
+            before = len(tokens)
+            self._repeat(spans[rng.integers(len(spans))], tokens, labelled)
+            tokens.extend(self._between())
+            if len(tokens) == before:
+                break
+        tokens = tokens[:limit]
+        scored = np.array([i for i in labelled if i + 1 < limit], np.int32)
+        row = np.array(tokens, np.int64)
+        return Example(KIND, row, 0, scored, row[scored + 1][:, None], np.ones((scored.size, 1), np.float32))
+
+    def _span(self, is_random: bool) -> list[int]:
+        rng, config = self._rng, self._config
+        length = int(rng.integers(config.shortest, config.longest + 1))
+        if is_random:
+            return [int(t) for t in rng.choice(self._pool, length)]
+        text = self._texts[int(rng.integers(len(self._texts)))].tokens[len(self._opening) :]
+        start = int(rng.integers(max(1, text.size - length)))
+        return [int(t) for t in text[start : start + length]]
+
+    def _between(self) -> list[int]:
+        return [int(t) for t in self._rng.choice(self._pool, self._rng.integers(0, 5))]
+
+    def _repeat(self, span: list[int], tokens: list[int], labelled: list[int]) -> None:
+        """Append the span, or the rest of it; the first token and those at an edit are no labels."""
+        rng = self._rng
+        start = int(rng.integers(0, max(1, len(span) // 2))) if rng.random() < 0.3 else 0
+        edited = True
+        for token in span[start:]:
+            if rng.random() < self._config.edit_rate:
+                edited = True
+                if rng.random() < 0.7:  # else left out
+                    tokens.append(int(rng.choice(self._pool)))
+                if rng.random() < 0.6:
+                    continue
+            if not edited:
+                labelled.append(len(tokens) - 1)
+            tokens.append(token)
+            edited = False

@@ -1,0 +1,54 @@
+"""Shows attention heads where to look, so that a small draft can copy.
+
+Some heads of an early layer fetch the previous token and the one before it. Then heads of a later layer can tell where
+the last two tokens occurred before, and look at what followed them there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Guide:
+    """Collects how badly the heads look where they should: an `AttentionObserver`."""
+
+    def __init__(self, tokens: Tensor, layers: tuple[int, int], heads: int) -> None:
+        self._fetching_layer, self._copying_layer = layers
+        self._heads = heads
+        self._followers = followers(tokens)
+        self.losses: list[Tensor] = []
+
+    def __call__(self, layer: int, scores: Tensor) -> None:
+        half = self._heads // 2
+        if layer == self._fetching_layer:
+            fetched = missed_offset(scores[:, :half], 1), missed_offset(scores[:, half : self._heads], 2)
+            self.losses.append((fetched[0] + fetched[1]) / 2)
+        if layer == self._copying_layer:
+            self.losses.append(missed(scores[:, : self._heads], self._followers))
+
+    def loss(self) -> Tensor:
+        return torch.stack(self.losses).sum()
+
+
+def followers(tokens: Tensor) -> Tensor:
+    """[B, t, s]: whether s <= t follows the same two tokens that end at t."""
+    same = tokens[:, :, None] == tokens[:, None, :]
+    pair = same.clone()
+    pair[:, 1:, 1:] &= same[:, :-1, :-1]
+    found = torch.zeros_like(pair)
+    found[:, :, 1:] = pair[:, :, :-1]
+    found[:, :, :2] = False
+    return found & torch.ones_like(found[0]).tril()
+
+
+def missed(scores: Tensor, wanted: Tensor) -> Tensor:
+    """Mean negative log of the attention that goes to the wanted places, where there are any."""
+    asked = wanted.any(dim=2)
+    logs = scores.transpose(1, 2)[asked].float().log_softmax(dim=-1)  # [n, H, T]
+    return -logs.masked_fill(~wanted[asked][:, None], -torch.inf).logsumexp(dim=-1).mean()
+
+
+def missed_offset(scores: Tensor, offset: int) -> Tensor:
+    """Mean negative log of the attention that goes to the token so many places before."""
+    return -scores[:, :, offset:].float().log_softmax(dim=-1).diagonal(dim1=2, dim2=3).mean()

@@ -1,0 +1,265 @@
+"""Which fleet serves a load best: simulates candidates under given costs and compares them.
+
+Every candidate, plain decoding among them, runs through the simulator, which has the real books and pacing. Drafting
+inside the target's own process is no part of Slipstream and comes from the formula, without any overhead: the
+strongest form of what it is compared with. Knows nothing of tables or of the command line.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from cluster.expectation import (
+    RoundCosts,
+    break_even_acceptance,
+    break_even_draft_s,
+    expected_tokens_by_position,
+    in_process,
+)
+from cluster.simulation.costs import CostModel
+from cluster.simulation.load import ClosedLoop, Load, Poisson
+from cluster.simulation.oracle import DraftModel
+from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
+
+BLOCK_LENS = (2, 3, 5, 8)
+RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # targets and drafters
+ROUNDS_OF_LOAD = 4  # sessions simulated for each that runs at once
+FEWEST_SESSIONS = 32
+AS_GOOD = 0.98  # candidates within this of the best are as good; the smaller fleet is then the better
+CROWD = 4096  # more sessions at once than this on one target: it does not keep up
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """For an hour of one replica."""
+
+    target: float
+    drafter: float
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be served, at what costs. Load is that of one target replica."""
+
+    costs: CostModel
+    draft: DraftModel
+    arrivals: ClosedLoop | Poisson
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    prices: Prices | None = None
+    block_lens: tuple[int, ...] = BLOCK_LENS
+    ratios: tuple[tuple[int, int], ...] = RATIOS
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A fleet, and how it speculates."""
+
+    targets: int
+    drafters: int
+    block_len: int
+    mode: Mode
+
+    @property
+    def name(self) -> str:
+        return self.mode.value if self.block_len else "plain"
+
+
+PLAIN = Candidate(1, 0, 0, Mode.ADAPTIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a candidate came to."""
+
+    candidate: Candidate
+    tokens_per_s: float  # of one target
+    latency_s: float  # of a request, median
+    first_token_s: float
+    target_busy: float
+    drafter_busy: float
+    cost_per_million: float | None
+
+    def gain(self, plain: "Answer") -> float:
+        return self.tokens_per_s / plain.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """Drafting on the target's own device, by the formula."""
+
+    block_len: int
+    tokens_per_s: float
+    latency_s: float
+    cost_per_million: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Every candidate, the one to take, and where its gain ends."""
+
+    answers: tuple[Answer, ...]
+    best: Answer
+    plain: Answer
+    in_process: InProcess
+    at_once: float  # sessions on one target, under the best candidate
+    break_even_acceptance: float | None  # for lock-step at the best block length; None: no acceptance is enough
+    break_even_draft_s: float  # drafting pass that eats the gain, in lock-step
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """Plain decoding, then all that speculates."""
+    yield PLAIN
+    for (targets, drafters), block_len, mode in product(question.ratios, question.block_lens, Mode):
+        yield Candidate(targets, drafters, block_len, mode)
+
+
+def advise(question: Question, advance: Callable[[], None] = lambda: None) -> Advice:
+    """Tries every candidate; `advance` is called after each."""
+    answers = []
+    for candidate in candidates(question):
+        answers.append(answer(question, candidate))
+        advance()
+    best = choose(answers, question)
+    at_once = sessions_at_once(question, best)
+    block_len = best.candidate.block_len or max(question.block_lens)
+    costs, tokens = round_costs(question.costs, at_once, block_len), expected(question, block_len)
+    return Advice(
+        answers=tuple(answers),
+        best=best,
+        plain=answers[0],
+        in_process=best_in_process(question),
+        at_once=at_once,
+        break_even_acceptance=break_even_acceptance(block_len, costs),
+        break_even_draft_s=break_even_draft_s(tokens, costs),
+    )
+
+
+def answer(question: Question, candidate: Candidate) -> Answer:
+    """Simulates one candidate."""
+    report = World(setting(question, candidate)).run()
+    total = report.tokens_per_s
+    return Answer(
+        candidate,
+        total / candidate.targets,
+        report.latency_s,
+        report.first_token_s,
+        report.target_busy,
+        report.drafter_busy,
+        cost_per_million(question.prices, candidate, total),
+    )
+
+
+def choose(answers: Sequence[Answer], question: Question) -> Answer:
+    """The cheapest where prices are known, else the fastest; under a given rate the one with the least latency."""
+
+    def merit(one: Answer) -> float:
+        if isinstance(question.arrivals, Poisson):
+            return 1 / one.latency_s
+        return one.tokens_per_s if one.cost_per_million is None else 1 / one.cost_per_million
+
+    enough = AS_GOOD * max(map(merit, answers))
+    good = [one for one in answers if merit(one) >= enough]
+    return min(good, key=lambda one: (one.candidate.drafters / one.candidate.targets, -merit(one)))
+
+
+def setting(question: Question, candidate: Candidate) -> Setting:
+    """The simulated run that tries a candidate."""
+    arrivals = _arrivals(question.arrivals, candidate.targets)
+    at_once = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else FEWEST_SESSIONS
+    load = Load(
+        arrivals,
+        max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * at_once),
+        question.prompt_tokens,
+        question.new_tokens,
+    )
+    return Setting(
+        question.costs,
+        Speculation(candidate.block_len, question.draft, candidate.mode),
+        load,
+        roomy_fleet(candidate.targets, candidate.drafters, load),
+        seed=question.seed,
+    )
+
+
+def roomy_fleet(targets: int, drafters: int, load: Load) -> Fleet:
+    """Replicas that hold all of the load, so that costs alone decide."""
+    fleet = Fleet(targets, drafters, sessions_per_target=load.sessions, sessions_per_drafter=load.sessions)
+    pages = load.sessions * (-(-(load.prompt_tokens + load.new_tokens) // fleet.page_size) + 1)
+    return Fleet(targets, drafters, 1, load.sessions, load.sessions, fleet.step_tokens, pages)
+
+
+def cost_per_million(prices: Prices | None, candidate: Candidate, tokens_per_s: float) -> float | None:
+    """Of tokens, from the fleet as a whole."""
+    if prices is None:
+        return None
+    per_s = (candidate.targets * prices.target + candidate.drafters * prices.drafter) / 3600
+    return 1e6 * per_s / tokens_per_s
+
+
+# ---------------------------------------------------------------- by formula
+
+
+def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
+    """What a round of `rows` sessions costs when one drafter drafts for all of them."""
+    return RoundCosts(
+        plain_s=costs.target.seconds(rows, rows),
+        verify_s=costs.target.seconds(rows, rows * (block_len + 1)),
+        draft_s=costs.draft.seconds(rows, block_len),
+        hop_s=costs.hop_s,
+    )
+
+
+def expected(question: Question, block_len: int) -> float:
+    """Tokens that verifying a block of this length commits."""
+    return expected_tokens_by_position([question.draft.acceptance(index) for index in range(block_len)])
+
+
+def best_in_process(question: Question) -> InProcess:
+    """At its own best block length."""
+    tried = [_in_process(question, block_len) for block_len in question.block_lens]
+    return max(tried, key=lambda one: (one.tokens_per_s, -one.latency_s))
+
+
+def _in_process(question: Question, block_len: int) -> InProcess:
+    tokens = expected(question, block_len)
+
+    def round_s(rows: float) -> float:
+        return in_process(round_costs(question.costs, rows, block_len))
+
+    if isinstance(question.arrivals, ClosedLoop):
+        rows = float(question.arrivals.concurrency)
+    else:
+        rows = steady_sessions(question.arrivals.per_s * question.new_tokens, lambda n: tokens / round_s(n))
+    tokens_per_s = rows * tokens / round_s(rows)
+    latency_s = question.new_tokens * round_s(rows) / tokens
+    return InProcess(block_len, tokens_per_s, latency_s, cost_per_million(question.prices, PLAIN, tokens_per_s))
+
+
+def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:
+    """How many sessions run at once where so many tokens are asked for, by Little's law; at most CROWD.
+
+    `session_rate` is the tokens a second of one session among so many.
+    """
+    low, high = 0.0, float(CROWD)
+    while high - low > 1e-6 * CROWD:
+        middle = (low + high) / 2
+        if middle * session_rate(middle) < tokens_per_s:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def sessions_at_once(question: Question, best: Answer) -> float:
+    """On one target."""
+    if isinstance(question.arrivals, ClosedLoop):
+        return float(question.arrivals.concurrency)
+    return question.arrivals.per_s * best.latency_s
+
+
+def _arrivals(of_one: ClosedLoop | Poisson, targets: int) -> ClosedLoop | Poisson:
+    if isinstance(of_one, ClosedLoop):
+        return ClosedLoop(of_one.concurrency * targets)
+    return Poisson(of_one.per_s * targets)

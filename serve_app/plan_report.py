@@ -1,0 +1,174 @@
+"""A plan as tables for a terminal, as data and as a picture; a progress bar while it is made."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Table
+
+from cluster.simulation.load import Poisson
+from serve_app.classroom import ACCEPTANCES, BLOCK_LENS, Lesson, lessons
+from serve_app.plan import Advice, Answer, Question, advise, candidates
+from serve_app.svg import curves
+from serve_app.tables import shown, table
+
+SHOWN = 8  # best candidates
+
+
+def run_plan(question: Question, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
+    """Simulates every candidate, shows the advice, and writes what is asked for."""
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("Candidates", total=sum(1 for _ in candidates(question)))
+        advice = advise(question, lambda: progress.advance(bar))
+    console.print(advice_report(question, advice))
+    if json_path is not None:
+        json_path.write_text(json.dumps(advice_data(question, advice), indent=1) + "\n", encoding="utf-8")
+    if picture_path is not None:
+        picture_path.write_text(advice_picture(question, advice), encoding="utf-8")
+
+
+def run_classroom(console: Console) -> None:
+    """Formula and simulation of every lesson."""
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(BLOCK_LENS))
+        found = lessons(lambda: progress.advance(bar))
+    console.print(classroom_tables(found))
+
+
+def advice_report(question: Question, advice: Advice) -> Group:
+    """What to take, how it compares, and where its gain ends."""
+    return Group(_candidates_table(question, advice), _limits_table(advice), verdict(advice))
+
+
+def verdict(advice: Advice) -> str:
+    """The advice in words."""
+    best = advice.best.candidate
+    gain = f"{advice.best.gain(advice.plain):.2f}x the throughput of plain decoding"
+    if best.block_len == 0:
+        return "Take plain decoding: no fleet with drafters does better under this load."
+    per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
+    return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {gain}."
+
+
+def _candidates_table(question: Question, advice: Advice) -> Table:
+    load = "under the given rate" if isinstance(question.arrivals, Poisson) else "at the given concurrency"
+    title = f"Simulated {load}: targets : drafters, longest block, and what one target does"
+    made = table(title, "fleet", "K", "mode", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
+    best_first = sorted(advice.answers, key=lambda one: _rank(question, one))[:SHOWN]
+    for answer in dict.fromkeys([advice.best, *best_first, advice.plain]):
+        made.add_row(*_row(answer, advice), style="bold" if answer is advice.best else None)
+    inside = advice.in_process
+    made.add_row(
+        "1 : 0",
+        str(inside.block_len),
+        "in-process, by formula",
+        shown(inside.tokens_per_s, ".1f"),
+        f"{inside.tokens_per_s / advice.plain.tokens_per_s:.2f}x",
+        shown(inside.latency_s),
+        "-",
+        shown(inside.cost_per_million),
+    )
+    return made
+
+
+def _row(answer: Answer, advice: Advice) -> tuple[str, ...]:
+    candidate = answer.candidate
+    return (
+        f"{candidate.targets} : {candidate.drafters}",
+        str(candidate.block_len),
+        candidate.name,
+        shown(answer.tokens_per_s, ".1f"),
+        f"{answer.gain(advice.plain):.2f}x",
+        shown(answer.latency_s),
+        f"{answer.target_busy * 100:.0f} : {answer.drafter_busy * 100:.0f}",
+        shown(answer.cost_per_million),
+    )
+
+
+def _rank(question: Question, answer: Answer) -> float:
+    if isinstance(question.arrivals, Poisson):
+        return answer.latency_s
+    return -answer.tokens_per_s if answer.cost_per_million is None else answer.cost_per_million
+
+
+def _limits_table(advice: Advice) -> Table:
+    made = table(
+        f"Where the gain ends, in lock-step, {advice.at_once:.1f} sessions at once on a target", "what", "value"
+    )
+    enough = advice.break_even_acceptance
+    made.add_row("least acceptance that pays", "none does" if enough is None else f"{enough:.2f}")
+    made.add_row("drafting pass that eats the gain, ms", shown(advice.break_even_draft_s * 1e3, ".1f"))
+    return made
+
+
+def advice_data(question: Question, advice: Advice) -> dict[str, Any]:
+    """Everything that was asked and simulated, for JSON."""
+    arrivals = {type(question.arrivals).__name__: asdict(question.arrivals)}
+    asked = asdict(question) | {"costs": question.costs.model_dump(mode="json"), "arrivals": arrivals}
+    inside = asdict(advice.in_process)
+    return {
+        "question": asked,
+        "answers": [_answer_data(answer) for answer in advice.answers],
+        "best": _answer_data(advice.best),
+        "in_process": inside,
+        "sessions_at_once": advice.at_once,
+        "break_even_acceptance": advice.break_even_acceptance,
+        "break_even_draft_s": advice.break_even_draft_s,
+    }
+
+
+def _answer_data(answer: Answer) -> dict[str, Any]:
+    return asdict(answer) | {"candidate": asdict(answer.candidate) | {"mode": answer.candidate.name}}
+
+
+def advice_picture(question: Question, advice: Advice) -> str:
+    """Speed, or latency under a given rate, over the block length, for the fleet advised."""
+    by_latency = isinstance(question.arrivals, Poisson)
+
+    def value(answer: Answer) -> float:
+        return answer.latency_s if by_latency else answer.tokens_per_s
+
+    best = advice.best.candidate
+    ratio = (best.targets, best.drafters) if best.block_len else question.ratios[0]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for answer in advice.answers:
+        candidate = answer.candidate
+        if candidate.block_len and (candidate.targets, candidate.drafters) == ratio:
+            lines.setdefault(candidate.name, []).append((candidate.block_len, value(answer)))
+    inside = advice.in_process.latency_s if by_latency else advice.in_process.tokens_per_s
+    levels = {"plain": value(advice.plain), "in the target's process": inside}
+    y_title = "latency of a request, s" if by_latency else "tokens/s of one target"
+    return curves(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
+
+
+# ---------------------------------------------------------------- classroom
+
+
+def classroom_tables(lessons: list[Lesson]) -> Group:
+    """Formula and simulation side by side."""
+    tokens = table(
+        "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
+    )
+    gains = table(
+        "Gain over plain decoding in lock-step, and the drafting pass that eats it",
+        "acceptance g, K",
+        "formula",
+        "simulated",
+        "eaten at, target steps",
+        "simulated there",
+    )
+    for lesson in lessons:
+        name = f"{lesson.acceptance}, {lesson.block_len}"
+        differs = lesson.simulated_tokens / lesson.tokens - 1
+        tokens.add_row(name, shown(lesson.tokens, ".3f"), shown(lesson.simulated_tokens, ".3f"), f"{differs:+.1%}")
+        gains.add_row(
+            name,
+            f"{lesson.gain:.2f}x",
+            f"{lesson.simulated_gain:.2f}x",
+            shown(lesson.break_even_steps),
+            f"{lesson.gain_there:.2f}x",
+        )
+    return Group(tokens, gains)

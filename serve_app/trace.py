@@ -1,0 +1,116 @@
+"""What a running deployment did last: its actors' timelines as a Chrome trace and as a Gantt picture.
+
+Knows nothing of how it was started. The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from cluster.errors import SlipstreamError
+from cluster.timeline import Actor, Span, spans
+from serve_app.svg import Bar, gantt
+
+DEPLOYMENTS = ("Router", "Drafter", "Target")
+ANSWER_S = 20.0
+MICRO = 1e6
+
+
+class TraceError(SlipstreamError):
+    """There is nothing to trace."""
+
+
+def live_actors(address: str, application: str) -> list[Actor]:
+    """The recordings of every replica of the application on a Ray cluster."""
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:  # RuntimeError: the cluster refuses our token
+        raise TraceError(f"no Ray cluster can be reached at '{address}': {str(error).splitlines()[0]}") from error
+    try:
+        return [actor for deployment in DEPLOYMENTS for actor in _actors_of(deployment, application)]
+    finally:
+        ray.shutdown()
+
+
+def _actors_of(deployment: str, application: str) -> list[Actor]:
+    try:
+        handle = serve.get_deployment_handle(deployment, application)
+        return list(handle.broadcast("trace").results(timeout_s=ANSWER_S))
+    except (DeploymentUnavailableError, RayActorError) as error:
+        raise TraceError(f"deployment {deployment} of {application} does not answer: {error}") from error
+
+
+# ---------------------------------------------------------------- Chrome trace
+
+
+def chrome_trace(found: Sequence[Span]) -> dict[str, Any]:
+    """One process for each actor, one track for each kind of span; times begin at the first span."""
+    begins = min((span.began_s for span in found), default=0.0)
+    processes = {name: index for index, name in enumerate(sorted({span.actor for span in found}), start=1)}
+    tracks = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in found), start=1)}
+    events = [*_names(found, processes, tracks)]
+    for span in found:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.role,
+                "pid": processes[span.actor],
+                "tid": tracks[span.name],
+                "ts": (span.began_s - begins) * MICRO,
+                "dur": (span.ended_s - span.began_s) * MICRO,
+                "args": {"sessions": list(span.sessions)},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(found: Sequence[Span], processes: Mapping[str, int], tracks: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    for name, pid in processes.items():
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for actor, track in dict.fromkeys((span.actor, span.name) for span in found):
+        where = {"pid": processes[actor], "tid": tracks[track]}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track}}
+
+
+# ---------------------------------------------------------------- Gantt picture
+
+
+def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) -> tuple[float, float]:
+    """The last `seconds` of the trace, or as many that end so long before it does."""
+    if not found:
+        raise TraceError("no span was recorded: send a request first")
+    ends = max(span.ended_s for span in found) - ends_before_s
+    return ends - seconds, ends
+
+
+def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
+    """What was under way in a window: a line for each actor and kind of span."""
+    shown = [span for span in found if span.ended_s > begins and span.began_s < ends]
+    if not shown:
+        raise TraceError("no span lies in the window: ask for another one")
+    shown.sort(key=lambda span: (span.actor, span.name, span.began_s))
+    bars = [
+        Bar(f"{span.actor} {span.name}", span.name, span.began_s * 1e3, span.ended_s * 1e3, " ".join(span.sessions))
+        for span in shown
+    ]
+    return gantt(bars, begins * 1e3, ends * 1e3, "ms")
+
+
+def write_trace(
+    actors: Sequence[Actor], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
+) -> int:
+    """Writes both; returns how many spans there are."""
+    found = spans(actors)
+    begins, ends = window(found, seconds, ends_before_s)
+    json_path.write_text(json.dumps(chrome_trace(found)) + "\n", encoding="utf-8")
+    if picture_path is not None:
+        picture_path.write_text(gantt_picture(found, begins, ends), encoding="utf-8")
+    return len(found)

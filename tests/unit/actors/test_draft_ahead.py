@@ -1,0 +1,299 @@
+"""Drafting for what a verdict may bring: which outcomes, what is fed for them, and that a right guess is as good as
+a block drafted after the verdict."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from actors.methods.draft_model import AHEAD_ROWS, Choice, DraftModel, likely_outcomes
+from cluster.drafting import Proposal, Want
+from protos.messages import Acceptance
+from protos.prefix import Prefix
+from tests.unit.actors.drafting import (
+    DRAWN,
+    LOGITS,
+    VOCABULARY,
+    PrefixRunner,
+    SpyRunner,
+    a_method,
+    a_want,
+    after_checks,
+    never,
+)
+from tests.unit.cluster.samples import GREEDY, KEY
+
+COUPLED, RATIO = Acceptance
+RULES = pytest.mark.parametrize(
+    ("acceptance", "sampling"),
+    [(COUPLED, GREEDY), (COUPLED, DRAWN), (RATIO, DRAWN)],
+    ids=["greedy", "coupled", "ratio"],
+)
+PREFIX = (1, 2, 3)
+PREFIXES = [(1, 2, last) for last in range(6)]
+
+
+def ahead_of(want: Want, proposal: Proposal) -> Want:
+    """The want for what may come of a block."""
+    return replace(want, max_tokens=want.open.max_draft_tokens, unverified=proposal.tokens)
+
+
+def after(want: Want, *tokens: int) -> Want:
+    """The want for a block once the verdict has brought these."""
+    whole = (*want.tokens, *tokens)
+    return replace(want, tokens=whole, prefix_hash=Prefix(KEY, whole).hash)
+
+
+def drafted_ahead(
+    method: DraftModel, want: Want, interrupted: Callable[[], bool] = never
+) -> tuple[Proposal, list[Proposal]]:
+    """The block for a want, and those for what may come of it."""
+    (block,) = method.propose([want], never)
+    return block, method.propose([ahead_of(want, block)], interrupted)
+
+
+# ---------------------------------------------------------------- outcomes
+
+AT_BLOCK = ((Choice(5, 0.7), Choice(1, 0.3)), (Choice(6, 0.5), Choice(2, 0.4), Choice(3, 0.1)))
+AT_END = (Choice(7, 0.9), Choice(8, 0.1))
+
+
+def test_outcomes_are_every_place_to_stop_at_with_every_other_choice_likeliest_first():
+    found = likely_outcomes((5, 6), (*AT_BLOCK, AT_END), skipped=0)
+    assert [outcome for outcome, _ in found] == [(5, 6, 7), (1,), (5, 2), (5, 3), (5, 6, 8)]
+    assert [chance for _, chance in found] == pytest.approx([0.315, 0.3, 0.28, 0.07, 0.035])
+
+
+def test_of_a_block_of_unknown_origin_only_what_follows_it_is_guessed():
+    assert likely_outcomes((5, 6), (AT_END,), skipped=2) == [((5, 6, 7), 0.9), ((5, 6, 8), 0.1)]
+
+
+def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
+    found = dict(likely_outcomes((5, 6), ((Choice(1, 0.6),), AT_BLOCK[1], AT_END), skipped=0))
+    assert found[(1,)] == 0.6
+    assert {found[outcome] for outcome in found if len(outcome) > 1} == {0.0}
+
+
+# ---------------------------------------------------------------- which are drafted for
+
+
+@RULES
+def test_each_likely_outcome_gets_one_block_at_its_own_address(acceptance, sampling):
+    lengths: set[int] = set()
+    for prefix in PREFIXES:
+        want = a_want(prefix, 3, sampling=sampling, acceptance=acceptance)
+        block, guesses = drafted_ahead(a_method(PrefixRunner(scale=3.0)), want)
+        assert 1 < len({guess.outcome for guess in guesses}) == len(guesses) <= AHEAD_ROWS
+        for guess in guesses:
+            *stands, new = guess.outcome
+            assert tuple(stands) == block.tokens[: len(stands)]
+            assert len(stands) == 3 or new != block.tokens[len(stands)], "that would be one more accepted"
+            assert guess.base_len == len(prefix) + len(guess.outcome)
+            assert guess.prefix_hash == Prefix(KEY, (*prefix, *guess.outcome)).hash
+            assert len(guess.tokens) == want.open.max_draft_tokens
+        lengths |= {len(guess.outcome) for guess in guesses}
+    assert lengths == {1, 2, 3, 4}, "after each rejection, and after none"
+
+
+def test_what_is_hardly_likely_is_not_drafted_for():
+    """A model that is sure of itself: one block, for full acceptance."""
+    want = a_want(PREFIX, 3)
+    block, guesses = drafted_ahead(a_method(SpyRunner(20 * LOGITS)), want)
+    (best,) = guesses
+    assert best.outcome[:-1] == block.tokens
+
+
+def test_sessions_share_what_is_drafted_for_and_each_gets_its_likeliest():
+    runner = PrefixRunner(scale=1.0)
+    method = a_method(runner)
+    wants = [a_want((4, i), session=f"s{i}") for i in range(3)]
+    blocks = method.propose(wants, never)
+    pairs = list(zip(wants, blocks, strict=True))
+    guesses = method.propose([ahead_of(want, block) for want, block in pairs], never)
+    assert [guess.session for guess in guesses] == ["s0", "s0", "s1", "s1", "s2", "s2"]
+    for want, block in pairs:
+        _, alone = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+        together = [guess for guess in guesses if guess.session == block.session]
+        assert together == [guess for guess in alone if guess.outcome in {g.outcome for g in together}]
+        assert {guess.outcome for guess in together} == {guess.outcome for guess in alone[:2]}
+
+
+def test_nothing_is_drafted_past_the_end():
+    sizes: set[tuple[int, int]] = set()
+    for prefix in PREFIXES:
+        _, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), a_want(prefix, 3, max_len=8))
+        sizes |= {(len(guess.outcome), len(guess.tokens)) for guess in guesses}
+    assert sizes == {(1, 3), (2, 2), (3, 1)}, "an outcome ends where it leaves room for no block"
+
+
+@RULES
+def test_blocks_ahead_are_no_longer_than_was_asked_for(acceptance, sampling):
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    for asked in (0, 2):
+        method = a_method(PrefixRunner(scale=1.0))
+        (block,) = method.propose([want], never)
+        guesses = method.propose([replace(ahead_of(want, block), max_tokens=asked)], never)
+        assert {len(guess.tokens) for guess in guesses} == ({asked} if asked else set())
+
+
+def test_nothing_is_drafted_behind_a_stop_id():
+    """The session would be over; but other outcomes are."""
+    want = a_want(PREFIX, 3)
+    block, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+    stop = guesses[0].outcome[-1]
+    ending = a_want(PREFIX, 3, stop_ids=(stop,))
+    same, others = drafted_ahead(a_method(PrefixRunner(scale=1.0)), ending)
+    assert same == block
+    assert others
+    assert stop not in {guess.outcome[-1] for guess in others}
+
+
+def test_a_block_that_this_model_did_not_draft_is_guessed_on_from_its_end():
+    """It was looked up in the text: of its tokens' chances nothing is known."""
+    want = replace(a_want(PREFIX, 3), unverified=(7, 7))
+    guesses = a_method(PrefixRunner()).propose([want], never)
+    assert guesses
+    assert {guess.outcome[:2] for guess in guesses} == {(7, 7)}
+    assert {len(guess.outcome) for guess in guesses} == {3}
+
+
+# ---------------------------------------------------------------- a right guess
+
+
+@RULES
+def test_the_block_for_a_right_guess_is_what_would_have_been_drafted_after_the_verdict(acceptance, sampling):
+    """The same tokens and the same draft_probs: under ratio anything else would bias the text."""
+    for seed in range(5):
+        want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance, seed=seed)
+        _, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+        for guess in guesses:
+            (block,) = a_method(PrefixRunner(scale=1.0)).propose(
+                [replace(after(want, *guess.outcome), max_tokens=4)], never
+            )
+            assert replace(guess, outcome=()) == block
+
+
+@RULES
+def test_a_miss_leaves_nothing_behind_that_shows(acceptance, sampling):
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    method = a_method(PrefixRunner(scale=1.0))
+    block, guesses = drafted_ahead(method, want)
+    guessed = {guess.outcome[1] for guess in guesses if len(guess.outcome) > 1}
+    missed = after(want, block.tokens[0], min({*range(VOCABULARY)} - guessed))
+    (found,) = method.propose([missed], never)
+    (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([missed], never)
+    assert found == fresh
+
+
+# ---------------------------------------------------------------- what is fed
+
+
+@RULES
+def test_branches_are_fed_only_what_is_new(acceptance, sampling):
+    """The end of the block once, for what may come after it; then each outcome's own last token and its drafts."""
+    runner = PrefixRunner(scale=1.0)
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    block, guesses = drafted_ahead(a_method(runner), want)
+    root, first, *rest = runner.fed[3:]
+    assert [(row.start, row.tokens) for row in root] == [(5, block.tokens[-1:])]
+    assert [(row.start, row.tokens) for row in first] == [(g.base_len - 1, g.outcome[-1:]) for g in guesses]
+    for step, rows in enumerate(rest):
+        assert [(row.start, row.tokens) for row in rows] == [(g.base_len + step, (g.tokens[step],)) for g in guesses]
+    assert len(rest) == 3
+
+
+@RULES
+def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
+    """The branch that guessed right goes on, and drafting ahead with it."""
+    runner = PrefixRunner(scale=1.0)
+    method = a_method(runner)
+    want = a_want((1, 2, 3, 4, 5), 3, sampling=sampling, acceptance=acceptance)
+    _, guesses = drafted_ahead(method, want)
+    for pick in (0, -1, 2, 1):
+        hit = guesses[pick]
+        want = after(want, *hit.outcome)
+        guesses = method.propose([ahead_of(want, hit)], never)
+        assert {guess.outcome[:-1] for guess in guesses} <= {hit.tokens[:n] for n in range(len(hit.tokens) + 1)}
+        assert len(guesses) > 1
+    assert len(set(runner.read)) == len(runner.read)
+    method.close(["s"])
+    assert method.is_idle
+
+
+# ---------------------------------------------------------------- interruption
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("passes", [0, 1, 2])
+def test_an_interruption_returns_what_there_is(sampling, passes):
+    want = a_want(PREFIX, 3, sampling=sampling)
+    _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+    runner = PrefixRunner(scale=1.0)
+    _, found = drafted_ahead(a_method(runner), want, after_checks(passes))
+    expected = [replace(guess, tokens=guess.tokens[:passes]) for guess in whole]
+    assert found == (expected if passes else [])
+    assert len(runner.fed) == 3 + 1 + passes
+
+
+def test_under_ratio_an_interruption_returns_complete_blocks_only():
+    """A block's length is fixed before its first token is drawn: near the end some are shorter, and done sooner."""
+    lengths: set[int] = set()
+    for prefix in PREFIXES:
+        want = a_want(prefix, 3, sampling=DRAWN, acceptance=RATIO, max_len=8)
+        _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+        for passes in range(4):
+            _, found = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want, after_checks(passes))
+            assert found == [guess for guess in whole if len(guess.tokens) <= passes]
+        lengths |= {len(guess.tokens) for guess in whole}
+    assert lengths == {1, 2, 3}
+
+
+@RULES
+def test_an_interrupted_session_drafts_on_as_if_nothing_had_been(acceptance, sampling):
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    method = a_method(PrefixRunner(scale=1.0))
+    block, _ = drafted_ahead(method, want, after_checks(1))
+    further = replace(after(want, *block.tokens, 9), max_tokens=4)
+    (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([further], never)
+    assert method.propose([further], never) == [fresh]
+
+
+def test_blocks_that_are_wanted_for_sure_are_never_interrupted():
+    (block,) = a_method(PrefixRunner()).propose([a_want(PREFIX, 3)], lambda: True)
+    assert len(block.tokens) == 3
+
+
+# ---------------------------------------------------------------- a small pool
+
+
+@RULES
+@pytest.mark.parametrize("pages", range(3, 12))
+def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(acceptance, sampling, pages):
+    rules = {"sampling": sampling, "acceptance": acceptance}
+    wants = {name: a_want((6, 5, i), 3, name, max_len=12, **rules) for i, name in enumerate(("a", "b"))}
+    method = a_method(PrefixRunner(scale=1.0), pages=pages)
+    for _ in range(4):
+        blocks = [block for block in method.propose([*wants.values()], never) if block.tokens]
+        assert blocks, "there is always room for one"
+        for guess in method.propose([ahead_of(wants[block.session], block) for block in blocks], never):
+            verdict = after(wants[guess.session], *guess.outcome)
+            (fresh,) = a_method(PrefixRunner(scale=1.0)).propose(
+                [replace(verdict, max_tokens=len(guess.tokens))], never
+            )
+            assert replace(guess, outcome=()) == fresh
+        wants |= {block.session: after(wants[block.session], block.tokens[0]) for block in blocks}
+    method.close([*wants])
+    assert method.is_idle
+
+
+def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
+    """What its block's choices were is remembered, but its tokens are not cached any more."""
+    method = a_method(PrefixRunner(scale=1.0), pages=3)
+    lost = a_want((1, 2, 3, 4, 5), 2, session="lost")
+    (block,) = method.propose([lost], never)
+    other = a_want((9,) * 9, 2, session="other")
+    (others,) = method.propose([other], never)
+    guesses = method.propose([ahead_of(other, others), ahead_of(lost, block)], never)
+    assert {guess.session for guess in guesses} <= {"other"}
+    method.close(["lost", "other"])
+    assert method.is_idle

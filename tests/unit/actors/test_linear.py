@@ -1,0 +1,75 @@
+"""Packed products give what `F.linear` gives."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from actors.linear import PackedLinear, PackedProjection, PlainProjection, can_pack, pack_linears, projection
+
+DTYPES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
+
+
+def weights(dtype: torch.dtype, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(1)
+    weight = torch.randn(24, 16, dtype=dtype)
+    if not can_pack(weight):
+        pytest.skip(f"this processor has no packed product in {dtype}")
+    return weight, torch.randn(24, dtype=dtype) if with_bias else None
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_a_packed_product_is_the_plain_one(rows, with_bias, dtype, tolerance):
+    weight, bias = weights(dtype, with_bias)
+    packed = projection(weight, bias)
+    assert isinstance(packed, PackedProjection)
+    for shape in ((rows, 16), (1, rows, 16)):
+        x = torch.randn(shape, dtype=dtype)
+        other = torch.randn(*shape[:-1], 24, dtype=dtype)
+        expected = F.linear(x, weight, bias)
+        torch.testing.assert_close(packed(x), expected, atol=tolerance, rtol=tolerance)
+        kept = other.clone()
+        torch.testing.assert_close(packed.plus(x, other), expected + other, atol=3 * tolerance, rtol=tolerance)
+        torch.testing.assert_close(other, kept, msg="what is added to must stay: it may be used again")
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+def test_what_cannot_be_packed_is_multiplied_plainly(with_bias):
+    weight = torch.randn(24, 16, dtype=torch.float64)
+    bias = torch.randn(24, dtype=torch.float64) if with_bias else None
+    plain = projection(weight, bias)
+    assert isinstance(plain, PlainProjection)
+    x, other = torch.randn(3, 16, dtype=torch.float64), torch.randn(3, 24, dtype=torch.float64)
+    torch.testing.assert_close(plain(x), F.linear(x, weight, bias))
+    torch.testing.assert_close(plain.plus(x, other), F.linear(x, weight, bias) + other)
+
+
+class Special(nn.Linear):
+    """A layer that does something of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+def test_every_plain_linear_of_a_model_is_packed_and_special_ones_are_left_alone():
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 6, bias=False)), Special(6, 4))
+    x = torch.randn(2, 8)
+    expected = model(x)
+    pack_linears(model)
+    assert [type(model[0]), type(model[1][1]), type(model[2])] == [PackedLinear, PackedLinear, Special]
+    assert (model[0].in_features, model[1][1].out_features) == (8, 6)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_packing_leaves_a_tied_embedding_whole():
+    model: Any = nn.ModuleDict({"embedding": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    pack_linears(model)
+    with torch.inference_mode():
+        hidden = model["embedding"](torch.tensor([3, 7]))
+        torch.testing.assert_close(model["head"](hidden), hidden @ model["embedding"].weight.T)

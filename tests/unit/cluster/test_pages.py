@@ -1,0 +1,559 @@
+"""The book of a paged cache: nothing lost, nothing shared wrongly, nothing recomputed that is known."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from cluster.pages import PageBook, PageCopy, page_hash
+
+KEY = b"a key of the pool"
+SIZE = 4
+
+
+def a_book(pages: int = 8) -> PageBook:
+    return PageBook(pages, SIZE, KEY)
+
+
+def a_computed(book: PageBook, session: str, tokens: Sequence[int]) -> int:
+    """A session all of whose tokens are cached and whose whole pages are published; returns what was cached before."""
+    cached = book.open(session, tokens)
+    assert book.reserve(session, cached, len(tokens)) == []
+    book.publish(session, tokens, len(tokens))
+    return cached
+
+
+def test_a_session_gets_pages_as_it_grows_and_not_before():
+    book = a_book(pages=8)
+    assert book.open("s", range(9)) == 0
+    assert (book.table("s"), book.available) == ((), 8)
+    assert book.reserve("s", 0, 5) == []
+    first = book.table("s")
+    assert (len(first), book.available) == (2, 6)
+    assert book.reserve("s", 5, 8) == []
+    assert book.table("s") == first, "there was room in the last page"
+    assert book.reserve("s", 8, 9) == []
+    assert book.table("s")[:2] == first
+    assert len(set(book.table("s"))) == 3
+
+
+@pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_how_many_pages_a_length_takes(length, pages):
+    assert a_book().pages_for(length) == pages
+
+
+def test_with_too_few_pages_nothing_changes():
+    """Neither the pages beyond the table nor the copies that are needed for them may be half there."""
+    book = a_book(pages=4)
+    a_computed(book, "s", range(6))
+    book.fork("s", "fork", 6)
+    assert book.available == 2
+    table = book.table("fork")
+    assert book.reserve("fork", 6, 13) is None, "two more pages, and one instead of the shared one"
+    assert (book.table("fork"), book.available, book.cached_pages) == (table, 2, 1)
+    book.check()
+    assert book.reserve("fork", 6, 12) == [PageCopy(table[1], book.table("fork")[1])], "one page less will do"
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (4, 1), (5, 2), (12, 3), (20, 3)])
+def test_a_rollback_gives_back_what_lies_wholly_beyond_at_once(length, kept):
+    book = a_book(pages=3)
+    book.open("s", ())
+    book.reserve("s", 0, 12)
+    table = book.table("s")
+    book.truncate("s", length)
+    assert (book.table("s"), book.available) == (table[:kept], 3 - kept)
+    book.check()
+
+
+def test_closing_gives_everything_back():
+    book = a_book(pages=3)
+    book.open("s", ())
+    book.reserve("s", 0, 12)
+    book.close("s")
+    assert (book.available, book.cached_pages) == (3, 0)
+    with pytest.raises(KeyError):
+        book.table("s")
+    book.check()
+
+
+def test_two_sessions_of_one_name_are_a_mistake():
+    book = a_book()
+    book.open("s", ())
+    with pytest.raises(AssertionError, match="s is open already"):
+        book.open("s", ())
+    with pytest.raises(AssertionError, match="s is open already"):
+        book.fork("s", "s", 0)
+
+
+def test_what_is_not_there_is_not_written_behind_shared_or_published():
+    book = a_book()
+    book.open("s", ())
+    book.reserve("s", 0, 4)
+    for beyond in (
+        lambda: book.reserve("s", 5, 6),
+        lambda: book.fork("s", "fork", 5),
+        lambda: book.publish("s", range(5), 5),
+    ):
+        with pytest.raises(AssertionError, match="s does not reach position 5"):
+            beyond()
+    with pytest.raises(AssertionError, match="s has 3 tokens, not 4"):
+        book.publish("s", range(3), 4)
+    with pytest.raises(AssertionError, match="nothing to write"):
+        book.reserve("s", 2, 2)
+
+
+# ------------------------------------------------------------ sharing by content
+
+PROMPT = tuple(range(12))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached"),
+    [
+        ((*PROMPT, 12), 12),
+        (PROMPT, 8),  # its last token has to be computed
+        (PROMPT[:9], 8),
+        (PROMPT[:8], 4),
+        (PROMPT[:4], 0),
+        ((), 0),
+        ((*PROMPT[:8], 99, *PROMPT[9:], 12), 8),
+        ((99, *PROMPT[1:], 12), 0),  # the second page is the same, but not what comes before it
+        (PROMPT[4:], 0),
+    ],
+)
+def test_a_session_finds_the_whole_pages_it_begins_with(tokens, cached):
+    book = a_book()
+    a_computed(book, "first", PROMPT)
+    assert book.open("second", tokens) == cached
+    assert book.table("second") == book.table("first")[: cached // SIZE]
+    assert book.available == 8 - 3
+    book.check()
+
+
+def test_only_whole_pages_among_the_first_length_positions_are_published():
+    book = a_book()
+    book.open("first", PROMPT)
+    book.reserve("first", 0, 12)
+    for length, cached in ((3, 0), (7, 4), (12, 12)):
+        book.publish("first", PROMPT, length)
+        assert book.cached_pages == cached // SIZE
+        assert book.open("second", (*PROMPT, 12)) == cached
+        book.close("second")
+
+
+def test_published_pages_outlive_their_session_and_are_there_for_others_to_take():
+    book = a_book()
+    a_computed(book, "first", PROMPT[:10])
+    table = book.table("first")
+    book.close("first")
+    assert (book.available, book.cached_pages) == (8, 2)
+    assert book.open("second", PROMPT) == 8
+    assert book.table("second") == table[:2]
+    assert book.available == 6
+    book.check()
+
+
+def test_what_two_sessions_computed_at_the_same_time_is_kept_once():
+    book = a_book()
+    for session in ("first", "second"):
+        book.open(session, PROMPT)
+        book.reserve(session, 0, 12)
+    assert book.available == 2
+    book.publish("first", PROMPT, 8)
+    book.publish("second", PROMPT, 12)
+    assert book.table("first")[:2] == book.table("second")[:2]
+    assert (book.available, book.cached_pages) == (4, 3), "and the second goes on where the first stopped"
+    book.check()
+
+
+def test_the_same_tokens_after_others_are_another_page():
+    book = a_book()
+    for session, token in (("first", 0), ("second", 1)):
+        a_computed(book, session, (*[token] * SIZE, *PROMPT[:4]))
+    assert book.cached_pages == 4
+    for session, token in (("third", 0), ("fourth", 1)):
+        assert book.open(session, (*[token] * SIZE, *PROMPT[:5])) == 8
+    assert book.table("third") + book.table("fourth") == book.table("first") + book.table("second")
+
+
+def test_each_page_is_published_once_however_often_publish_is_called():
+    hashed: list[tuple[int, ...]] = []
+
+    def counting(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+        hashed.append(tuple(tokens))
+        return page_hash(key, parent, tokens)
+
+    book = PageBook(8, SIZE, KEY, counting)
+    book.open("s", ())
+    book.reserve("s", 0, 12)
+    for length in range(13):
+        book.publish("s", PROMPT, length)
+    assert hashed == [PROMPT[:4], PROMPT[4:8], PROMPT[8:]]
+    book.fork("s", "fork", 10)
+    book.publish("fork", PROMPT, 10)
+    assert len(hashed) == 3, "what its parent published is not looked at again"
+    book.open("like", PROMPT)
+    book.publish("like", PROMPT, 8)
+    assert len(hashed) == 5, "what was found is not looked at again"
+
+
+def test_a_page_that_was_rolled_back_is_published_with_its_new_tokens():
+    book = a_book()
+    a_computed(book, "first", PROMPT[:8])
+    book.truncate("first", 4)
+    again = (*PROMPT[:4], 50, 51, 52, 53)
+    assert book.reserve("first", 4, 8) == []
+    book.publish("first", again, 8)
+    assert book.open("second", (*again, 1)) == 8
+    assert book.open("third", (*PROMPT[:8], 1)) == 8, "the old one is still known"
+    assert book.table("second")[1] != book.table("third")[1]
+    book.check()
+
+
+def test_one_hash_for_everything_shares_nothing_that_differs():
+    book = PageBook(8, SIZE, KEY, lambda key, parent, tokens: b"the same")
+    a_computed(book, "first", PROMPT)
+    assert book.cached_pages == 1, "what comes later to a hash that is taken stays private"
+    assert book.open("other", (99, *PROMPT[1:])) == 0
+    assert book.open("same", PROMPT) == SIZE
+    book.check()
+
+
+def test_a_page_is_not_taken_for_another_after_other_tokens_even_if_the_hash_says_so():
+    """Tokens alone do not make a page: what is cached depends on all before it."""
+    book = PageBook(8, SIZE, KEY, lambda key, parent, tokens: bytes(tokens))  # forgets the parent
+    a_computed(book, "first", (0, 0, 0, 0, 1, 1, 1, 1))
+    a_computed(book, "second", (2, 2, 2, 2))
+    assert book.open("third", (2, 2, 2, 2, 1, 1, 1, 1, 3)) == 4
+    assert book.open("fourth", (0, 0, 0, 0, 1, 1, 1, 1, 3)) == 8
+
+
+def test_the_hash_is_keyed_and_covers_the_page_and_all_before_it():
+    plain = page_hash(KEY, b"parent", (1, 2))
+    assert len(plain) == 16
+    others = (
+        page_hash(b"other", b"parent", (1, 2)),
+        page_hash(KEY, b"other", (1, 2)),
+        page_hash(KEY, b"parent", (2, 1)),
+    )
+    assert len({plain, *others}) == 4
+
+
+# ------------------------------------------------------------ copy on write
+
+
+def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
+    book = a_book()
+    book.open("parent", ())
+    book.reserve("parent", 0, 6)
+    book.fork("parent", "fork", 6)
+    shared = book.table("parent")
+    assert (book.table("fork"), book.available) == (shared, 6)
+    copies = book.reserve("fork", 6, 7)
+    assert copies == [PageCopy(shared[1], book.table("fork")[1])]
+    assert book.table("fork")[0] == shared[0]
+    assert book.table("fork")[1] not in shared
+    assert book.reserve("parent", 6, 7) == [], "nobody else has it any more"
+    assert book.table("parent") == shared
+    book.check()
+
+
+def test_a_fork_reaches_no_further_than_asked():
+    book = a_book()
+    book.open("parent", ())
+    book.reserve("parent", 0, 12)
+    book.fork("parent", "fork", 4)
+    assert book.table("fork") == book.table("parent")[:1]
+    assert book.reserve("fork", 4, 5) == []
+    assert book.table("fork")[1] not in book.table("parent")
+
+
+def test_what_a_fork_has_is_not_given_away_when_its_parent_goes():
+    book = a_book(pages=3)
+    book.open("parent", ())
+    book.reserve("parent", 0, 8)
+    book.fork("parent", "fork", 6)
+    book.close("parent")
+    assert book.available == 1
+    assert book.reserve("fork", 6, 8) == [], "it is the only one now"
+    book.close("fork")
+    assert book.available == 3
+    book.check()
+
+
+def test_a_page_that_is_wholly_rewritten_is_replaced_but_not_copied():
+    book = a_book()
+    book.open("parent", ())
+    book.reserve("parent", 0, 12)
+    book.fork("parent", "fork", 12)
+    shared = book.table("parent")
+    assert book.reserve("fork", 4, 12) == [], "nothing before position 4 is in those pages"
+    assert book.table("fork")[0] == shared[0]
+    assert not set(book.table("fork")[1:]) & set(shared)
+    assert book.reserve("fork", 2, 12) == [PageCopy(shared[0], book.table("fork")[0])]
+    assert not set(book.table("fork")) & set(shared)
+    book.check()
+
+
+def test_a_published_page_is_never_written():
+    book = a_book()
+    a_computed(book, "s", PROMPT[:8])
+    before = book.table("s")
+    assert book.reserve("s", 6, 8) == [PageCopy(before[1], book.table("s")[1])]
+    assert book.table("s")[1] not in before
+    assert book.open("other", (*PROMPT[:8], 1)) == 8
+    assert book.table("other") == before
+    book.check()
+
+
+# ------------------------------------------------------------ eviction
+
+
+def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use():
+    book = a_book(pages=3)
+    prompts = {name: (token,) * SIZE for token, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        a_computed(book, name, prompt)
+        book.close(name)
+    assert book.open("again", (*prompts["a"], 1)) == 4
+    book.close("again")
+    book.open("new", ())
+    assert book.reserve("new", 0, 8) == []
+    assert book.cached_pages == 1
+    assert book.open("hit", (*prompts["a"], 1)) == 4
+    book.check()
+
+
+def test_a_chain_is_evicted_from_its_end():
+    """Without its first page the others would be cached in vain."""
+    book = a_book(pages=3)
+    a_computed(book, "s", PROMPT)
+    book.close("s")
+    book.open("new", ())
+    book.reserve("new", 0, 1)
+    assert book.open("hit", (*PROMPT, 1)) == 8
+
+
+def test_free_pages_are_used_before_cached_ones_are_evicted():
+    book = a_book(pages=3)
+    a_computed(book, "s", PROMPT[:4])
+    book.close("s")
+    book.open("new", ())
+    book.reserve("new", 0, 8)
+    assert book.cached_pages == 1
+    book.reserve("new", 8, 12)
+    assert book.cached_pages == 0
+    book.check()
+
+
+def test_what_somebody_uses_is_not_evicted():
+    book = a_book(pages=3)
+    a_computed(book, "s", PROMPT[:8])
+    book.open("new", ())
+    assert book.reserve("new", 0, 8) is None
+    assert book.reserve("new", 0, 4) == []
+    assert book.cached_pages == 2
+
+
+# ------------------------------------------------------------ integrity
+
+DAMAGE: dict[str, Callable[[PageBook], object]] = {
+    "a page that is lost": lambda book: book._free.pop(),
+    "a page that is free twice": lambda book: book._free.append(book._free[0]),
+    "a page that is free and used": lambda book: book._free.append(book.table("s")[0]),
+    "a page that is free and evictable": lambda book: book._free.append(next(iter(book._evictable))),
+    "a page that is published and free": lambda book: book._free.append(book._evictable.popitem()[0]),
+    "a reference too many": lambda book: book._acquire(book.table("s")[2]),
+    "a reference too few": lambda book: book._release(book.table("s")[2]),
+    "a page that is in a table twice": lambda book: book._sessions["s"].table.append(book.table("s")[0]),
+    "a page that is in a table twice, and counted": lambda book: (
+        book._sessions["s"].table.append(book.table("s")[2]),
+        book._acquire(book.table("s")[2]),
+    ),
+    "a used page that is evictable": lambda book: book._evictable.update({book.table("s")[0]: None}),
+    "an unused page that cannot be evicted": lambda book: book._evictable.popitem(),
+    "a hash that is forgotten": lambda book: book._index.popitem(),
+    "a hash of another page": lambda book: book._index.update({b"other": next(iter(book._index.values()))}),
+    "a published page that is forgotten": lambda book: book._published.popitem(),
+    "a chain that is not published": lambda book: setattr(book._sessions["s"], "published", 3),
+    "a chain that is out of order": lambda book: book._sessions["s"].table.insert(0, book._sessions["s"].table.pop(1)),
+    "a chain beyond the table": lambda book: setattr(book._sessions["whole"], "published", 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_the_check_finds(damage):
+    book = a_book()
+    a_computed(book, "gone", (9,) * 4)
+    book.close("gone")
+    a_computed(book, "s", PROMPT[:10])
+    a_computed(book, "whole", (8,) * 4)
+    book.check()
+    damage(book)
+    with pytest.raises(AssertionError):
+        book.check()
+
+
+# ------------------------------------------------------------ against a model
+
+
+def weak_hash(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Collides all the time."""
+    return bytes([page_hash(key, parent, tokens)[0] % 16])
+
+
+@dataclass
+class Pool:
+    """A pool that holds, for each position, a value of all tokens up to it, as a cache does."""
+
+    book: PageBook
+    random: Random
+    cells: list[list[int]] = field(init=False)
+    sessions: dict[str, list[int]] = field(default_factory=dict)  # tokens that are cached, in the order of opening
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.cells = [[0] * self.book.page_size for _ in range(self.book.pages)]
+
+    # ---------------------------------------------------------- operations
+
+    def open(self) -> None:
+        """With a prompt that may begin like another session, whose end may be the same or not."""
+        name = f"s{self.seen['opened']}"
+        self.seen["opened"] += 1
+        like = self.random.choice([[], *self.sessions.values()])
+        prompt = [*like[: self.random.randint(0, len(like))], *self._tokens()]
+        cached = self.book.open(name, prompt)
+        self.seen["hits"] += cached > 0
+        assert cached % self.book.page_size == 0
+        assert cached < len(prompt)
+        self.sessions[name] = prompt[:cached]
+        self._write(name, cached, prompt[cached:])
+
+    def extend(self, name: str) -> None:
+        self._write(name, len(self.sessions[name]), self._tokens())
+
+    def rewrite(self, name: str) -> None:
+        self._write(name, self._length_of(name), self._tokens())
+
+    def reserve_ahead(self, name: str) -> None:
+        length = len(self.sessions[name])
+        self._reserve(name, length, length + self.random.randint(1, 12))
+
+    def roll_back(self, name: str) -> None:
+        length = self._length_of(name)
+        self.book.truncate(name, length)
+        del self.sessions[name][length:]
+        assert len(self.book.table(name)) == self.book.pages_for(length)
+
+    def publish(self, name: str) -> None:
+        self.book.publish(name, self.sessions[name], self._length_of(name))
+
+    def fork(self, name: str) -> None:
+        length, child = self._length_of(name), f"s{self.seen['opened']}"
+        self.seen["opened"] += 1
+        self.book.fork(name, child, length)
+        self.sessions[child] = self.sessions[name][:length]
+
+    def close(self, name: str) -> None:
+        self.book.close(name)
+        del self.sessions[name]
+
+    def step(self) -> None:
+        """Any of the operations, on any session."""
+        if not self.sessions or (len(self.sessions) < 8 and self.random.random() < 0.15):
+            return self.open()
+        act = self.random.choices(
+            (self.extend, self.rewrite, self.reserve_ahead, self.roll_back, self.publish, self.fork, self.close),
+            (30, 5, 5, 10, 20, 10 if len(self.sessions) < 8 else 0, 10),
+        )[0]
+        return act(self.random.choice([*self.sessions]))
+
+    # ---------------------------------------------------------- what must hold
+
+    def verify(self) -> None:
+        self.book.check()
+        used = {page for name in self.sessions for page in self.book.table(name)}
+        assert self.book.available == self.book.pages - len(used)
+        for name, tokens in self.sessions.items():
+            table, size = self.book.table(name), self.book.page_size
+            read = [self.cells[table[n // size]][n % size] for n in range(len(tokens))]
+            assert read == values(tokens), f"{name} does not read what it wrote"
+
+    # ---------------------------------------------------------- helpers
+
+    def _tokens(self) -> list[int]:
+        return self.random.choices((0, 1), k=self.random.randint(1, 9))
+
+    def _length_of(self, name: str) -> int:
+        """Mostly near the end, sometimes anywhere."""
+        length = len(self.sessions[name])
+        return length - min(self.random.choice((0, 0, 1, 3, self.random.randint(0, length))), length)
+
+    def _write(self, name: str, start: int, tokens: list[int]) -> None:
+        """Computes `tokens` from position `start` on, if there is room."""
+        if not self._reserve(name, start, start + len(tokens)):
+            return
+        whole = [*self.sessions[name][:start], *tokens]
+        table, size = self.book.table(name), self.book.page_size
+        for n, value in list(enumerate(values(whole)))[start:]:
+            self.cells[table[n // size]][n % size] = value
+        self.sessions[name] = whole
+
+    def _reserve(self, name: str, start: int, end: int) -> bool:
+        """Asks for room, makes the copies, and ruins what is writable and not kept."""
+        book, before, cached = self.book, self.book.table(name), self.book.cached_pages
+        available, size = book.available, book.page_size
+        first, last = start // size, book.pages_for(end)
+        others = {page for other in self.sessions if other != name for page in book.table(other)}
+        missing = max(0, last - len(before))
+        needed = missing + sum(page in others or page in book._published for page in before[first:last])
+        copies = book.reserve(name, start, end)
+        assert (copies is None) == (needed > available)
+        if copies is None:
+            self.seen["refused"] += 1
+            assert (book.table(name), book.available, book.cached_pages) == (before, available, cached)
+            return False
+        self.seen["copies"] += len(copies)
+        self.seen["evicted"] += cached - book.cached_pages
+        after = book.table(name)
+        assert after[:first] == before[:first]
+        assert len(after) == max(last, len(before))
+        assert not others.intersection(after[first:last]), "writes what others read"
+        for copy in copies:
+            self.cells[copy.to] = list(self.cells[copy.source])
+        for n in range(start, end):
+            self.cells[after[n // size]][n % size] = -1
+        return True
+
+
+def values(tokens: Sequence[int]) -> list[int]:
+    """At each position a value of all tokens so far."""
+    found, state = [], 0
+    for token in tokens:
+        state = hash((state, token))
+        found.append(state)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seed", "pages", "page_size", "hash_page"),
+    [(1, 16, 4, page_hash), (2, 40, 2, page_hash), (3, 24, 3, weak_hash), (4, 50, 5, weak_hash)],
+)
+def test_ten_thousand_random_operations_lose_no_page_and_share_none_wrongly(seed, pages, page_size, hash_page):
+    pool = Pool(PageBook(pages, page_size, KEY, hash_page), Random(seed))
+    for _ in range(10_000):
+        pool.step()
+        pool.verify()
+    for name in list(pool.sessions):
+        pool.close(name)
+    book = pool.book
+    book.check()
+    assert book.available == pages
+    assert all(pool.seen[event] > 100 for event in ("hits", "refused", "copies", "evicted")), pool.seen
+    book.open("all", ())
+    assert book.reserve("all", 0, pages * page_size) == []
+    assert (sorted(book.table("all")), book.cached_pages) == (list(range(pages)), 0)

@@ -1,0 +1,274 @@
+"""The simulator: right where formulas know the answer, the same for the same seed, and hard on what is broken."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.drafting import DraftBook
+from cluster.errors import ConfigError, TargetLostError
+from cluster.expectation import RoundCosts, expected_tokens, lock_step, speed_up
+from cluster.session import Session
+from cluster.simulation.clock import Clock
+from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
+from cluster.simulation.faults import Adversity, Fault, Kind, Role
+from cluster.simulation.load import ClosedLoop, Load, Poisson
+from cluster.simulation.network import Weather
+from cluster.simulation.oracle import STOP, DraftModel, script
+from cluster.simulation.ordeal import ordeal
+from cluster.simulation.report import Commit, Report, steady_rate
+from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
+from cluster.verifier import Verifier
+from cluster.waiting_room import WaitingRoom
+
+STEP_S, TOKEN_S, HOP_S = 0.020, 0.002, 0.0005
+COSTS = CostModel(target=ForwardCost.linear(STEP_S), draft=DraftCost(forward=ForwardCost.linear(TOKEN_S)), hop_s=HOP_S)
+ONE_AT_A_TIME = Load(ClosedLoop(1), sessions=8, prompt_tokens=8, new_tokens=256)
+ORDEALS = 300
+
+
+def run(acceptance: float, block_len: int, mode: Mode, load: Load = ONE_AT_A_TIME, **changes: object) -> Report:
+    setting = Setting(COSTS, Speculation(block_len, DraftModel((acceptance,)), mode), load)
+    return World(replace(setting, **changes)).run()
+
+
+# ---------------------------------------------------------------- against formulas
+
+
+def test_plain_decoding_gives_a_token_a_step():
+    report = run(0.8, 0, Mode.ADAPTIVE)
+    assert report.tokens_per_s == pytest.approx(1 / STEP_S, rel=0.02)
+    assert (report.blocks, report.drafted) == (0, 0)
+    assert report.steps == report.verifies == 8 * 256
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.9])
+def test_lock_step_has_the_formulas_tokens_and_speed(acceptance):
+    report = run(acceptance, 5, Mode.LOCK_STEP)
+    tokens = expected_tokens(acceptance, 5)
+    assert report.tokens_per_block == pytest.approx(tokens, rel=0.05)
+    costs = RoundCosts(STEP_S, STEP_S, 5 * TOKEN_S, HOP_S)
+    assert report.tokens_per_s * STEP_S == pytest.approx(speed_up(tokens, lock_step(costs), STEP_S), rel=0.05)
+
+
+def test_right_guesses_hide_drafting_behind_verification():
+    """A perfect draft model: a round takes no longer than its step, the network included."""
+    report = run(1.0, 5, Mode.DRAFT_AHEAD)
+    assert report.tokens_per_s == pytest.approx(6 / STEP_S, rel=0.05)
+    assert report.guess_hit_rate == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_step_for_many_is_shared():
+    many = run(0.8, 0, Mode.ADAPTIVE, Load(ClosedLoop(8), sessions=32, prompt_tokens=8, new_tokens=64))
+    assert many.tokens_per_s == pytest.approx(8 / STEP_S, rel=0.05)
+
+
+def test_acceptance_by_position_cuts_blocks_where_it_is_nothing():
+    speculation = Speculation(5, DraftModel((1.0, 1.0, 0.0)), Mode.LOCK_STEP)
+    report = World(Setting(COSTS, speculation, ONE_AT_A_TIME)).run()
+    assert report.tokens_per_block == pytest.approx(3.0, rel=0.02)
+
+
+def test_open_arrivals_are_served_at_their_own_rate():
+    load = Load(Poisson(per_s=2.0), sessions=200, prompt_tokens=8, new_tokens=16)
+    report = run(0.8, 0, Mode.ADAPTIVE, load)
+    assert report.tokens_per_s == pytest.approx(2.0 * 16, rel=0.2)
+    assert report.latency_s == pytest.approx(17 * STEP_S, rel=0.3)
+
+
+def test_the_same_seed_is_the_same_run():
+    first, again, other = (World(replace(ordeal(5), seed=seed)).run() for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+
+
+# ---------------------------------------------------------------- adversity
+
+
+def test_ordeals():
+    """Every session ends, with the text of plain decoding, and nobody holds anything: `World.run` asserts it."""
+    reports = [World(ordeal(seed)).run() for seed in range(ORDEALS)]
+    assert sum(report.tokens for report in reports) > 10 * ORDEALS
+    for cause in ("guess_hit", "wrong_guess", "stale", "duplicate", "verdict_gap", "late"):
+        assert sum(report.causes[cause] for report in reports) > 0, f"no ordeal met '{cause}'"
+    failed = [report for report in reports if report.failed]
+    assert len(failed) < ORDEALS / 20, "targets fail so seldom that a session is hardly ever given up"
+
+
+LOAD = Load(ClosedLoop(4), sessions=8, prompt_tokens=20, new_tokens=40, stopping=0.3)
+TWO_OF_EACH = Fleet(targets=2, drafters=2, routers=2)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("role", [Role.DRAFTER, Role.TARGET])
+def test_each_fault_alone(role, kind):
+    fault = Fault(0.3, role, 0, kind, seconds=7.0)
+    adversity = Adversity(Weather(lost=0.1, doubled=0.1, late_s=0.03), (fault,))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, adversity=adversity)
+    assert (report.sessions, report.failed) == (8, 0)
+
+
+def test_losing_every_drafter_costs_speed_only():
+    deaths = tuple(Fault(0.1 + 0.1 * n, Role.DRAFTER, 0, Kind.DIES, seconds=1e3) for n in range(2))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, adversity=Adversity(faults=deaths))
+    unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH)
+    assert report.sessions == 8
+    assert report.blocks < unhurt.blocks / 2
+    assert report.longest_gap_s < 6 * STEP_S
+
+
+def test_a_dead_routers_sessions_are_freed():
+    death = Adversity(faults=(Fault(0.3, Role.ROUTER, 0, Kind.DIES),))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, adversity=death)
+    assert report.abandoned == 2
+    assert report.sessions == 6
+
+
+def test_without_any_target_sessions_end_with_a_clean_error():
+    deaths = tuple(Fault(0.1, Role.TARGET, 0, Kind.DIES, seconds=1e6) for _ in range(2))
+    world = World(
+        Setting(
+            COSTS,
+            Speculation(4, DraftModel((0.8,))),
+            LOAD,
+            replace(TWO_OF_EACH, target_wait_s=3.0),
+            Adversity(faults=deaths),
+        )
+    )
+    report = world.run()
+    assert report.failed == 8
+    assert all(isinstance(flight.error, TargetLostError) for flight in world.over)
+
+
+# ---------------------------------------------------------------- what is broken is found
+
+
+def found_by_ordeals() -> bool:
+    for seed in range(ORDEALS):
+        try:
+            World(ordeal(seed)).run()
+        except (AssertionError, KeyError, IndexError):
+            return True
+    return False
+
+
+def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
+    right = Session.on_verdict
+
+    def wrong(self, source, verdict):
+        here = replace(verdict, base_len=len(self._prefix), prefix_hash=self._prefix.hash)
+        return right(self, source, here)
+
+    monkeypatch.setattr(Session, "on_verdict", wrong)
+    assert found_by_ordeals()
+
+
+def test_a_target_that_keeps_what_nobody_opens_is_found(monkeypatch):
+    monkeypatch.setattr(WaitingRoom, "expire", lambda self, now: None)
+    monkeypatch.setattr(WaitingRoom, "drafter_gone", lambda self, drafter: None)
+    assert found_by_ordeals()
+
+
+def test_a_drafter_that_never_forgets_is_found(monkeypatch):
+    monkeypatch.setattr(DraftBook, "close", lambda self, router, close: None)
+    assert found_by_ordeals()
+
+
+def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
+    right = Verifier._row
+
+    def off_by_one(self, session, budget):
+        row = right(self, session, budget)
+        return replace(row, start=max(0, row.start - 1))
+
+    monkeypatch.setattr(Verifier, "_row", off_by_one)
+    assert found_by_ordeals()
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_clock_keeps_the_order_of_what_is_due_together():
+    clock, seen = Clock(), []
+    clock.at(2.0, lambda: seen.append("late"))
+    clock.at(1.0, lambda: clock.after(0.0, lambda: seen.append("after the second")))
+    clock.at(1.0, lambda: seen.append("second"))
+    assert clock.run() == 4
+    assert (seen, clock.now) == (["second", "after the second", "late"], 2.0)
+
+
+def test_a_clock_that_stands_still_is_found():
+    clock = Clock()
+
+    def again() -> None:
+        clock.after(0.0, again)
+
+    again()
+    with pytest.raises(AssertionError, match="time stands still"):
+        clock.run()
+
+
+def test_a_script_agrees_as_often_as_it_should():
+    load = Load(ClosedLoop(1), 1, prompt_tokens=0, new_tokens=4000)
+    text, draft = script(load, seed=1, index=0), DraftModel((0.7,), runner_up=0.5)
+    drafted = text.drafted(0, 4000, draft)
+    right = [a == b for a, b in zip(drafted, text.tokens, strict=True)]
+    assert sum(right) / 4000 == pytest.approx(0.7, abs=0.03)
+    second = [text.second_choice(at, 0.7, draft) for at in range(4000)]
+    assert all(one != other for one, other in zip(second, drafted, strict=True))
+    assert sum(a == b for a, b in zip(second, text.tokens, strict=True)) / 4000 == pytest.approx(0.15, abs=0.03)
+    assert text.agreed(0, drafted) == right.index(False)
+
+
+def test_the_likeliest_outcomes_come_first():
+    assert DraftModel((0.9,), runner_up=0.5).outcomes(2) == [None, 0, 1, 2]
+    assert DraftModel((0.9, 0.1), runner_up=0.5).outcomes(2) == [1, 0, 2, None]
+
+
+def test_a_script_may_stop_before_its_limit():
+    load = Load(ClosedLoop(1), 1, prompt_tokens=3, new_tokens=20, stopping=1.0)
+    text = script(load, seed=2, index=0)
+    assert text.plain[-1] == STOP
+    assert STOP not in text.plain[:-1]
+    assert text.tokens[: 3 + len(text.plain)] == text.prompt + text.plain
+
+
+def test_forward_costs_are_linear_between_points_and_go_on_beyond():
+    cost = ForwardCost(by_tokens=((1, 10.0), (8, 17.0), (40, 33.0)), per_row_s=1.0)
+    assert [cost.seconds(1, tokens) for tokens in (0, 1, 4.5, 8, 24, 40, 56)] == [11, 11, 14.5, 18, 26, 34, 42]
+    assert ForwardCost(by_tokens=((4, 2.0),)).seconds(3, 100) == 2.0
+    assert ForwardCost.linear(1.0, per_row_s=0.5, per_token_s=0.25).seconds(2, 8) == pytest.approx(4.0)
+
+
+def test_costs_are_saved_and_loaded(tmp_path: Path):
+    COSTS.save(tmp_path / "costs.json")
+    assert CostModel.load(tmp_path / "costs.json") == COSTS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"target": {"by_tokens": [[2, 1], [1, 2]]}}', "expected them to rise"),
+        ('{"target": {"by_tokens": []}}', "target.by_tokens"),
+        ('{"hop": 1}', "hop: Extra inputs"),
+        ("{", "Invalid JSON"),
+    ],
+)
+def test_wrong_costs_are_named(tmp_path: Path, text, message):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        CostModel.load(path)
+
+
+def test_missing_costs_are_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot read costs"):
+        CostModel.load(tmp_path / "none.json")
+
+
+def test_the_steady_rate_leaves_out_beginning_and_end():
+    slow_start = [Commit(float(at), 1) for at in range(0, 50, 10)]
+    steady = [Commit(50 + at / 2, 1) for at in range(1, 31)]
+    slow_end = [Commit(70.0 + at * 10, 1) for at in range(5)]
+    assert steady_rate([*slow_start, *steady, *slow_end]) == pytest.approx(2.0)
+    assert steady_rate([]) == 0.0

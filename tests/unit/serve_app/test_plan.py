@@ -1,0 +1,223 @@
+"""The planner: what it advises where the answer is known, what it shows, and what it refuses."""
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.errors import ConfigError
+from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
+from cluster.simulation.load import ClosedLoop, Poisson
+from cluster.simulation.oracle import DraftModel
+from cluster.simulation.world import Mode
+from serve_app.classroom import ACCEPTANCES, BLOCK_LENS, TOLERANCE, lessons
+from serve_app.cli import app
+from serve_app.plan import (
+    PLAIN,
+    Answer,
+    Candidate,
+    InProcess,
+    Prices,
+    Question,
+    advise,
+    best_in_process,
+    candidates,
+    choose,
+    cost_per_million,
+    steady_sessions,
+)
+from serve_app.plan_report import advice_data, advice_picture, advice_report, classroom_tables, verdict
+from serve_app.plan_request import PlanRequest, StatedCosts
+from serve_app.svg import curves
+
+COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)
+SMALL = Question(
+    COSTS, DraftModel((0.9,)), ClosedLoop(2), prompt_tokens=8, new_tokens=32, block_lens=(4,), ratios=((1, 1), (2, 1))
+)
+
+
+def shown(report: object) -> str:
+    console = Console(width=100, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(report)
+    return captured.get()
+
+
+# ---------------------------------------------------------------- advice
+
+
+def test_good_and_cheap_drafts_are_advised():
+    tried = []
+    advice = advise(SMALL, lambda: tried.append(1))
+    assert len(tried) == len(advice.answers) == 1 + 2 * 1 * 3
+    assert advice.best.candidate.block_len == 4
+    assert advice.best.gain(advice.plain) > 2
+    assert advice.at_once == 2
+    assert advice.break_even_acceptance is not None
+    assert advice.break_even_acceptance < 0.9
+    assert advice.best.cost_per_million is None
+
+
+def test_useless_drafts_are_not_advised():
+    advice = advise(replace(SMALL, draft=DraftModel((0.0,), runner_up=0.0)))
+    assert advice.best.candidate == PLAIN
+    assert "plain decoding" in verdict(advice)
+
+
+def test_drafts_that_cost_more_than_they_bring_are_not_advised():
+    dear = advise(replace(SMALL, prices=Prices(target=1.0, drafter=1000.0)))
+    assert dear.best.candidate == PLAIN
+    assert advise(replace(SMALL, prices=Prices(target=1.0, drafter=0.01))).best.candidate.block_len == 4
+
+
+def test_under_a_given_rate_latency_decides():
+    advice = advise(replace(SMALL, arrivals=Poisson(1.0)))
+    assert advice.best.latency_s < advice.plain.latency_s / 1.5
+    assert 0 < advice.at_once < 2
+    assert advice.in_process.latency_s < advice.plain.latency_s
+
+
+def answer(drafters: int, tokens_per_s: float, targets: int = 1) -> Answer:
+    return Answer(Candidate(targets, drafters, 4, Mode.ADAPTIVE), tokens_per_s, 1.0, 0.1, 0.5, 0.5, None)
+
+
+def test_the_smaller_fleet_is_taken_where_it_is_as_good():
+    assert choose([answer(2, 100.0), answer(1, 99.0)], SMALL).candidate.drafters == 1
+    assert choose([answer(2, 100.0), answer(1, 97.0)], SMALL).candidate.drafters == 2
+    assert choose([answer(1, 100.0), answer(1, 99.0, targets=2)], SMALL).candidate.targets == 2
+
+
+def test_candidates_begin_with_plain_and_are_all_different():
+    found = list(candidates(SMALL))
+    assert found[0] == PLAIN
+    assert len(set(found)) == len(found) == 7
+
+
+def test_cost_counts_the_whole_fleet():
+    fleet = Candidate(2, 1, 4, Mode.ADAPTIVE)
+    assert cost_per_million(Prices(36.0, 3.6), fleet, tokens_per_s=100.0) == pytest.approx(1e4 * 0.021)
+    assert cost_per_million(None, fleet, 100.0) is None
+
+
+def test_drafting_in_process_is_the_formula():
+    inside = best_in_process(replace(SMALL, block_lens=(1, 4)))
+    tokens = (1 - 0.9**5) / 0.1
+    assert inside == InProcess(4, pytest.approx(2 * tokens / 0.024), pytest.approx(32 * 0.024 / tokens), None)
+
+
+def test_littles_law():
+    assert steady_sessions(30.0, lambda n: 10.0) == pytest.approx(3.0, abs=0.01)
+    assert steady_sessions(30.0, lambda n: 20.0 / n) == 4096, "nothing is enough: all that may wait, wait"
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_the_report_says_what_to_take_and_compares():
+    question = replace(SMALL, prices=Prices(10.0, 1.0))
+    advice = advise(question)
+    text = shown(advice_report(question, advice))
+    for words in ("in-process", "plain", "cost/1M", "least acceptance that pays", "Take 1 drafter"):
+        assert words in text
+    data = json.loads(json.dumps(advice_data(question, advice)))
+    assert data["best"]["candidate"]["mode"] == advice.best.candidate.name
+    assert len(data["answers"]) == 7
+    assert data["question"]["arrivals"] == {"ClosedLoop": {"concurrency": 2}}
+
+
+def test_the_picture_has_a_line_for_each_mode_and_a_level_for_each_rival():
+    question = replace(SMALL, block_lens=(2, 4))
+    picture = ElementTree.fromstring(advice_picture(question, advise(question)))
+    words = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"lock-step", "adaptive", "draft-ahead", "plain", "in the target's process", "2", "4"} <= words
+    lines = list(picture.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 1 + 3 + 2
+
+
+def test_curves_put_higher_values_higher_up():
+    picture = ElementTree.fromstring(curves({"a": [(1, 10.0), (2, 30.0)]}, {"level": 20.0}, "x", "y"))
+    _, line, level = picture.iter("{http://www.w3.org/2000/svg}polyline")
+    (x0, y0), (x1, y1) = (tuple(map(float, point.split(","))) for point in line.attrib["points"].split())
+    middle = float(level.attrib["points"].split()[0].split(",")[1])
+    assert x0 < x1
+    assert y1 < middle < y0
+    assert middle == pytest.approx((y0 + y1) / 2, abs=0.02)
+
+
+# ---------------------------------------------------------------- classroom
+
+
+def test_formula_and_simulation_agree():
+    found = lessons()
+    assert [(lesson.acceptance, lesson.block_len) for lesson in found] == [
+        (g, k) for g in ACCEPTANCES for k in BLOCK_LENS
+    ]
+    for lesson in found:
+        assert lesson.simulated_tokens == pytest.approx(lesson.tokens, rel=TOLERANCE)
+        assert lesson.simulated_gain == pytest.approx(lesson.gain, rel=TOLERANCE)
+        assert lesson.gain_there == pytest.approx(1.0, rel=TOLERANCE)
+    text = shown(classroom_tables(found))
+    assert "5.695" in text, "0.9, 7 by the formula"
+
+
+# ---------------------------------------------------------------- what is asked
+
+STATED = StatedCosts(20.0, 0.5, 2.0, 0.1, 0.3)
+ASKED = PlanRequest(None, STATED, None, None, None, 64, 64, None, None, None)
+
+
+def test_stated_costs_mean_what_they_say():
+    costs = STATED.model()
+    assert costs.target.seconds(1, 1) == pytest.approx(0.020)
+    assert costs.target.seconds(1, 9) == pytest.approx(0.024)
+    assert costs.draft.seconds(1, 5) == pytest.approx(0.010)
+    assert costs.draft.seconds(3, 5) == pytest.approx(0.011)
+    assert costs.hop_s == pytest.approx(0.0003)
+
+
+def test_costs_may_come_from_a_file(tmp_path: Path):
+    COSTS.save(tmp_path / "costs.json")
+    assert replace(ASKED, costs_path=tmp_path / "costs.json").question().costs == COSTS
+
+
+def test_acceptance_by_position():
+    assert replace(ASKED, acceptance=[0.9, 0.7]).question().draft == DraftModel((0.9, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"concurrency": 4, "rate": 1.0}, "give one of them"),
+        ({"rate": 0.0}, "--rate is 0"),
+        ({"target_price": 3.0}, "give both"),
+        ({"stated": replace(STATED, target_step_ms=0.0)}, "--target-step-ms is 0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(ASKED, **changes).question()
+
+
+def test_the_command_writes_what_is_asked_for(tmp_path: Path):
+    arguments = [
+        "--concurrency",
+        1,
+        "--new-tokens",
+        8,
+        "--block-len",
+        2,
+        "--json",
+        tmp_path / "a",
+        "--plot",
+        tmp_path / "b",
+    ]
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert "Where the gain ends" in result.output
+    assert json.loads((tmp_path / "a").read_text())["question"]["new_tokens"] == 8
+    ElementTree.fromstring((tmp_path / "b").read_text())
