@@ -6,7 +6,7 @@ DEMO := examples/smollm2.yaml
 # The bench gives the target and the drafter a core each.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive ordeals check bench
+.PHONY: setup models demo test test-exhaustive test-gpu ordeals check bench
 
 setup: .venv/.complete
 
@@ -33,6 +33,10 @@ test: models
 # Equality at length, with real models; about half an hour on two cores.
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
+
+# The engine on a CUDA device; skipped, with a word, where there is none.
+test-gpu: setup
+	$(BIN)/pytest tests/gpu -rs
 
 # Thousands of random fault schedules in the simulator; a few minutes.
 ordeals: setup

@@ -9,7 +9,8 @@ ratio: a draft token x stands with probability min(1, target_probs[x] / draft_pr
     recovered token is drawn from normalised max(target_probs - draft_probs, 0) (Leviathan et al. 2023,
     arXiv 2211.17192). Without draft_probs a draft token is a point mass.
 
-Knows nothing of sessions' ends: what follows a stop id is cut elsewhere.
+This is the specification, one block at a time; a step decides all of its blocks together (`decisions.py`). Knows
+nothing of sessions' ends: what follows a stop id is cut elsewhere.
 """
 
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def _accept_by_ratio(
     target_probs = torch.softmax(logits.to(torch.float64), dim=-1)
     drafted = target_probs[range(len(draft)), draft].tolist()  # the target's probability of each draft token
     for offset, token in enumerate(draft):
-        draft_row = _distribution(draft_probs, offset, token)
+        draft_row = distribution(draft_probs, offset, token)
         if uniform_scalar(at.key(offset, Purpose.ACCEPT)) * draft_row[token] < drafted[offset]:
             continue
         residual = _residual(target_probs[offset], draft_row)
@@ -84,7 +85,7 @@ def _accept_by_ratio(
     return Decision(len(draft), _draw_from(target_probs[len(draft)], at.key(len(draft), Purpose.DRAW)))
 
 
-def _distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
+def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
     """What one draft token was drawn from, by token id; a point mass if nothing else was sent."""
     if draft_probs is None:
         return {token: 1.0}

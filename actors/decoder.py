@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
-from actors.attention import ATTENTION_NAME, attend, register_attention
-from actors.cache import RaggedBatch
-from actors.linear import Projection, SharedProjection, pack_linears, projection
+from actors.attention.hugging_face import ATTENTION_NAME, register_attention
+from actors.batch import RaggedBatch
+from actors.linear import Projection, SharedProjection, fastest_rows, pack_linears, projection
 from actors.sharding import RowParallelLinear, VocabularyParallelHead
 
 KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
@@ -50,15 +50,36 @@ class ModelDecoder:
         return logits
 
 
+class Norm(Protocol):
+    """Root mean square norm over the last dimension, in float32 inside."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """Root mean square norm, in float32 inside."""
+class PlainNorm:
+    """By torch's own function, which is one operation on a GPU."""
 
     weight: Tensor
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class MirroredNorm:
+    """By layer norm, which on a CPU is one operation where torch's RMS norm is ten.
+
+    The row [x, -x] has mean 0 and the mean square of x, so its layer norm begins with the RMS norm of x.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._size, self._eps = len(weight), eps
+        self._weight = torch.cat([weight, weight])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mirrored = torch.cat((x, x.neg()), -1)
+        return F.layer_norm(mirrored, self._weight.shape, self._weight, None, self._eps)[..., : self._size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +108,21 @@ class LlamaDecoder:
         self._heads = first.q_proj.weight.shape[0] // self._head_dim
         self._kv_heads = first.k_proj.weight.shape[0] // self._head_dim
         self._embedding = body.embed_tokens.weight.detach()
+        self._least_rows = fastest_rows(self._embedding)
         self._rotary: nn.Module = body.rotary_emb
         self._layers = [_layer(module) for module in body.layers]
         self._norm = _norm(body.norm)
         self._head = _alone(model.get_output_embeddings())
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
-        hidden = F.embedding(batch.tokens, self._embedding)
-        cos, sin = _rotation(self._rotary, hidden, batch.positions)
+        padding = (0, max(0, self._least_rows - len(batch.tokens)))
+        hidden = F.embedding(F.pad(batch.tokens, padding), self._embedding)
+        cos, sin = _rotation(self._rotary, hidden, F.pad(batch.positions, padding))
         for index, layer in enumerate(self._layers):
             hidden = self._attention(layer, index, hidden, cos, sin, batch)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden = layer.down.plus(F.silu(gate) * up, hidden)
-        return self._head(self._norm(hidden[batch.logit_at]))
+        return self._head(self._norm(hidden.index_select(0, batch.logit_at)))
 
     def _attention(
         self, layer: Layer, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch
@@ -111,8 +134,10 @@ class LlamaDecoder:
             qkv[:, self._heads : rotated] = layer.key_norm(qkv[:, self._heads : rotated])
         turning = qkv[:, :rotated]
         torch.addcmul(turning * cos, turning.roll(self._head_dim // 2, -1), sin, out=turning)
-        attended = attend(batch, index, qkv[:, : self._heads], qkv[:, self._heads :], layer.scaling, layer.window)
-        return layer.attention_out.plus(attended, hidden)
+        total = len(batch.tokens)
+        query, key_value = qkv[:total, : self._heads], qkv[:total, self._heads :]
+        attended = batch.attend(index, query, key_value, layer.scaling, layer.window)
+        return layer.attention_out.plus(F.pad(attended, (0, 0, 0, len(hidden) - total)), hidden)
 
 
 def _rotation(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +149,9 @@ def _rotation(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tenso
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
+    weight = module.weight.detach()
+    kind = MirroredNorm if weight.device.type == "cpu" else PlainNorm
+    return kind(weight, module.variance_epsilon)
 
 
 def _layer(module: Any) -> Layer:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from actors.acceptance import Decision, DrawAddress, accept, match
+from actors.acceptance import DrawAddress
 from actors.cache import FeedRow
+from actors.decisions import Block, decide
 from actors.runner import Runner
-from actors.sampling import process
 from cluster.steps import Outcome, Row, StepPlan
 from protos.messages import Open
 
@@ -52,37 +52,22 @@ class StepExecutor:
         return FeedRow(row.tokens, row.start, row.draft_len + 1 if row.decide else 0, row.pages)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
-        logits = logits[:, : self._vocabulary]
         rows = [row for row in plan.rows if row.decide]
-        # The likeliest tokens of all rows in one pass: most requests need nothing else, and it is read once.
-        likeliest = logits.argmax(dim=-1).tolist() if any(self._is_simple(row) for row in rows) else []
-        outcomes: list[Outcome] = []
-        begin = 0
-        for row in rows:
-            end = begin + row.draft_len + 1
-            if self._is_simple(row):
-                decision = match(likeliest[begin:end], row.tokens[len(row.tokens) - row.draft_len :])
-            else:
-                decision = self._decide_row(row, logits[begin:end])
-            outcomes.append(Outcome(row.session, decision.accepted, decision.next_token))
-            begin = end
-        return outcomes
+        decisions = decide([self._block(row) for row in rows], logits[:, : self._vocabulary])
+        return [
+            Outcome(row.session, decision.accepted, decision.next_token)
+            for row, decision in zip(rows, decisions, strict=True)
+        ]
 
-    def _is_simple(self, row: Row) -> bool:
-        sampling = self._sessions[row.session].open.sampling
-        return sampling.greedy and not sampling.penalised
-
-    def _decide_row(self, row: Row, logits: Tensor) -> Decision:
+    def _block(self, row: Row) -> Block:
         session = self._sessions[row.session]
         request = session.open
         base_len = row.start + len(row.tokens) - row.draft_len
-        draft = row.tokens[len(row.tokens) - row.draft_len :]
-        generated = session.tokens[request.prompt_len : base_len] if request.sampling.penalised else ()
-        return accept(
-            request.acceptance,
-            request.sampling.greedy,
-            process(logits, request.sampling, generated, draft),
-            draft,
-            row.draft_probs,
-            DrawAddress(request.seed, request.choice, base_len),
+        return Block(
+            rule=request.acceptance,
+            sampling=request.sampling,
+            draft=row.tokens[len(row.tokens) - row.draft_len :],
+            draft_probs=row.draft_probs,
+            generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
+            at=DrawAddress(request.seed, request.choice, base_len),
         )

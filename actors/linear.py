@@ -82,6 +82,11 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype is torch.float32
 
 
+def fastest_rows(weight: Tensor) -> int:
+    """Fewer rows than this are no faster through such weights."""
+    return FASTEST_ROWS if can_pack(weight) else 1
+
+
 def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
     """The fastest product for weights of shape (outputs, inputs)."""
     weight = weight.detach()

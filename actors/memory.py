@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from actors.attention.shape import attention_shape
 from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
@@ -18,12 +19,7 @@ MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
     """Of one page in all layers, on one of `ranks`."""
-    config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    positions = 2 * int(config.num_hidden_layers) * (kv_heads // ranks) * page_size  # of one head, keys and values
-    return positions * head_dim * int(model.dtype.itemsize)
+    return attention_shape(model, page_size, ranks).page_bytes
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
 _SIGN = 1 << 63
+NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, what fills a GPU
 
 
 class Purpose(IntEnum):
@@ -53,7 +54,12 @@ def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 def gumbel(at: int, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise of key `at` for each of `token_ids`, float64."""
-    return -torch.log(-torch.log(uniform(torch.tensor(at, dtype=torch.int64, device=token_ids.device), token_ids)))
+    return gumbels(torch.tensor(at, dtype=torch.int64, device=token_ids.device), token_ids)
+
+
+def gumbels(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for int64 `keys` and `token_ids` of broadcastable shapes, float64."""
+    return -torch.log(-torch.log(uniform(keys, token_ids)))
 
 
 def gumbel_argmax(scores: Tensor, at: int) -> int:
@@ -65,6 +71,20 @@ def gumbel_argmax(scores: Tensor, at: int) -> int:
     if ids.numel() == 0:  # a model that computes nonsense still gives a token
         return int(scores.argmax())
     return int(ids[(scores[ids] + gumbel(at, ids)).argmax()])
+
+
+def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
+    """`gumbel_argmax` of each row, on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    at_once = max(1, NOISE_AT_ONCE[scores.device.type] // len(ids))
+    parts = zip(torch.split(scores, at_once), torch.split(keys, at_once), strict=True)
+    return torch.cat([(part + gumbels(some.unsqueeze(1), ids)).argmax(dim=-1) for part, some in parts])
+
+
+def gumbel_argmaxes_among(scores: Tensor, keys: Tensor, candidates: Tensor) -> Tensor:
+    """`gumbel_argmaxes` for rows whose winners are among `candidates`, (rows, count)."""
+    noisy = scores.gather(-1, candidates) + gumbels(keys.unsqueeze(1), candidates)
+    return candidates.gather(-1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def uniform_scalar(at: int) -> float:

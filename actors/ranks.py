@@ -23,10 +23,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actors.attention import AttentionBackend
+from actors.attention.choice import AttentionReport, choose_attention
+from actors.attention.shape import attention_shape
 from actors.cache import FeedRow
 from actors.collectives import Alone, Group, join
 from actors.executor import StepExecutor
-from actors.memory import page_bytes, page_count
+from actors.memory import page_count
 from actors.models import load
 from actors.profile import profile_steps
 from actors.runner import ModelRunner, Runner
@@ -64,6 +67,7 @@ class RankReport:
     pid: int
     pages: int  # that its memory has room for
     load: LoadReport
+    attention: AttentionReport
 
 
 def use_cpu(resources: Resources) -> None:
@@ -121,6 +125,7 @@ class Rank:
         self._device = device_of(spec.resources)
         self._group: Group = Alone()
         self._model: PreTrainedModel | None = None
+        self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None
         self._runner: ModelRunner | None = None  # of this rank's share alone
         self._leading: Runner | None = None  # of all ranks
@@ -143,15 +148,16 @@ class Rank:
             self._group = join(device)
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
-        bytes_each = page_bytes(self._model, spec.cache.page_size, spec.ranks)
-        pages = page_count(spec.cache, bytes_each, spec.sessions, spec.context, device)
-        return RankReport(os.getpid(), pages, loaded.report)
+        shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
+        self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
+        pages = page_count(spec.cache, shape.page_bytes, spec.sessions, spec.context, device)
+        return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:
         """Makes the cache; every rank's has as many pages."""
         spec = self._spec
         assert self._model is not None, "load first"
-        self._runner = ModelRunner(self._model, pages, spec.cache.page_size)
+        self._runner = ModelRunner(self._model, pages, spec.cache.page_size, self._attention)
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.cache import FeedRow, PagedCache, RaggedBatch
+from actors.attention import AttentionBackend
+from actors.attention.choice import choose_attention
+from actors.attention.shape import attention_shape
+from actors.batch import RaggedBatch
+from actors.cache import FeedRow, PagedCache
 from actors.decoder import decoder_for
 from cluster.errors import ModelError
 from cluster.pages import PageCopy
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what `attend` computes
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
 
 
 class Runner(Protocol):
@@ -38,10 +42,13 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 class ModelRunner:
-    """A Hugging Face causal language model behind `Runner`."""
+    """A Hugging Face causal language model behind `Runner`; `attention` by default as `choose_attention` has it."""
 
-    def __init__(self, model: PreTrainedModel, pages: int, page_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pages: int, page_size: int, attention: AttentionBackend | None = None
+    ) -> None:
         check_attention(model)
+        self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._cache = PagedCache(pages, page_size, model.dtype, model.device)
         self._decode = decoder_for(model.eval())
@@ -49,4 +56,4 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
         self._cache.copy(copies)
-        return self._decode(RaggedBatch(rows, self._cache))
+        return self._decode(RaggedBatch(rows, self._cache, self._attention))

@@ -1,7 +1,7 @@
 """The engines that `engine.py` compares, each behind the same small interface and in a process of its own.
 
-An arm works only while it is asked, so arms that share a machine do not disturb each other. Knows nothing of what is
-compared with what.
+An arm's processes run only while it is asked and are stopped in between, so arms that share a machine do not disturb
+each other: some engines spin while they wait. Knows nothing of what is compared with what.
 """
 
 import multiprocessing as mp
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 Prompts = Sequence[tuple[int, ...]]
 
@@ -161,16 +163,34 @@ class Worker:
         self._process.start()
         theirs.close()
         self._receive()
+        self._rest()
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Run:
+        for process in self._processes():
+            process.resume()
         self._pipe.send((prompts, new_tokens))
-        return self._receive()
+        run: Run = self._receive()
+        self._rest()
+        return run
 
     def stop(self) -> None:
-        """Also ends an arm that is in the midst of something, or dead."""
+        """Ends the arm, whatever it is doing, and what it started."""
+        for process in self._processes():
+            process.kill()
+        self._process.join()
         self._pipe.close()
-        self._process.join(timeout=10)
-        self._process.kill()
+
+    def _rest(self) -> None:
+        for process in self._processes():
+            process.suspend()
+
+    def _processes(self) -> list[psutil.Process]:
+        """The arm's and those that it started."""
+        try:
+            arm = psutil.Process(self._process.pid)
+            return [arm, *arm.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def _receive(self) -> Any:
         try:

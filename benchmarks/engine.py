@@ -181,6 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="of every answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without-vllm", action="store_true", help="even where it is installed")
+    parser.add_argument("--without-steps", action="store_true", help="leave out what a step costs")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     return parser.parse_args()
@@ -210,7 +211,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    steps = step_times(setup)
+    steps = [] if arguments.without_steps else step_times(setup)
     show(Console(), found, first, steps)
     if arguments.json:
         measured = {"throughput": [asdict(line) for line in found], "first_token_s": first, "steps": steps}

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.cache import FeedRow, PagedCache, RaggedBatch
-from actors.decoder import Decoder, LlamaDecoder, ModelDecoder, decoder_for, is_llama_kind
+from actors.attention.gathered import Gathered
+from actors.batch import RaggedBatch
+from actors.cache import FeedRow, PagedCache
+from actors.decoder import Decoder, LlamaDecoder, MirroredNorm, ModelDecoder, PlainNorm, decoder_for, is_llama_kind
 from tests.unit.actors.tiny_models import MODELS, SIZES, jittered, tokens_of
 
 LLAMA_KIND = ["llama", "qwen2", "qwen3", "mistral"]
@@ -59,7 +61,7 @@ def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     prompts = [FeedRow(a[:9], 0, 0, at_a), FeedRow(b[:8], 0, 0, at_b), FeedRow(c[:4], 0, 1, at_c)]
     further = [FeedRow(a[9:], 9, 5, at_a), FeedRow(b[8:], 8, 1, at_b), FeedRow(c[4:], 4, 7, at_c)]
     with torch.inference_mode():
-        return torch.cat([decoder(RaggedBatch(rows, cache)) for rows in (prompts, further)])
+        return torch.cat([decoder(RaggedBatch(rows, cache, Gathered())) for rows in (prompts, further)])
 
 
 def twins(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -87,3 +89,11 @@ def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
     assert (ours - exact).norm() < BFLOAT16_TOLERANCE * exact.norm()
     theirs = decode(ModelDecoder(own), torch.bfloat16).float()
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_both_norms_are_the_root_mean_square_norm(dtype, tolerance):
+    x, weight = (3 * torch.randn(5, 4, 32) + 1).to(dtype), torch.randn(32).to(dtype)
+    exact = nn.functional.rms_norm(x.double(), (32,), weight.double(), 1e-5)
+    for norm in (PlainNorm(weight, 1e-5), MirroredNorm(weight, 1e-5)):
+        assert torch.allclose(norm(x).double(), exact, rtol=2 * tolerance, atol=tolerance)

@@ -15,7 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from actors.cache import SHORT_CONTEXT, SHORT_ROW, FeedRow, PagedCache, RaggedBatch
+from actors.attention.gathered import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
+from actors.cache import FeedRow, PagedCache
 from actors.runner import ModelRunner
 from cluster.errors import ModelError
 from cluster.pages import PageCopy
@@ -94,8 +95,9 @@ def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
     parts = list(zip(TABLES, whole, begins, strict=True))
     plain.runner.forward([row(table, tokens[:begin], 0, 0) for table, tokens, begin in parts if begin])
     rows = [row(table, tokens[begin:], begin, min(3, len(tokens) - begin)) for table, tokens, begin in parts]
-    cache = PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
-    assert len(RaggedBatch(rows, cache).groups) == 4
+    plan = GatheredPlan(rows, PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu")))
+    plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
+    assert len(plan.groups) == 4
     check(plain, rows, whole)
 
 

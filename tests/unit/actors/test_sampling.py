@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling import process
+from actors.sampling import process, restrict
 from protos.messages import Sampling
 
 VOCABULARY = 12
@@ -130,3 +130,24 @@ def test_a_temperature_near_zero_is_nearly_greedy(temperature):
 
 def test_half_precision_logits_are_processed_in_float32():
     assert process(some_logits(1).bfloat16(), Sampling(), (), ()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("count", [3, 8, 1024])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_k=2), Sampling(top_k=6, top_p=0.8), Sampling(top_p=0.6), Sampling(min_p=0.3)]
+)
+def test_where_few_candidates_are_sure_to_suffice_they_are_all_that_is_left_and_right(monkeypatch, sampling, count):
+    """A step draws among the candidates alone; coarse logits tie, at the edges too."""
+    logits = (torch.randn(40, 12, generator=torch.Generator().manual_seed(4)) * 2).round() / 2
+    exact = restrict(logits, sampling, thorough=True)
+    assert exact.candidates is None
+    assert exact.sure.all()
+    monkeypatch.setattr("actors.sampling.CANDIDATES", count)
+    quick = restrict(logits, sampling)
+    torch.testing.assert_close(quick.logits[quick.sure], exact.logits[quick.sure])
+    for row, candidates, sure in zip(exact.logits, quick.candidates, quick.sure, strict=True):
+        left = set(row.isfinite().nonzero().flatten().tolist())
+        assert not sure or left <= set(candidates.tolist())
+    # With three candidates, or ties at the edge of top-k, some positions are not sure; with many most are.
+    assert quick.sure.any()
+    assert quick.sure.all() or count < 1024 or sampling.top_k

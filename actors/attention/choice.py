@@ -1,0 +1,161 @@
+"""Which attention backend serves a model on a device: the fastest that is right, measured at start.
+
+Right is what agrees with `gathered`, also where memory that is none of a row's holds NaN. Knows nothing of checkpoints.
+"""
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import restore_flash_attention_impl
+
+from actors.attention import AttentionBackend
+from actors.attention.flashinfer import flashinfer_for
+from actors.attention.flex import flex_for
+from actors.attention.gathered import Gathered
+from actors.attention.shape import AttentionShape
+from actors.attention.varlen import varlen_for
+from actors.batch import RaggedBatch
+from actors.cache import FeedRow, PagedCache
+
+# What is tried: rows of a block each after contexts of several lengths, as a target has them.
+QUERIES = 5
+CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
+WINDOWS = (None, 100)
+WARM_UPS, REPEATS = 2, 5
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# How a library says that it is not installed, not built for this device, or not for this shape.
+MAY_FAIL = (
+    ImportError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OSError,
+    subprocess.SubprocessError,
+)
+
+Make = Callable[[], AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One backend's trial: the milliseconds that attention takes a step, or why it is out of the question."""
+
+    name: str
+    step_ms: float | None
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """Which backend serves, and what was tried to find it; nothing where there is no choice."""
+
+    chosen: str
+    tried: tuple[Tried, ...] = ()
+
+
+class Trial:
+    """A step of attention on random keys and values, again and again the same."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._shape = shape
+        per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
+        generator = torch.Generator().manual_seed(0)
+        # Every other page is none of the rows', and theirs lie in no order.
+        pages = torch.randperm(2 * sum(per_row), generator=generator)
+        tables = torch.split(pages[: sum(per_row)], per_row)
+        self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
+        self._rows = [FeedRow((0,) * QUERIES, at, 0, tuple(t.tolist())) for at, t in zip(CONTEXTS, tables, strict=True)]
+        total = QUERIES * len(CONTEXTS)
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
+
+        self._query = random(total, shape.heads, shape.head_dim)
+        self._new = random(total, 2 * shape.kv_heads, shape.head_dim)
+        self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
+
+    def attend(self, backend: AttentionBackend, window: int | None) -> Tensor:
+        """The result of one layer; whatever is not the rows' own in the pool is NaN."""
+        pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
+        pool[: self._cache.nowhere] = torch.nan
+        size = self._shape.page_size
+        for row, old in zip(self._rows, self._old, strict=True):
+            pages = torch.tensor(row.pages, device=pool.device)
+            places = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
+            pool[places[: len(old)]] = old
+        batch = RaggedBatch(self._rows, self._cache, backend)
+        return batch.attend(0, self._query, self._new, None, window)
+
+    def step(self, backend: AttentionBackend) -> None:
+        """A step's attention in all layers, finished."""
+        batch = RaggedBatch(self._rows, self._cache, backend)
+        for _ in range(self._shape.layers):
+            batch.attend(0, self._query, self._new, None, None)
+        if self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)
+
+
+def fastest(
+    makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
+) -> tuple[AttentionBackend, AttentionReport]:
+    """The fastest right one of the backends that can be made; `gathered` is the reference, and always one of them."""
+    reference = Gathered()
+    expected = [trial.attend(reference, window) for window in WINDOWS]
+    best: AttentionBackend = reference
+    best_ms = _step_ms(reference, trial, clock)
+    tried = [Tried(reference.name, best_ms)]
+    for name, make in makes.items():
+        try:
+            backend = make()
+            _check(backend, trial, expected, tolerance)
+            step_ms = _step_ms(backend, trial, clock)
+        except MAY_FAIL as error:
+            tried.append(Tried(name, None, f"{type(error).__name__}: {error}"))
+            continue
+        tried.append(Tried(name, step_ms))
+        if step_ms < best_ms:
+            best, best_ms = backend, step_ms
+    return best, AttentionReport(best.name, tuple(tried))
+
+
+def _check(backend: AttentionBackend, trial: Trial, expected: Sequence[Tensor], tolerance: float) -> None:
+    """Raises ValueError for results that are not the reference's."""
+    for window, reference in zip(WINDOWS, expected, strict=True):
+        found = trial.attend(backend, window)
+        if not torch.allclose(found, reference, atol=tolerance, rtol=tolerance):
+            furthest = float((found.float() - reference.float()).abs().max())
+            raise ValueError(f"its result is off by {furthest:.3g} with a window of {window}, expected {tolerance:.3g}")
+
+
+def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]) -> float:
+    for _ in range(WARM_UPS):
+        trial.step(backend)
+    times = []
+    for _ in range(REPEATS):
+        began = clock()
+        trial.step(backend)
+        times.append(1000 * (clock() - began))
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
+    """Measured on a GPU. On a CPU there is nothing to choose: no library attends to pages there."""
+    if device.type != "cuda":
+        return Gathered(), AttentionReport(Gathered.name)
+    makes: dict[str, Make] = {
+        "flashinfer": lambda: flashinfer_for(device),
+        "flex": lambda: flex_for(shape.page_size),
+        "varlen": lambda: varlen_for(device),  # last: it puts its kernels in the place of torch's
+    }
+    backend, report = fastest(makes, Trial(shape, device), TOLERANCE[shape.dtype])
+    if backend.name != "varlen":
+        restore_flash_attention_impl(_raise_warn=False)
+    return backend, report

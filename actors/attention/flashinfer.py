@@ -1,0 +1,105 @@
+"""Attention by FlashInfer (the extra `flashinfer`): ragged queries over pages where they are.
+
+FlashInfer plans on the host, for a shape, a scale and a window, then runs in every layer that has these.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.attention import pages_of
+from actors.cache import FeedRow, PagedCache
+
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Layers that differ in any of these need a plan of their own."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scaling: float | None
+    window: int | None
+
+
+class FlashInfer:
+    """`library` is the module flashinfer."""
+
+    name = "flashinfer"
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        self._library = library
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[_Shape, Any] = {}
+
+    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "FlashInferPlan":
+        return FlashInferPlan(rows, cache, self)
+
+    def wrapper(self, shape: _Shape) -> Any:
+        """It holds a plan from step to step; those of all shapes share the workspace, for they run in turn."""
+        if shape not in self._wrappers:
+            make = self._library.BatchPrefillWithPagedKVCacheWrapper
+            self._wrappers[shape] = make(self._workspace, "NHD")
+        return self._wrappers[shape]
+
+
+class FlashInferPlan:
+    """One run a layer for all rows; the first layer of a shape plans for the others.
+
+    FlashInfer wants its integers on the host, where it plans, and copies them itself.
+    """
+
+    integers: Sequence[Sequence[int]] = ()
+
+    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, backend: FlashInfer) -> None:
+        self._backend, self._page_size = backend, cache.page_size
+        used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
+        pinned = cache.device.type == "cuda"
+        self._lists = [
+            torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
+            for numbers in (
+                [0, *accumulate(len(row.tokens) for row in rows)],  # where each row's queries begin
+                [0, *accumulate(map(len, used))],  # where each row's pages begin
+                [page for pages in used for page in pages],
+                [row.end - (len(pages) - 1) * cache.page_size for row, pages in zip(rows, used, strict=True)],
+            )
+        ]
+        self._planned: dict[_Shape, Any] = {}
+
+    def place(self, parts: Sequence[Tensor]) -> None:
+        """Nothing is needed."""
+
+    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        shape = _Shape(query.shape[1], pool.shape[1] // 2, query.shape[2], query.dtype, scaling, window)
+        if shape not in self._planned:
+            self._planned[shape] = self._plan(shape)
+        attended: Tensor = self._planned[shape].run(query, pages_of(pool, self._page_size))
+        return attended
+
+    def _plan(self, shape: _Shape) -> Any:
+        wrapper = self._backend.wrapper(shape)
+        wrapper.plan(
+            *self._lists,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            self._page_size,
+            causal=True,
+            sm_scale=shape.scaling,
+            window_left=-1 if shape.window is None else shape.window - 1,  # it does not count the query's own key
+            q_data_type=shape.dtype,
+        )
+        return wrapper
+
+
+def flashinfer_for(device: torch.device) -> FlashInfer:
+    """Raises ImportError where FlashInfer is not installed."""
+    return FlashInfer(importlib.import_module("flashinfer"), device)

@@ -1,0 +1,119 @@
+"""Attention by torch's FlexAttention, with a block mask that says which pages each row reads.
+
+On a GPU it is compiled to one kernel that reads pages where they are. Uncompiled, as on a CPU, it computes every score
+of the whole pool and is good for tests only.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from actors.attention import pages_of
+from actors.cache import FeedRow, PagedCache
+
+QUERY_BLOCK = 128  # queries that share a list of pages
+LEAST_PAGE = 16  # keys that a kernel takes at a time, at least
+
+
+class Flex:
+    """`kernel` has the signature of torch's flex_attention."""
+
+    name = "flex"
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        self._kernel = kernel
+
+    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "FlexPlan":
+        return FlexPlan(rows, cache, self._kernel)
+
+
+class FlexPlan:
+    """The pool is one long sequence of keys; the block mask is made once for each window."""
+
+    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
+        self._kernel, self._page_size = kernel, cache.page_size
+        self._pages = cache.nowhere // cache.page_size + 1  # of the pool
+        self._rows = len(rows)
+        used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
+        row_of = [index for index, row in enumerate(rows) for _ in row.tokens]
+        blocks = [
+            sorted({page for row in set(row_of[begin : begin + QUERY_BLOCK]) for page in used[row]})
+            for begin in range(0, len(row_of), QUERY_BLOCK)
+        ]
+        self.integers = [
+            row_of,
+            [at for row in rows for at in range(row.start, row.end)],
+            [row * self._pages + page for row, pages in enumerate(used) for page in pages],
+            [at for pages in used for at in range(len(pages))],
+            [len(pages) for pages in blocks],
+            [index * self._pages + at for index, pages in enumerate(blocks) for at in range(len(pages))],
+            [page for pages in blocks for page in pages],
+            [page * cache.page_size + at for page, at in _behind_the_ends(rows, cache.page_size)],
+        ]
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def place(self, parts: Sequence[Tensor]) -> None:
+        self._row_of, self._positions, held, logical, counts, listed_at, listed, self._behind = parts
+        # (rows x pages of the pool,): which of the row's pages it is, or -1
+        self._page_of_row = torch.full((self._rows * self._pages,), -1, device=held.device)
+        self._page_of_row[held] = logical
+        self._counts = counts.to(torch.int32).view(1, 1, -1)
+        # One place for each page of the pool, as kernels expect it; those beyond a block's count are not looked at.
+        blocks = torch.zeros(len(counts) * self._pages, dtype=torch.int32, device=held.device)
+        blocks[listed_at] = listed.to(torch.int32)
+        self._blocks = blocks.view(1, 1, -1, self._pages)
+
+    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        # The kernel multiplies what it hides with nought; after another session it could be NaN.
+        pool.index_fill_(0, self._behind, 0)
+        if window not in self._masks:
+            self._masks[window] = self._block_mask(window, len(query), len(pool))
+        keys, values = (part.flatten(0, 1).transpose(0, 1).unsqueeze(0) for part in pages_of(pool, self._page_size))
+        attended = self._kernel(
+            query.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            block_mask=self._masks[window],
+            scale=scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+            kernel_options={"BLOCK_M": 64, "BLOCK_N": min(64, self._page_size)},
+        )
+        return attended[0].transpose(0, 1)
+
+    def _block_mask(self, window: int | None, queries: int, keys: int) -> BlockMask:
+        row_of, positions, page_of_row = self._row_of, self._positions, self._page_of_row
+        pages, page_size = self._pages, self._page_size
+
+        def seen(batch: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
+            page = page_of_row[row_of[query] * pages + place // page_size]
+            behind = positions[query] - (page * page_size + place % page_size)
+            visible = (page >= 0) & (behind >= 0)
+            return visible if window is None else visible & (behind < window)
+
+        return BlockMask.from_kv_blocks(
+            self._counts,
+            self._blocks,
+            BLOCK_SIZE=(QUERY_BLOCK, self._page_size),
+            mask_mod=seen,
+            seq_lengths=(queries, keys),
+            compute_q_blocks=False,  # they serve the backward pass
+        )
+
+
+def _behind_the_ends(rows: Sequence[FeedRow], page_size: int) -> Iterator[tuple[int, int]]:
+    """Page and place of every position in rows' last pages that nothing was written to yet.
+
+    A page that is written to is its row's alone.
+    """
+    for row in rows:
+        filled = (row.end - 1) % page_size + 1
+        yield from ((row.pages[(row.end - 1) // page_size], at) for at in range(filled, page_size))
+
+
+def flex_for(page_size: int) -> Flex:
+    """Compiled. Raises RuntimeError for pages that no kernel can read."""
+    if page_size < LEAST_PAGE or page_size & (page_size - 1):
+        raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {LEAST_PAGE} on")
+    return Flex(torch.compile(flex_attention))

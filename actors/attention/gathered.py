@@ -1,0 +1,190 @@
+"""Attention over gathered keys and values by torch's scaled dot products: what works everywhere.
+
+Rows of like lengths are attended together, so nothing is done per row inside the layers; where a single row's pages
+lie one after the other, its keys and values are not even copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.cache import FeedRow, PagedCache
+
+SHORT_ROW = 8  # rows of up to so many tokens (blocks, single tokens) are attended together
+SHORT_CONTEXT = 256  # so are contexts up to this length; beyond, those of the same power of two
+
+
+class Gathered:
+    """Copies each group's keys and values together, then attends."""
+
+    name = "gathered"
+
+    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "GatheredPlan":
+        return GatheredPlan(rows, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows that are attended together: queries and keys padded to the longest of them."""
+
+    count: int
+    queries: int
+    keys: int
+    query_at: Tensor | None  # (count x queries,) places in the flat batch; None: the whole batch, in order
+    real: Tensor | None  # (real queries,) places in the padded queries that are none of the padding; None: all
+    key_at: Tensor | slice  # (count x keys,) places in the pool
+    positions: Tensor  # (count, queries)
+    all_visible: bool  # every query sees every key, but for a window
+
+
+class GatheredPlan:
+    """The groups of a step."""
+
+    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache) -> None:
+        self._cache = cache
+        self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _alike(rows)]
+        self.integers = [part for draft in self._drafts for part in draft.integers]
+        self.groups: list[RowGroup] = []
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._is_one_group = len(self._drafts) == 1 and self._drafts[0].whole
+
+    def place(self, parts: Sequence[Tensor]) -> None:
+        begin = 0
+        for draft in self._drafts:
+            end = begin + len(draft.integers)
+            self.groups.append(draft.group(parts[begin:end], self._cache))
+            begin = end
+
+    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        if self._is_one_group:
+            return self._attend_group(0, query, pool, scaling, window)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for index, group in enumerate(self.groups):
+            assert group.query_at is not None, "a group that is the whole batch has no others beside it"
+            attended = self._attend_group(index, query[group.query_at], pool, scaling, window)
+            if group.real is None:
+                out.index_copy_(0, group.query_at, attended)
+            else:
+                out.index_copy_(0, group.query_at[group.real], attended[group.real])
+        return out
+
+    def _attend_group(
+        self, index: int, query: Tensor, pool: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """query and result: (count x queries, heads, head dim).
+
+        Query heads that share a key head become further queries of it, so keys and values are never repeated.
+        """
+        rows = self.groups[index]
+        heads, head_dim = query.shape[1:]
+        kv_heads = pool.shape[1] // 2
+        repeat = heads // kv_heads
+        keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
+        grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(
+            grouped.reshape(rows.count, kv_heads, repeat * rows.queries, head_dim),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=self.mask(index, repeat, window),
+            scale=scaling,
+        )
+        apart = attended.view(rows.count, kv_heads, repeat, rows.queries, head_dim).permute(0, 3, 1, 2, 4)
+        return apart.reshape(-1, heads, head_dim)
+
+    def mask(self, group: int, repeat: int, window: int | None) -> Tensor | None:
+        """What to add to scores of the queries, each repeated in `repeat` heads, shape (count, 1, repeat x queries,
+        keys); None: nothing. Made once per step, for all layers."""
+        rows = self.groups[group]
+        if rows.all_visible and (window is None or rows.keys <= window):
+            return None
+        address = (group, repeat, window)
+        if address not in self._masks:
+            at = rows.positions.unsqueeze(2)
+            key_at = torch.arange(rows.keys, device=at.device)
+            hidden = key_at > at
+            if window is not None:
+                hidden |= key_at <= at - window
+            scores = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=at.device)
+            self._masks[address] = scores.masked_fill_(hidden, -torch.inf).repeat(1, repeat, 1).unsqueeze(1)
+        return self._masks[address]
+
+
+class _GroupDraft:
+    """A group before its integers are on the device: `integers` are query_at, real, positions, tables and ends."""
+
+    def __init__(self, members: list[tuple[int, FeedRow]], rows: int, page_size: int) -> None:
+        """`members`: a row and where its tokens begin in the flat batch; `rows`: how many the batch has."""
+        self.count = len(members)
+        self.queries = max(len(row.tokens) for _, row in members)
+        self.keys = max(row.end for _, row in members)
+        self.even = all(len(row.tokens) == self.queries for _, row in members)
+        self.whole = self.even and len(members) == rows
+        self.all_visible = self.queries == 1 and all(row.end == self.keys for _, row in members)
+        # Padding repeats a row's last query: its result is not used.
+        offsets = [[min(i, len(row.tokens) - 1) for i in range(self.queries)] for _, row in members]
+        pages = -(-self.keys // page_size)
+        first = members[0][1].pages[:pages]
+        together = self.count == 1 and first == tuple(range(first[0], first[0] + pages))
+        self.slice = slice(first[0] * page_size, first[0] * page_size + self.keys) if together else None
+        query_at = [begin + i for (begin, _), at in zip(members, offsets, strict=True) for i in at]
+        real = [k * self.queries + i for k, (_, row) in enumerate(members) for i in range(len(row.tokens))]
+        self.integers: list[list[int]] = [
+            [] if self.whole else query_at,
+            [] if self.even else real,
+            [row.start + i for (_, row), at in zip(members, offsets, strict=True) for i in at],
+            [] if together else [page for _, row in members for page in _padded(row.pages, pages)],
+            [] if together else [row.end for _, row in members],
+        ]
+
+    def group(self, parts: Sequence[Tensor], cache: PagedCache) -> RowGroup:
+        query_at, real, positions, tables, ends = parts
+        return RowGroup(
+            count=self.count,
+            queries=self.queries,
+            keys=self.keys,
+            query_at=None if self.whole else query_at,
+            real=None if self.even else real,
+            key_at=self.slice or _places(tables.view(self.count, -1), ends, self.keys, cache),
+            positions=positions.view(self.count, self.queries),
+            all_visible=self.all_visible,
+        )
+
+
+def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
+    """The group's keys and values, (count, keys, 2, kv heads, head dim); a view where they lie together."""
+    found = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
+    return found.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
+
+
+def _octave(length: int, least: int) -> int:
+    """The same for all lengths up to `least`, and then for all between two powers of two."""
+    return (max(length, least) - 1).bit_length()
+
+
+def _alike(rows: Sequence[FeedRow]) -> list[list[tuple[int, FeedRow]]]:
+    """Rows of similar lengths together, so that padding at most doubles them."""
+    groups: dict[tuple[int, int], list[tuple[int, FeedRow]]] = {}
+    begin = 0
+    for row in rows:
+        address = (_octave(len(row.tokens), SHORT_ROW), _octave(row.end, SHORT_CONTEXT))
+        groups.setdefault(address, []).append((begin, row))
+        begin += len(row.tokens)
+    return list(groups.values())
+
+
+def _padded(pages: tuple[int, ...], count: int) -> list[int]:
+    return [*pages[:count], *[0] * (count - len(pages))]
+
+
+def _places(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
+    """Where the first `keys` positions of each row lie in the pool, (rows x keys,).
+
+    Positions beyond a row's end are nowhere: masks hide scores, but not the NaN that another's memory may hold.
+    """
+    size = cache.page_size
+    places = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)
+    beyond = torch.arange(keys, device=tables.device) >= ends.unsqueeze(1)
+    return places.view(len(tables), -1)[:, :keys].masked_fill(beyond, cache.nowhere).reshape(-1)

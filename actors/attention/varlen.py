@@ -1,0 +1,80 @@
+"""Attention by torch's variable-length attention with block tables: FlashAttention over pages where they are.
+
+torch has block tables only with FlashAttention 3 (compute capability 9.0) or 4 (10.0), each from a package of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+
+from actors.attention import pages_of
+from actors.cache import FeedRow, PagedCache
+
+IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # by major compute capability
+
+
+class Varlen:
+    """`kernel` has the signature of torch's varlen_attn."""
+
+    name = "varlen"
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self._kernel = kernel
+
+    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "VarlenPlan":
+        return VarlenPlan(rows, cache, self._kernel)
+
+
+class VarlenPlan:
+    """One call a layer for all rows."""
+
+    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
+        self._kernel, self._page_size = kernel, cache.page_size
+        used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
+        width = max(len(pages) for pages in used)
+        begins = [0, *accumulate(len(row.tokens) for row in rows)]
+        tables = [page for pages in used for page in (*pages, *[0] * (width - len(pages)))]
+        self.integers = [[*begins, *(row.end for row in rows), *tables]]
+        self._rows = len(rows)
+        self._max_queries = max(len(row.tokens) for row in rows)
+        self._max_keys = max(row.end for row in rows)
+
+    def place(self, parts: Sequence[Tensor]) -> None:
+        numbers = parts[0].to(torch.int32)
+        rows = self._rows
+        self._begins = numbers[: rows + 1]
+        # Kernels read tables and lengths in wide words: each in memory of its own, which begins at such a word.
+        self._used = numbers[rows + 1 : 2 * rows + 1].clone()
+        self._tables = numbers[2 * rows + 1 :].view(rows, -1).clone()
+
+    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        keys, values = pages_of(pool, self._page_size)
+        attended: Tensor = self._kernel(
+            query,
+            keys,
+            values,
+            self._begins,
+            None,  # where keys begin is in the block table
+            self._max_queries,
+            self._max_keys,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),  # torch does not count the query's own key
+            enable_gqa=query.shape[1] != keys.shape[2],
+            seqused_k=self._used,
+            block_table=self._tables,
+        )
+        return attended
+
+
+def varlen_for(device: torch.device) -> Varlen:
+    """Raises RuntimeError or ImportError where torch has no paged kernel for the device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in IMPLEMENTATION:
+        raise RuntimeError(f"no FlashAttention with block tables for compute capability {major}.{minor}")
+    activate_flash_attention_impl(IMPLEMENTATION[major])
+    return Varlen(varlen_attn)

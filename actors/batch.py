@@ -1,0 +1,52 @@
+"""A step's rows as flat tensors on the device: what one forward feeds, where it is cached and how it attends.
+
+Knows nothing of sessions or models.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actors.attention import AttentionBackend
+from actors.cache import FeedRow, PagedCache
+from actors.staging import stage
+
+
+class RaggedBatch:
+    """Rows of mixed lengths, one after the other; all of their integers reach the device in one copy."""
+
+    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, backend: AttentionBackend) -> None:
+        self.cache = cache
+        size = cache.page_size
+        tokens = [token for row in rows for token in row.tokens]
+        positions = [at for row in rows for at in range(row.start, row.end)]
+        written = [row.pages[at // size] * size + at % size for row in rows for at in range(row.start, row.end)]
+        self._plan = backend.plan(rows, cache)
+        parts = stage([tokens, positions, written, _logit_places(rows), *self._plan.integers], cache.device)
+        # tokens and positions: (total,); written: (total,) places in the pool; logit_at: (wanted,) places in the batch
+        self.tokens, self.positions, self.written, self.logit_at = parts[:4]
+        self._plan.place(parts[4:])
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # (total, heads, head dim)
+        key_value: Tensor,  # (total, 2 x kv heads, head dim): keys, then values
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Caches the new keys and values and attends each row to its own; shape (total, heads x head dim)."""
+        total, both, head_dim = key_value.shape
+        pool = self.cache.layer(layer, both // 2, head_dim)
+        pool.index_copy_(0, self.written, key_value)
+        return self._plan(query, pool, scaling, window).reshape(total, -1)
+
+
+def _logit_places(rows: Sequence[FeedRow]) -> list[int]:
+    """Places in the flat batch whose logits are wanted."""
+    found: list[int] = []
+    end = 0
+    for row in rows:
+        end += len(row.tokens)
+        found += range(end - row.logits, end)
+    return found

@@ -1,0 +1,129 @@
+"""The engine on a GPU says what it says on a CPU, by any attention, and waits for the device once a step."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from actors.acceptance import DrawAddress
+from actors.attention import AttentionBackend
+from actors.attention.choice import MAY_FAIL, TOLERANCE, WINDOWS, Trial, choose_attention
+from actors.attention.flashinfer import flashinfer_for
+from actors.attention.flex import flex_for
+from actors.attention.gathered import Gathered
+from actors.attention.shape import AttentionShape
+from actors.attention.varlen import varlen_for
+from actors.cache import FeedRow
+from actors.decisions import Block, decide
+from actors.executor import StepExecutor
+from actors.runner import ModelRunner
+from cluster.steps import Row, StepPlan
+from protos.messages import Acceptance, Sampling, SparseProbs
+from tests.unit.actors.tiny_models import MODELS, jittered, tokens_of
+from tests.unit.cluster.samples import an_open
+
+pytestmark = pytest.mark.gpu
+PAGE_SIZE = 16
+SHAPE = AttentionShape(layers=2, heads=8, kv_heads=2, head_dim=64, page_size=PAGE_SIZE, dtype=torch.bfloat16)
+LIBRARIES: dict[str, Callable[[torch.device], AttentionBackend]] = {
+    "flashinfer": flashinfer_for,
+    "varlen": varlen_for,
+    "flex": lambda _: flex_for(PAGE_SIZE),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@torch.inference_mode()
+def test_each_library_that_is_there_attends_as_gathering_does(name, device):
+    try:
+        backend = LIBRARIES[name](device)
+    except MAY_FAIL as error:
+        pytest.skip(f"{name} cannot be used here: {error}")
+    trial, tolerance = Trial(SHAPE, device), TOLERANCE[SHAPE.dtype]
+    for window in WINDOWS:
+        expected = trial.attend(Gathered(), window)
+        torch.testing.assert_close(trial.attend(backend, window), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_choice_is_made_and_says_what_was_tried(device):
+    backend, report = choose_attention(SHAPE, device)
+    assert report.chosen == backend.name
+    assert [tried.name for tried in report.tried] == ["gathered", "flashinfer", "flex", "varlen"]
+    assert all((tried.step_ms is None) == bool(tried.refused) for tried in report.tried)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_mixed_rows_are_those_of_a_cpu(name, device):
+    """In float32, whose products must not be rounded to TF32 for this."""
+    assert not torch.backends.cuda.matmul.allow_tf32
+    torch.manual_seed(3)
+    model = jittered(MODELS[name]())
+    twin = MODELS[name]()
+    twin.load_state_dict(model.state_dict())
+    runners = [ModelRunner(model, 32, PAGE_SIZE), ModelRunner(twin.to(device).eval(), 32, PAGE_SIZE, Gathered())]
+    a, b = tokens_of(1, 60), tokens_of(2, 33)
+    steps = [
+        [FeedRow(a[:50], 0, 1, (7, 2, 9, 4)), FeedRow(b[:32], 0, 0, (1, 30))],
+        [FeedRow(a[50:], 50, 10, (7, 2, 9, 4)), FeedRow(b[32:], 32, 1, (1, 30, 3))],
+    ]
+    for rows in steps:
+        expected, found = (runner.forward(rows).cpu() for runner in runners)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.0, presence_penalty=0.5),
+    Sampling(),
+    Sampling(temperature=0.8, top_k=20, top_p=0.9),
+    Sampling(min_p=0.05),
+]
+
+
+def some_blocks() -> list[Block]:
+    probs = SparseProbs(((1, 5, 9), (2, 6, 0)), ((30, 5, 1), (9, 9, 0)))
+    return [
+        Block(rule, sampling, (1, 2), probs if rule is Acceptance.RATIO else None, (4, 4, 7), DrawAddress(seed, 0, 50))
+        for rule in Acceptance
+        for sampling in SAMPLINGS
+        for seed in range(6)
+    ]
+
+
+def test_decisions_are_those_of_a_cpu(device):
+    blocks = some_blocks()
+    logits = 3 * torch.randn(3 * len(blocks), 50_000, generator=torch.Generator().manual_seed(1))
+    logits[:, :10] += 8
+    assert decide(blocks, logits.to(device)) == decide(blocks, logits)
+
+
+def a_large_model(device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+
+
+def test_the_host_waits_for_the_device_once_a_step(device):
+    """torch warns of everything that waits; the one copy of the decisions is all."""
+    executor = StepExecutor(ModelRunner(a_large_model(device), 64, PAGE_SIZE), 32_000)
+    opens = tuple(an_open(str(i), tokens=tokens_of(i, 20), sampling=s) for i, s in enumerate(SAMPLINGS))
+    prompts = tuple(
+        Row(request.session, request.tokens, 0, True, (2 * i, 2 * i + 1)) for i, request in enumerate(opens)
+    )
+    blocks = tuple(Row(row.session, (1, 2, 3), 20, True, row.pages, draft_len=2) for row in prompts)
+    executor.step(StepPlan((), opens, prompts))
+    executor.step(StepPlan((), (), blocks))  # whatever is made on first use is made
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            executor.step(StepPlan((), (), blocks))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    assert len(waits) == 1, waits
