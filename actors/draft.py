@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from actors.methods import DraftingMethod
 from actors.streams import Link, Outbox
 from cluster.drafting import DraftBook, DrafterLimits
+from cluster.streams import Send, stream_name
 from cluster.timeline import Timeline
-from cluster.verifier import Send, stream_name
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome
@@ -109,7 +109,7 @@ class Drafter:
                     self._dial(message.target_address)
                 self._send(sends)
             elif isinstance(message, Close):
-                self.book.close(stream, message)
+                self._send(self.book.close(stream, message))
         self._wake()
 
     def router_down(self, stream: str) -> None:

@@ -16,10 +16,11 @@ from actors.streams import Outbox
 from cluster.errors import EngineError
 from cluster.pacing import Cost, Pacing
 from cluster.steps import Outcome, StepPlan
+from cluster.streams import Send, stream_name
 from cluster.timeline import Timeline
-from cluster.verifier import Send, Verifier, VerifierLimits, stream_name
+from cluster.verifier import Verifier, VerifierLimits
 from protos.codec import Decoded
-from protos.messages import Attach, Block, Close, Hello, Open, Refusal, RefusalReason, Welcome
+from protos.messages import Attach, Block, Close, Detach, Hello, NoDraft, Open, Refusal, RefusalReason, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,10 @@ class TargetReplica:
             elif isinstance(message, Block):
                 self.timeline.record("block", message.session)
                 self.verifier.block(stream, message, now)
+            elif isinstance(message, NoDraft):
+                self.verifier.no_draft(stream, message)
+            elif isinstance(message, Detach):
+                self.verifier.detach(stream, message)
         self._changed.set()
 
     def drafter_down(self, stream: str) -> None:

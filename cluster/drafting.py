@@ -8,14 +8,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.verifier import Send, peer_of
+from cluster.backpressure import Capacity
+from cluster.streams import Send, peer_of
 from protos.messages import (
     MAX_BLOCK_TOKENS,
     Attach,
     Block,
     Close,
+    Detach,
+    DraftAnswer,
     Finish,
     LiveSession,
+    NoDraft,
     Open,
     Refusal,
     RefusalReason,
@@ -81,6 +85,7 @@ class _Session:
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
     attached: bool = False
+    sent_len: int = -1  # base length of the latest block that was sent
 
 
 class DraftBook:
@@ -91,6 +96,7 @@ class DraftBook:
         self._draft_ahead = draft_ahead
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # longest without a block first
         self._closed: list[str] = []  # for the drafting method, with the next pass
+        self._capacity = Capacity(limits.max_sessions)
         self.counts: Counter[str] = Counter()
 
     # ------------------------------------------------------------ what a router says
@@ -121,11 +127,16 @@ class DraftBook:
         self._sessions[request.session] = session
         return [self._attach(session)]
 
-    def close(self, router: str, close: Close) -> None:
-        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
+    def close(self, router: str, close: Close) -> list[Send]:
+        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone.
+
+        Answers with the Detach for its target, which may go on with it.
+        """
         known = self._sessions.get(close.session)
-        if known is not None and known.router == router and known.open.attempt <= close.attempt:
-            self._forget(close.session)
+        if known is None or known.router != router or known.open.attempt > close.attempt:
+            return []
+        self._forget(close.session)
+        return [_detach(known)]
 
     def router_gone(self, router: str) -> None:
         """The stream broke: its sessions are nobody's."""
@@ -156,6 +167,7 @@ class DraftBook:
         if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
             self.counts["verdict_mismatch"] += 1
             return [self._resync(session)]
+        was_sent = session.sent_len == verdict.base_len
         new = verdict.tokens[len(session.prefix) - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
             return []  # heard before
@@ -168,6 +180,9 @@ class DraftBook:
         self._settle_guesses(session)
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
+            return []
+        if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
+            return self._note_block(late=verdict.answer is DraftAnswer.MISSED)
         return []
 
     def resync(self, target: str, resync: Resync) -> list[Send]:
@@ -227,12 +242,14 @@ class DraftBook:
             session = self._sessions.get(proposal.session)
             if session is None or not proposal.tokens:
                 self.counts["nothing_to_propose"] += 1
+                sends += _no_draft(session, proposal) if session is not None else []
             elif proposal.outcome:
                 sends += self._send_ahead(session, proposal)
             elif (len(session.prefix), session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
+                sends += self._note_block(late=True)
             else:
-                session.unverified = proposal.tokens
+                session.unverified, session.sent_len = proposal.tokens, proposal.base_len
                 sends.append(self._block(session, proposal))
         return sends
 
@@ -273,6 +290,18 @@ class DraftBook:
             session.guesses[address] = proposal
         return [self._block(session, proposal)]
 
+    def _note_block(self, late: bool) -> list[Send]:
+        """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first."""
+        sends: list[Send] = []
+        excess = self._capacity.note(late, len(self._sessions))
+        for name, given_up in list(self._sessions.items())[:excess]:
+            self.counts["given_up"] += 1
+            self._forget(name)
+            why = "blocks come too late for so many sessions"
+            sends.append((given_up.router, Refusal(name, given_up.open.attempt, RefusalReason.OVERLOADED, why)))
+            sends.append(_detach(given_up))
+        return sends
+
     def _settle_guesses(self, session: _Session) -> None:
         """The verdict is in: the block for it may be at the target already."""
         hit = session.guesses.get((len(session.prefix), session.prefix.hash))
@@ -284,7 +313,8 @@ class DraftBook:
 
     def _hit(self, session: _Session, proposal: Proposal) -> None:
         self.counts["guess_hit"] += 1
-        session.proposed_len, session.unverified = proposal.base_len, proposal.tokens
+        session.proposed_len = session.sent_len = proposal.base_len
+        session.unverified = proposal.tokens
 
     def _block(self, session: _Session, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
@@ -311,10 +341,21 @@ class DraftBook:
             why = f"max_len is {request.max_len}, the drafter's context holds {limits.max_context} tokens"
         elif not request.target_address:
             why = "target_address is empty"
-        elif len(self._sessions) >= limits.max_sessions and request.session not in self._sessions:
-            reason, why = RefusalReason.OVERLOADED, f"{limits.max_sessions} sessions are drafted for already"
+        elif len(self._sessions) >= self._capacity.sessions and request.session not in self._sessions:
+            reason, why = RefusalReason.OVERLOADED, f"{len(self._sessions)} sessions are drafted for already"
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _forget(self, name: str) -> None:
         del self._sessions[name]
         self._closed.append(name)
+
+
+def _detach(session: _Session) -> Send:
+    return session.open.target_address, Detach(session.open.session)
+
+
+def _no_draft(session: _Session, proposal: Proposal) -> list[Send]:
+    """Says that there is no block; what was drafted ahead and came to nothing may be asked for again."""
+    if proposal.outcome:
+        return []
+    return [(session.open.target_address, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]

@@ -5,6 +5,7 @@ SlipstreamError
 |- ModelError            a checkpoint cannot be used as asked
 |- RequestError          a request is wrong; carries the field at fault
 |- CapacityError         no room now; trying later may help
+|- DrainingError         this server is stopping; another may take the request
 |- TargetLostError       a session's target replicas failed too often, or none is left
 |- ProtocolError         a peer speaks another language or works for another model
 `- EngineError           a model step failed; the replica that raised it must be replaced
@@ -33,6 +34,10 @@ class RequestError(SlipstreamError):
 
 class CapacityError(SlipstreamError):
     """There is no room for this now."""
+
+
+class DrainingError(SlipstreamError):
+    """The server is stopping: it finishes what runs and takes nothing new."""
 
 
 class TargetLostError(SlipstreamError):

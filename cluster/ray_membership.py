@@ -11,7 +11,8 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.membership import Endpoint, Members
 
-ADDRESS = "grpc_address"  # key in the replica metadata
+ADDRESS = "grpc_address"  # keys in the replica metadata
+COSTS = "costs"  # what it measured at its start, as JSON: `ForwardCost` of a target, `DraftCost` of a drafter
 
 
 class ServeMembership:
@@ -24,9 +25,17 @@ class ServeMembership:
         return Members(_endpoints(self._targets), _endpoints(self._drafters))
 
 
+def published_costs(handle: DeploymentHandle[Any]) -> list[str]:
+    """The costs of every running replica, once the handle has heard of them: after any call on it."""
+    return [replica.replica_metadata[COSTS] for replica in _replicas(handle)]
+
+
 def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
+    return tuple(Endpoint(str(r.replica_id), r.replica_metadata[ADDRESS]) for r in _replicas(handle))
+
+
+def _replicas(handle: DeploymentHandle[Any]) -> list[Any]:
     request_router = handle._init_router()._asyncio_router.request_router
     if request_router is None:
-        return ()  # the controller has not been heard of yet
-    replicas = list(request_router.curr_replicas.values())
-    return tuple(Endpoint(str(r.replica_id), r.replica_metadata[ADDRESS]) for r in replicas)
+        return []  # the controller has not been heard of yet
+    return list(request_router.curr_replicas.values())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.errors import RequestError, SlipstreamError, TargetLostError
-from protos.messages import Acceptance, Close, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
+from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 
 MAX_REOPENS = 2  # a request that kills targets must not kill them all
@@ -105,6 +105,7 @@ class Session:
         self.failures = 0  # targets lost so far
         self.target: str | None = None
         self.drafter: str | None = None
+        self.has_drafted = False  # whether this drafter ever had a block in time, or said that it has none
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.max_draft_tokens > 0
         self.counts = Counts()
@@ -130,8 +131,14 @@ class Session:
     def assign_drafter(self, address: str) -> list[Command]:
         """Gives the session a drafter."""
         assert self.wants_drafter
-        self.drafter = address
+        self.drafter, self.has_drafted = address, False
         return self._open_drafter()
+
+    def leave_drafter(self) -> list[Command]:
+        """Frees the drafter, which lives but does not help; another may be assigned."""
+        assert self.drafter is not None
+        left, self.drafter = self.drafter, None
+        return [ToDrafter(left, Close(self.generation.session, self.attempt))]
 
     # ------------------------------------------------------------ events
 
@@ -147,6 +154,7 @@ class Session:
         self.counts.blocks += verdict.drafted > 0
         self.counts.drafted += verdict.drafted
         self.counts.accepted += verdict.accepted
+        self.has_drafted |= self.drafter is not None and verdict.answer is DraftAnswer.GIVEN
         commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted)]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]

@@ -47,6 +47,12 @@ class WaitingRoom:
         if waiting := self._place_of(attach.session, drafter, now):
             waiting.attach = attach
 
+    def detach(self, drafter: str, session: str) -> None:
+        """The drafter has left the session before it was opened here."""
+        waiting = self._waiting.get(session)
+        if waiting is not None and waiting.drafter == drafter:
+            waiting.attach = None
+
     def block(self, drafter: str, block: Block, now: float) -> None:
         if block.session in self._ended and block.session not in self._waiting:
             self._dropped["ended"] += 1

@@ -20,11 +20,14 @@ from protos.messages import (
     Attach,
     Block,
     Close,
+    Detach,
+    DraftAnswer,
     Finish,
     Frame,
     Hello,
     LiveSession,
     Message,
+    NoDraft,
     Open,
     Refusal,
     RefusalReason,
@@ -224,6 +227,22 @@ def _attach_from_pb(m: pb.Attach) -> Attach:
     return Attach(m.session, m.have_len, m.have_hash)
 
 
+def _detach_to_pb(m: Detach) -> pb.Detach:
+    return pb.Detach(session=m.session)
+
+
+def _detach_from_pb(m: pb.Detach) -> Detach:
+    return Detach(m.session)
+
+
+def _no_draft_to_pb(m: NoDraft) -> pb.NoDraft:
+    return pb.NoDraft(session=m.session, base_len=m.base_len, prefix_hash=m.prefix_hash)
+
+
+def _no_draft_from_pb(m: pb.NoDraft) -> NoDraft:
+    return NoDraft(m.session, m.base_len, m.prefix_hash)
+
+
 def _verdict_to_pb(m: Verdict) -> pb.Verdict:
     return pb.Verdict(
         session=m.session,
@@ -236,6 +255,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         finish=pb.Finish.Name(m.finish),
         draft_tokens=m.draft_tokens,
         hidden_states=m.hidden_states,
+        answer=pb.DraftAnswer.Name(m.answer),
     )
 
 
@@ -257,6 +277,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         finish=Finish(m.finish),
         draft_tokens=m.draft_tokens,
         hidden_states=m.hidden_states,
+        answer=DraftAnswer(m.answer),
     )
 
 
@@ -286,6 +307,8 @@ _TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     Close: _close_to_pb,
     Attach: _attach_to_pb,
     Block: _block_to_pb,
+    NoDraft: _no_draft_to_pb,
+    Detach: _detach_to_pb,
     Verdict: _verdict_to_pb,
     Resync: _resync_to_pb,
     Refusal: _refusal_to_pb,
@@ -297,6 +320,8 @@ _FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.Close: _close_from_pb,
     pb.Attach: _attach_from_pb,
     pb.Block: _block_from_pb,
+    pb.NoDraft: _no_draft_from_pb,
+    pb.Detach: _detach_from_pb,
     pb.Verdict: _verdict_from_pb,
     pb.Resync: _resync_from_pb,
     pb.Refusal: _refusal_from_pb,
@@ -309,6 +334,8 @@ _FIELD: dict[type, str] = {
     Close: "closes",
     Attach: "attaches",
     Block: "blocks",
+    NoDraft: "no_drafts",
+    Detach: "detaches",
     Verdict: "verdicts",
     Resync: "resyncs",
     Refusal: "refusals",

@@ -27,6 +27,14 @@ class Finish(IntEnum):
     LENGTH = 2
 
 
+class DraftAnswer(IntEnum):
+    """What came of the block that a drafter was asked for."""
+
+    NOT_ASKED = 0
+    GIVEN = 1  # a block was there in time, or the drafter said that it has none
+    MISSED = 2  # the step went on without
+
+
 class RefusalReason(IntEnum):
     INVALID = 1
     OVERLOADED = 2
@@ -132,6 +140,18 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
+class Detach:
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoDraft:
+    session: str
+    base_len: int
+    prefix_hash: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     session: str
     attempt: int
@@ -143,6 +163,7 @@ class Verdict:
     finish: Finish = Finish.NONE
     draft_tokens: int = MAX_BLOCK_TOKENS
     hidden_states: bytes = field(default=b"", repr=False)
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +181,6 @@ class Refusal:
     message: str
 
 
-Message = Hello | Welcome | Open | Close | Block | Attach | Verdict | Resync | Refusal
+Message = Hello | Welcome | Open | Close | Block | NoDraft | Attach | Detach | Verdict | Resync | Refusal
 Frame = Sequence[Message]
 """Everything due for one peer, in order within each kind."""

@@ -13,6 +13,12 @@ class Acceptance(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COUPLED: _ClassVar[Acceptance]
     RATIO: _ClassVar[Acceptance]
 
+class DraftAnswer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NOT_ASKED: _ClassVar[DraftAnswer]
+    GIVEN: _ClassVar[DraftAnswer]
+    MISSED: _ClassVar[DraftAnswer]
+
 class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_NONE: _ClassVar[Finish]
@@ -27,6 +33,9 @@ class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ACCEPTANCE_UNSPECIFIED: Acceptance
 COUPLED: Acceptance
 RATIO: Acceptance
+NOT_ASKED: DraftAnswer
+GIVEN: DraftAnswer
+MISSED: DraftAnswer
 FINISH_NONE: Finish
 FINISH_STOP: Finish
 FINISH_LENGTH: Finish
@@ -152,8 +161,24 @@ class Attach(_message.Message):
     have_hash: int
     def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ...) -> None: ...
 
+class Detach(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class NoDraft(_message.Message):
+    __slots__ = ("session", "base_len", "prefix_hash")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    base_len: int
+    prefix_hash: int
+    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
+
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "hidden_states")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "hidden_states", "answer")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +189,7 @@ class Verdict(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     base_len: int
@@ -174,7 +200,8 @@ class Verdict(_message.Message):
     finish: Finish
     draft_tokens: int
     hidden_states: bytes
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., hidden_states: _Optional[bytes] = ...) -> None: ...
+    answer: DraftAnswer
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., hidden_states: _Optional[bytes] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")
@@ -239,14 +266,18 @@ class TargetToRouter(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
 
 class DrafterToTarget(_message.Message):
-    __slots__ = ("hello", "attaches", "blocks")
+    __slots__ = ("hello", "detaches", "attaches", "blocks", "no_drafts")
     HELLO_FIELD_NUMBER: _ClassVar[int]
+    DETACHES_FIELD_NUMBER: _ClassVar[int]
     ATTACHES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NO_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
+    detaches: _containers.RepeatedCompositeFieldContainer[Detach]
     attaches: _containers.RepeatedCompositeFieldContainer[Attach]
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+    no_drafts: _containers.RepeatedCompositeFieldContainer[NoDraft]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., detaches: _Optional[_Iterable[_Union[Detach, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., no_drafts: _Optional[_Iterable[_Union[NoDraft, _Mapping]]] = ...) -> None: ...
 
 class TargetToDrafter(_message.Message):
     __slots__ = ("welcome", "verdicts", "resyncs")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
+from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.expectation import RoundCosts, break_even_draft_s, expected_tokens, speed_up
-from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.load import ClosedLoop, Load
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.report import Report

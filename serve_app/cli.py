@@ -133,8 +133,13 @@ def status(
     address: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
     ] = "auto",
+    costs_path: Annotated[
+        Path | None, typer.Option("--costs", metavar="OUT", help="Write the measured costs here, for `plan --costs`.")
+    ] = None,
 ) -> None:
     """Shows health, counters and deployments of a running Slipstream."""
+    from serve_app.app import APPLICATION
+    from serve_app.published import live_costs
     from serve_app.status import endpoint_status, ray_status
 
     console = Console()
@@ -144,6 +149,11 @@ def status(
     with console.status("Asking Ray"):
         deployments = ray_status(address)
     console.print(deployments)
+    if costs_path is not None:
+        with console.status("Asking the replicas"):
+            costs = live_costs(address, APPLICATION)
+        costs.save(costs_path)
+        typer.echo(f"The costs are in {costs_path}")
 
 
 @app.command()

@@ -28,14 +28,16 @@ from actors.models import (
     vocabulary,
     vocabulary_fingerprint,
 )
+from actors.profile import profile_drafting
 from actors.ranks import RankGroup, RankSpec, device_of, use_cpu
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
+from cluster.costs import ForwardCost
 from cluster.drafting import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing import Adaptive, LockStep
-from cluster.ray_membership import ADDRESS, ServeMembership
+from cluster.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.timeline import Actor
 from cluster.verifier import VerifierLimits
 
@@ -61,6 +63,8 @@ class TargetDeployment:
             ranks=pool.tensor_parallel,
         )
         self._engine = await RankGroup.start(spec, get_current_placement_group())
+        step_cost = await self._engine.profile()
+        self._costs = ForwardCost.linear(step_cost.base_s, per_token_s=step_cost.token_s)
         self._replica = TargetReplica(
             self._engine,
             VerifierLimits(
@@ -75,7 +79,7 @@ class TargetDeployment:
             checkpoint_fingerprint(folder),
             pool.step_timeout_s,
             LockStep() if config.speculation.pacing == "lock_step" else Adaptive(),
-            await self._engine.profile(),
+            step_cost,
         )
         self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
         self._failure: BaseException | None = None
@@ -95,7 +99,7 @@ class TargetDeployment:
             await self._server.stop(grace_s=0)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address}
+        return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._replica.verifier.load()
@@ -112,6 +116,7 @@ class TargetDeployment:
             "pid": os.getpid(),
             "rank_pids": self._engine.pids,
             "loading": [asdict(report.load) for report in self._engine.reports],
+            "attention": [asdict(report.attention) for report in self._engine.reports],
             "idle": self._replica.is_idle,
             "dropped": dict(self._replica.verifier.dropped),
             "rebased": self._replica.verifier.rebased,
@@ -142,6 +147,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         method = await loop.run_in_executor(None, _drafting_method, config, tokens)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
+        self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
         ahead = config.speculation.draft_ahead and config.speculation.pacing == "adaptive"
         self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model, ahead)
@@ -149,7 +155,7 @@ class DraftDeployment:
         self._work = asyncio.create_task(self._drafter.run())
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address}
+        return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._drafter.book.load()
@@ -229,6 +235,10 @@ class RouterDeployment:
 
     async def _health(self) -> bool:
         return self._router.is_ready
+
+    def drain(self) -> None:
+        """Finishes what runs and refuses what comes."""
+        self._router.drain()
 
     def check_health(self) -> None:
         if self._work.done():

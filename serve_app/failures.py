@@ -2,6 +2,7 @@
 
 RequestError       400     UnknownModelError  404     BodyTooLargeError  413
 CapacityError      429     TargetLostError    503     ClientDisconnect   499
+DrainingError      503     with Retry-After, as with CapacityError
 routing errors     as Starlette has them              anything else      500, logged
 """
 
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster.errors import CapacityError, RequestError, TargetLostError
+from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from serve_app.metrics import CLIENT_LEFT
 from serve_app.requests import UnknownModelError
 from serve_app.schemas import ErrorBody, ErrorDetail
@@ -53,6 +54,8 @@ def failure_of(error: Exception) -> Failure:
         case CapacityError():
             detail = _detail(error, "rate_limit_error", "capacity")
             return Failure(429, detail, {"Retry-After": str(RETRY_AFTER_S)})
+        case DrainingError():
+            return Failure(503, _detail(error, "server_error", "draining"), {"Retry-After": str(RETRY_AFTER_S)})
         case TargetLostError():
             return Failure(503, _detail(error, "server_error", "target_lost"))
         case ClientDisconnect():

@@ -16,7 +16,7 @@ class Generator(Protocol):
         """Yields committed tokens as they come, then exactly one `Ended`.
 
         Closing the iterator early (a client that left, a stop string that was found) cancels the session
-        everywhere. Raises CapacityError when there is no room, RequestError when the target finds fault with
-        the request, TargetLostError when no replica could finish it.
+        everywhere. Raises CapacityError when there is no room, DrainingError when the server is stopping, RequestError
+        when the target finds fault with the request, TargetLostError when no replica could finish it.
         """
         ...

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import httpx
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.status import Status
 
@@ -23,6 +24,9 @@ from cluster.errors import ConfigError, SlipstreamError
 from serve_app.app import APPLICATION, application
 from serve_app.capacity import check_resources, demand
 from serve_app.client import Counters
+from serve_app.ray_cluster import ClusterError, broadcast, check_reachable, deployed
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
 READY_TIMEOUT_S = 60.0  # from "deployed" to "a target is reached"
@@ -56,6 +60,7 @@ def serving(
         finally:
             status.start()
             status.update("Letting running requests finish")
+            _refuse_new_requests()
             _drain(url, config.server.drain_s)
             status.update("Stopping")
             serve.delete(APPLICATION)
@@ -95,6 +100,7 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
 
 
 def _connect_ray(address: str, level: int, verbose: bool) -> None:
+    check_reachable(address)
     try:
         ray.init(address=address, logging_level=level, log_to_driver=verbose)
     except ConnectionError as error:
@@ -123,6 +129,14 @@ def _wait_until_ready(url: str) -> None:
             answer = response.text
         time.sleep(POLL_S)
     raise StartError(f"{url}/health did not become ok within {READY_TIMEOUT_S:.0f} s; last answer: {answer}")
+
+
+def _refuse_new_requests() -> None:
+    """Tells every router; where none answers, there is nothing to refuse."""
+    try:
+        broadcast(deployed("Router", APPLICATION), "drain")
+    except (ClusterError, RayServeException, TimeoutError) as error:
+        log.warning("the routers were not told to take no new requests: %s", error)
 
 
 def _drain(url: str, drain_s: float) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from cluster.costs import CostModel
 from cluster.expectation import (
     RoundCosts,
     break_even_acceptance,
@@ -16,7 +17,6 @@ from cluster.expectation import (
     expected_tokens_by_position,
     in_process,
 )
-from cluster.simulation.costs import CostModel
 from cluster.simulation.load import ClosedLoop, Load, Poisson
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World

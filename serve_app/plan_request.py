@@ -6,8 +6,8 @@ Knows nothing of how it is answered.
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
-from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.load import ClosedLoop, Poisson
 from cluster.simulation.oracle import DraftModel
 from serve_app.plan import BLOCK_LENS, Prices, Question

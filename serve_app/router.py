@@ -13,7 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from actors.streams import Link
-from cluster.errors import CapacityError, SlipstreamError, TargetLostError
+from cluster.breaker import Breakers
+from cluster.errors import CapacityError, DrainingError, SlipstreamError, TargetLostError
 from cluster.membership import Endpoint, Membership
 from cluster.routing import Candidate, choose
 from cluster.session import Command, Emit, Ended, Failed, Generation, Phase, Session, ToDrafter, ToTarget
@@ -26,7 +27,7 @@ from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 log = logging.getLogger(__name__)
 
 MEMBERSHIP_PERIOD_S = 0.25
-REFUSED_FOR_S = 1.0  # how long a drafter that said it is full is left alone
+FULL_FOR_S = 1.0  # how long a target that said it is full is left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +66,20 @@ class Router:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
         self._membership, self._identity, self._limits, self._clock = membership, identity, limits, clock
+        self._draining = False
         self._flights: dict[str, _Flight] = {}
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
         self._present: frozenset[str] = frozenset()  # addresses that membership lists
-        self._refused_until: dict[str, float] = {}  # by address of a peer that said it is full
+        self._full_until: dict[str, float] = {}  # by address of a target that said it is full
+        self._breakers = Breakers()  # of the drafters
 
     # ------------------------------------------------------------ one session
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """See `Generator`."""
+        if self._draining:
+            raise DrainingError("this server is stopping and takes no new requests; try again later")
         if len(self._flights) >= self._limits.max_sessions:
             raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")
         flight = _Flight(Session(generation), self._clock())
@@ -94,25 +99,54 @@ class Router:
 
     def _place(self, *flights: _Flight) -> None:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
-        targets = self._candidates(self._targets, lambda session: session.target)
-        drafters = self._candidates(self._drafters, lambda session: session.drafter)
+        targets, drafters = self._target_candidates(), self._drafter_candidates()
         for flight in flights:
             session = flight.session
             if session.phase is Phase.SEEKING and (target := choose(targets.values(), session.failed_targets)):
                 targets[target] = targets[target].with_one_more()
                 self._do(flight, session.assign_target(target))
-            if session.wants_drafter and (drafter := choose(drafters.values())):
-                drafters[drafter] = drafters[drafter].with_one_more()
-                self._do(flight, session.assign_drafter(drafter))
+            if session.wants_drafter:
+                self._give_drafter(flight, drafters)
+
+    def _give_drafter(self, flight: _Flight, drafters: dict[str, Candidate]) -> None:
+        """The best of `drafters`, if there is any left; one on probation takes one session."""
+        address = choose(drafters.values())
+        if address is None:
+            return
+        drafters[address] = drafters[address].with_one_more()
+        self._do(flight, flight.session.assign_drafter(address))
+        now = self._clock()
+        self._breakers.placed(address, flight.session.generation.session, now)
+        if not self._breakers.takes(address, now):
+            del drafters[address]
+
+    def _move_off(self, address: str) -> None:
+        """Gives a silent drafter's sessions to others; where there is none, they stay and go on without blocks."""
+        lost = [f for f in self._flights.values() if f.session.drafter == address]
+        log.warning("drafter %s is silent; %d sessions are to move", address, len(lost))
+        drafters = self._drafter_candidates()
+        for flight in lost:
+            if not drafters:
+                return
+            self._do(flight, flight.session.leave_drafter())
+            if flight.session.wants_drafter:
+                self._give_drafter(flight, drafters)
+
+    def _target_candidates(self) -> dict[str, Candidate]:
+        now, found = self._clock(), self._candidates(self._targets, lambda session: session.target)
+        return {address: one for address, one in found.items() if self._full_until.get(address, 0.0) <= now}
+
+    def _drafter_candidates(self) -> dict[str, Candidate]:
+        now, found = self._clock(), self._candidates(self._drafters, lambda session: session.drafter)
+        return {address: one for address, one in found.items() if self._breakers.takes(address, now)}
 
     def _candidates(self, links: dict[str, Link], place: Callable[[Session], str | None]) -> dict[str, Candidate]:
-        """Peers that take new sessions: connected, not leaving, and not full a moment ago."""
-        now = self._clock()
+        """Peers that are connected and not leaving."""
         busy = Counter(place(flight.session) for flight in self._flights.values())
         return {
             address: Candidate(address, busy[address])
             for address, link in links.items()
-            if link.is_up and address in self._present and self._refused_until.get(address, 0.0) <= now
+            if link.is_up and address in self._present
         }
 
     def _do(self, flight: _Flight, commands: list[Command]) -> None:
@@ -135,10 +169,13 @@ class Router:
             if flight is None:
                 continue
             if isinstance(message, Verdict):
+                self._note_answer(flight, message)
                 self._do(flight, flight.session.on_verdict(address, message))
                 self.timeline.record("commit", message.session)
             elif isinstance(message, Refusal):
-                self._note_refusal(address, message)
+                log.info("target %s refuses a session: %s", address, message.message)
+                if message.reason is RefusalReason.OVERLOADED:
+                    self._full_until[address] = self._clock() + FULL_FOR_S
                 self._do(flight, flight.session.on_target_refusal(address, message))
         self._log_malformed(address, frame)
 
@@ -150,7 +187,9 @@ class Router:
             if isinstance(message, Resync):
                 self._do(flight, flight.session.on_drafter_resync(address))
             elif isinstance(message, Refusal):
-                self._note_refusal(address, message)
+                log.info("drafter %s refuses a session: %s", address, message.message)
+                if message.reason is RefusalReason.OVERLOADED:
+                    self._breakers.refused(address, self._clock())
                 self._do(flight, flight.session.on_drafter_refusal(address, message))
         self._log_malformed(address, frame)
 
@@ -165,14 +204,17 @@ class Router:
     def _drafter_down(self, address: str) -> None:
         lost = [f for f in self._flights.values() if f.session.drafter == address]
         log.warning("drafter %s is lost; %d sessions go on without it", address, len(lost))
+        self._breakers.forget(address)
         for flight in lost:
             self._do(flight, flight.session.on_drafter_gone(address))
         self._place(*lost)
 
-    def _note_refusal(self, address: str, refusal: Refusal) -> None:
-        log.info("%s refuses a session: %s", address, refusal.message)
-        if refusal.reason is RefusalReason.OVERLOADED:
-            self._refused_until[address] = self._clock() + REFUSED_FOR_S
+    def _note_answer(self, flight: _Flight, verdict: Verdict) -> None:
+        """Whether the drafter keeps up; one that is silent for too long is given up."""
+        session = flight.session
+        name, drafter = session.generation.session, session.drafter
+        if drafter and self._breakers.note(drafter, name, verdict.answer, session.has_drafted, self._clock()):
+            self._move_off(drafter)
 
     def _log_malformed(self, address: str, frame: Decoded) -> None:
         for item in frame.malformed:
@@ -199,10 +241,14 @@ class Router:
         """Addresses of the peers that are connected now."""
         return frozenset(a for links in (self._targets, self._drafters) for a, link in links.items() if link.is_up)
 
+    def drain(self) -> None:
+        """From now on running sessions are finished and new ones refused."""
+        self._draining = True
+
     @property
     def is_ready(self) -> bool:
-        """Whether some target can be reached."""
-        return not self.reachable.isdisjoint(self._targets)
+        """Whether new sessions are taken: some target can be reached, and nobody has said to drain."""
+        return not self._draining and not self.reachable.isdisjoint(self._targets)
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -238,7 +284,7 @@ class Router:
             waited = now - flight.seeking_since
             if flight.session.phase is Phase.SEEKING and waited > self._limits.target_wait_s:
                 error: SlipstreamError = TargetLostError(f"no target replica could be reached for {waited:.0f} s")
-                if self.is_ready:
+                if not self.reachable.isdisjoint(self._targets):
                     error = CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
                 self._do(flight, flight.session.fail(error))
 

@@ -3,15 +3,14 @@
 Knows nothing of how it was started.
 """
 
-import logging
 from typing import Any
 
-import ray
 from ray import serve
 from rich.console import Group
 from rich.table import Table
 
 from serve_app.client import Counters, Endpoint
+from serve_app.ray_cluster import ClusterError, connected
 from serve_app.tables import shown, table
 
 
@@ -25,13 +24,10 @@ async def endpoint_status(url: str) -> Table:
 def ray_status(address: str) -> Group | str:
     """Every deployment of every application on the cluster, or why there is nothing to see."""
     try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:  # RuntimeError: the cluster refuses our token
-        return f"Ray: no cluster can be reached at '{address}' ({str(error).splitlines()[0]})"
-    try:
-        applications = serve.status().applications
-    finally:
-        ray.shutdown()
+        with connected(address):
+            applications = serve.status().applications
+    except ClusterError as error:
+        return f"Ray: {error}"
     if not applications:
         return f"Ray: nothing is deployed on the cluster at '{address}'"
     return Group(*(_application_table(name, status) for name, status in applications.items()))

@@ -4,22 +4,16 @@ Knows nothing of how it was started. The trace opens in Perfetto (https://ui.per
 """
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray import serve
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError
-
 from cluster.errors import SlipstreamError
 from cluster.timeline import Actor, Span, spans
+from serve_app.ray_cluster import broadcast, connected, deployed
 from serve_app.svg import Bar, gantt
 
 DEPLOYMENTS = ("Router", "Drafter", "Target")
-ANSWER_S = 20.0
 MICRO = 1e6
 
 
@@ -28,23 +22,14 @@ class TraceError(SlipstreamError):
 
 
 def live_actors(address: str, application: str) -> list[Actor]:
-    """The recordings of every replica of the application on a Ray cluster."""
-    try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:  # RuntimeError: the cluster refuses our token
-        raise TraceError(f"no Ray cluster can be reached at '{address}': {str(error).splitlines()[0]}") from error
-    try:
-        return [actor for deployment in DEPLOYMENTS for actor in _actors_of(deployment, application)]
-    finally:
-        ray.shutdown()
+    """The recordings of every replica of the application on a Ray cluster; raises ClusterError."""
+    with connected(address):
+        return recordings(application)
 
 
-def _actors_of(deployment: str, application: str) -> list[Actor]:
-    try:
-        handle = serve.get_deployment_handle(deployment, application)
-        return list(handle.broadcast("trace").results(timeout_s=ANSWER_S))
-    except (DeploymentUnavailableError, RayActorError) as error:
-        raise TraceError(f"deployment {deployment} of {application} does not answer: {error}") from error
+def recordings(application: str) -> list[Actor]:
+    """The same, on the cluster that is connected already."""
+    return [actor for deployment in DEPLOYMENTS for actor in broadcast(deployed(deployment, application), "trace")]
 
 
 # ---------------------------------------------------------------- Chrome trace

@@ -6,7 +6,7 @@ A seed that fails is printed with what did not hold, and is the whole of what is
 import argparse
 import time
 
-from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
+from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.load import ClosedLoop, Load
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.ordeal import ordeal

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.costs import DraftCost
 from cluster.drafting import DraftBook, Proposal, Want, block_room
-from cluster.simulation.costs import DraftCost
 from cluster.simulation.network import Door, Frame, Link, Process, Wire
 from cluster.simulation.oracle import DraftModel, Script
-from cluster.verifier import Send, stream_name
+from cluster.streams import Send, stream_name
 from protos.messages import Close, Hello, Open, Resync, Verdict
 from protos.prefix import extend_hash
 
@@ -134,8 +134,9 @@ class SimulatedDrafter:
 
     def _new_pass(self, sessions: int, proposals: Sequence[Proposal], ahead: bool) -> _Pass:
         rows = max(sessions, len(proposals))
-        now, cost = self.process.clock.now, self._cost
-        return _Pass(now, cost.per_pass_s, cost.token_s(rows), tuple(proposals), ahead)
+        process, cost = self.process, self._cost
+        per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
+        return _Pass(process.clock.now, per_pass_s, process.slowness * cost.token_s(rows), tuple(proposals), ahead)
 
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""
@@ -174,7 +175,7 @@ class SimulatedDrafter:
                 self._connect(message.target_address)
                 self._send(sends)
             elif isinstance(message, Close):
-                self.book.close(stream, message)
+                self._send(self.book.close(stream, message))
         self._go_on()
 
     def _router_down(self, stream: str) -> None:

@@ -15,7 +15,12 @@ MAX_TARGET_FAULTS = 2  # a session survives as many lost targets
 class Kind(Enum):
     DIES = "dies"  # and another takes its place after `seconds`
     HANGS = "hangs"  # for `seconds`, then goes on as if nothing had been
+    STALLS = "stalls"  # computes nothing for `seconds`, and hears all the same
+    SLOWS_DOWN = "slows down"  # for `seconds`
     IS_CUT_OFF = "is cut off"  # all its streams break; it lives on
+
+
+LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN)
 
 
 class Role(Enum):
@@ -57,5 +62,5 @@ def random_adversity(seed: int, span_s: float) -> Adversity:
 
 def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:
     kind = Kind.DIES if role is Role.ROUTER else rng.choice(list(Kind))
-    long = 1.5 * KEEPALIVE_S if kind is Kind.HANGS else span_s  # hangs shorter and longer than peers put up with
+    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # shorter and longer than peers put up with
     return Fault(rng.uniform(0, span_s), role, rng.randrange(1000), kind, rng.uniform(0, long))

@@ -16,6 +16,7 @@ from protos.messages import Hello, LiveSession, Message
 
 REDIAL_S = 0.05
 KEEPALIVE_S = 5.0  # after so long a hanging peer is given up
+SLOWNESS = 10.0
 
 Frame = Sequence[Message]
 
@@ -44,6 +45,7 @@ class Process:
         self.alive, self.hangs = True, False
         self.links: list[Link] = []  # at either end
         self._missed: list[Happening] = []
+        self._stalled_until, self._slow_until, self._slowness = 0.0, 0.0, 1.0
 
     def hear(self, happen: Happening) -> None:
         if self.hangs:
@@ -65,6 +67,24 @@ class Process:
         self.hangs = True
         self.clock.after(seconds, self._wake)
         self.clock.after(KEEPALIVE_S, self._is_given_up)
+
+    def stall(self, seconds: float) -> None:
+        """What it computes from now on is not done before then; it hears all the same."""
+        self._stalled_until = self.clock.now + seconds
+
+    def slow_down(self, seconds: float) -> None:
+        """What it computes takes so many times as long for a while."""
+        self._slow_until, self._slowness = self.clock.now + seconds, SLOWNESS
+
+    @property
+    def slowness(self) -> float:
+        """By how much a computation that begins now takes longer."""
+        return self._slowness if self.clock.now < self._slow_until else 1.0
+
+    @property
+    def stalls_s(self) -> float:
+        """How long a computation that begins now stands still first."""
+        return max(0.0, self._stalled_until - self.clock.now)
 
     def _wake(self) -> None:
         self.hangs, missed, self._missed = False, self._missed, []

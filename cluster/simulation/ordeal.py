@@ -6,11 +6,13 @@ queues that are full, caches that are too small, drafters faster than the networ
 
 import random
 
-from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
+from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.faults import random_adversity
 from cluster.simulation.load import ClosedLoop, Load, Poisson
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.world import Fleet, Mode, Setting, Speculation
+
+LONG = 0.15  # share of ordeals with answers of some seconds
 
 
 def ordeal(seed: int) -> Setting:
@@ -37,7 +39,10 @@ def _costs(rng: random.Random) -> CostModel:
 
 def _load(rng: random.Random) -> Load:
     arrivals = ClosedLoop(rng.randrange(1, 9)) if rng.random() < 0.7 else Poisson(rng.uniform(5, 50))
-    return Load(arrivals, 12, rng.randrange(1, 40), rng.randrange(1, 33), stopping=0.3)
+    prompt_tokens, is_long = rng.randrange(1, 40), rng.random() < LONG
+    if is_long:  # so that drafters are given up, tried again and trusted again
+        return Load(arrivals, 6, prompt_tokens, rng.randrange(150, 400))
+    return Load(arrivals, 12, prompt_tokens, rng.randrange(1, 33), stopping=0.3)
 
 
 def _fleet(rng: random.Random, load: Load) -> Fleet:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.breaker import Breakers
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.routing import Candidate, choose
 from cluster.session import Command, Emit, Ended, Failed, Phase, Session, ToDrafter, ToTarget
@@ -14,7 +15,7 @@ from cluster.simulation.network import Door, Frame, Link, Network, Process
 from protos.messages import LiveSession, Refusal, RefusalReason, Resync, Verdict
 
 MEMBERSHIP_PERIOD_S = 0.25
-REFUSED_FOR_S = 1.0
+FULL_FOR_S = 1.0
 
 
 @dataclass(eq=False)
@@ -49,17 +50,12 @@ class Peers:
         self.links: dict[str, Link] = {}  # by address
         self._sessions: Counter[str] = Counter()
         self._up: dict[str, Candidate] = {}
-        self._refused_until: dict[str, float] = {}
 
     def up(self, address: str) -> None:
         self._up[address] = Candidate(address, self._sessions[address])
 
     def down(self, address: str) -> None:
         self._up.pop(address, None)
-
-    def refused(self, address: str, until: float) -> None:
-        """It said that it is full."""
-        self._refused_until[address] = until
 
     def moved(self, old: str | None, new: str | None) -> None:
         """A session left one peer for another."""
@@ -69,11 +65,9 @@ class Peers:
                 if address in self._up:
                     self.up(address)
 
-    def choose(self, now: float, avoid: frozenset[str] = frozenset()) -> str | None:
-        if not self._refused_until:
-            return choose(self._up.values(), avoid)
-        self._refused_until = {address: until for address, until in self._refused_until.items() if until > now}
-        return choose((c for c in self._up.values() if c.address not in self._refused_until), avoid)
+    def choose(self, takes: Callable[[str], bool], avoid: frozenset[str] = frozenset()) -> str | None:
+        """One of those that take sessions now."""
+        return choose((c for c in self._up.values() if takes(c.address)), avoid)
 
 
 class SimulatedRouter:
@@ -92,6 +86,9 @@ class SimulatedRouter:
         self._flights: dict[str, Flight] = {}  # by session
         self._waiting: dict[str, Flight] = {}  # of them, those that may lack a target or a drafter
         self._ticking = False
+        self.given_up = 0  # times that a drafter was given up as silent
+        self._full_until: dict[str, float] = {}  # by address of a target that said it is full
+        self._breakers = Breakers()  # of the drafters
 
     @property
     def flights(self) -> list[Flight]:
@@ -107,18 +104,38 @@ class SimulatedRouter:
 
     def _place(self, *flights: Flight) -> None:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
-        now = self.process.clock.now
         for flight in flights:
             session = flight.session
-            if session.phase is Phase.SEEKING and (target := self.targets.choose(now, session.failed_targets)):
+            if session.phase is Phase.SEEKING and (target := self._choose_target(session)):
                 self._do(flight, session.assign_target(target))
-            if session.wants_drafter and (drafter := self.drafters.choose(now)):
-                self._do(flight, session.assign_drafter(drafter))
+            if session.wants_drafter and (drafter := self._choose_drafter()):
+                self._assign_drafter(flight, drafter)
             if session.phase is Phase.SEEKING or session.wants_drafter:
                 self._waiting[session.generation.session] = flight
                 self._tick_later()
             else:
                 self._waiting.pop(session.generation.session, None)
+
+    def _choose_target(self, session: Session) -> str | None:
+        now = self.process.clock.now
+        return self.targets.choose(lambda address: self._full_until.get(address, 0.0) <= now, session.failed_targets)
+
+    def _choose_drafter(self) -> str | None:
+        now = self.process.clock.now
+        return self.drafters.choose(lambda address: self._breakers.takes(address, now))
+
+    def _assign_drafter(self, flight: Flight, drafter: str) -> None:
+        self._do(flight, flight.session.assign_drafter(drafter))
+        self._breakers.placed(drafter, flight.session.generation.session, self.process.clock.now)
+
+    def _move_off(self, address: str) -> None:
+        """Gives a silent drafter's sessions to others; where there is none, they stay and go on without blocks."""
+        for flight in [f for f in self._flights.values() if f.session.drafter == address]:
+            if (drafter := self._choose_drafter()) is None:
+                return
+            self._do(flight, flight.session.leave_drafter())
+            if flight.session.wants_drafter:
+                self._assign_drafter(flight, drafter)
 
     def _do(self, flight: Flight, commands: Sequence[Command]) -> None:
         """Carries out what the ledger asks for, and counts who has how many sessions now."""
@@ -168,9 +185,11 @@ class SimulatedRouter:
                 continue
             session = flight.session
             if isinstance(message, Verdict):
+                self._note_answer(flight, message)
                 self._do(flight, session.on_verdict(address, message))
             elif isinstance(message, Refusal):
-                self._note_refusal(self.targets, address, message)
+                if message.reason is RefusalReason.OVERLOADED:
+                    self._full_until[address] = self.process.clock.now + FULL_FOR_S
                 self._do(flight, session.on_target_refusal(address, message))
                 self._await_place(flight)
 
@@ -183,7 +202,8 @@ class SimulatedRouter:
             if isinstance(message, Resync):
                 self._do(flight, session.on_drafter_resync(address))
             elif isinstance(message, Refusal):
-                self._note_refusal(self.drafters, address, message)
+                if message.reason is RefusalReason.OVERLOADED:
+                    self._breakers.refused(address, self.process.clock.now)
                 self._do(flight, session.on_drafter_refusal(address, message))
                 self._await_place(flight)
 
@@ -197,6 +217,7 @@ class SimulatedRouter:
 
     def drafter_down(self, address: str) -> None:
         self.drafters.down(address)
+        self._breakers.forget(address)
         lost = [f for f in self._flights.values() if f.session.drafter == address]
         for flight in lost:
             self._do(flight, flight.session.on_drafter_gone(address))
@@ -205,9 +226,12 @@ class SimulatedRouter:
     def _flight(self, message: object) -> Flight | None:
         return self._flights.get(getattr(message, "session", ""))
 
-    def _note_refusal(self, peers: Peers, address: str, refusal: Refusal) -> None:
-        if refusal.reason is RefusalReason.OVERLOADED:
-            peers.refused(address, self.process.clock.now + REFUSED_FOR_S)
+    def _note_answer(self, flight: Flight, verdict: Verdict) -> None:
+        session, now = flight.session, self.process.clock.now
+        name, drafter = session.generation.session, session.drafter
+        if drafter and self._breakers.note(drafter, name, verdict.answer, session.has_drafted, now):
+            self.given_up += 1
+            self._move_off(drafter)
 
     # ------------------------------------------------------------ the slow loop
 

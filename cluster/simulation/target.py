@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from cluster.simulation.costs import ForwardCost
+from cluster.costs import ForwardCost
 from cluster.simulation.network import Door, Frame, Process, Wire
 from cluster.simulation.oracle import Script
 from cluster.steps import Outcome, Row, StepPlan
-from cluster.verifier import Send, Verifier, stream_name
-from protos.messages import Attach, Block, Close, Hello, Open
+from cluster.streams import Send, stream_name
+from cluster.verifier import Verifier
+from protos.messages import Attach, Block, Close, Detach, Hello, NoDraft, Open
 
 NOTHING = -1  # in a page, where no token was written
 
@@ -84,7 +85,7 @@ class SimulatedTarget:
             return
         self._in_step = True
         outcomes = self.engine.step(plan)
-        seconds = self._seconds(plan)
+        seconds = self.process.stalls_s + self.process.slowness * self._seconds(plan)
         self.busy_s += seconds
         self.steps += bool(plan.rows)
         self.process.after(seconds, lambda: self._decided(outcomes, now))
@@ -146,6 +147,10 @@ class SimulatedTarget:
                 self.verifier.block(stream, message, now)
             elif isinstance(message, Attach):
                 self._send(self.verifier.attach(stream, message, now))
+            elif isinstance(message, NoDraft):
+                self.verifier.no_draft(stream, message)
+            elif isinstance(message, Detach):
+                self.verifier.detach(stream, message)
         self._go_on()
 
     def _drafter_down(self, stream: str) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
+from cluster.costs import CostModel, ForwardCost
 from cluster.drafting import DraftBook, DrafterLimits
 from cluster.pacing import Adaptive, Cost, LockStep, Pacing
 from cluster.session import Generation, Session
 from cluster.simulation.checks import check_drafter, check_target, check_texts
 from cluster.simulation.clock import Clock
-from cluster.simulation.costs import CostModel, ForwardCost
 from cluster.simulation.drafter import OracleMethod, SimulatedDrafter
 from cluster.simulation.faults import Adversity, Fault, Kind, Role
 from cluster.simulation.load import ClosedLoop, Load, Poisson
@@ -266,6 +266,10 @@ class World:
         victim = living[fault.index % len(living)]
         if fault.kind is Kind.HANGS:
             victim.process.hang(fault.seconds)
+        elif fault.kind is Kind.STALLS:
+            victim.process.stall(fault.seconds)
+        elif fault.kind is Kind.SLOWS_DOWN:
+            victim.process.slow_down(fault.seconds)
         elif fault.kind is Kind.IS_CUT_OFF:
             for link in list(victim.process.links):
                 link.cut()
@@ -304,6 +308,7 @@ class World:
         flights = [flight for flight in self.over if flight.error is None]
         span = max((flight.ended_s or 0.0 for flight in self.over), default=0.0) or 1.0
         causes = sum((target.verifier.dropped for target in self.targets), Counter[str]())
+        causes["silent"] = sum(router.given_up for router in self.routers)
         return Report(
             sessions=len(flights),
             failed=len(self.over) - len(flights),

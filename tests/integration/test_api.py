@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from cluster.config import validated
-from cluster.errors import CapacityError, RequestError, TargetLostError
+from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from cluster.session import Emit, Ended
 from protos.messages import Acceptance, Finish
 from serve_app.api import create_api
@@ -346,6 +346,7 @@ async def test_wrong_routes_answer_in_the_same_format(front: Front, method: str,
     [
         (CapacityError("full"), openai.RateLimitError, 429),
         (TargetLostError("lost"), openai.InternalServerError, 503),
+        (DrainingError("stopping"), openai.InternalServerError, 503),
         (RequestError("bad", "prompt"), openai.BadRequestError, 400),
         (ValueError("secret"), openai.InternalServerError, 500),
     ],
@@ -357,7 +358,7 @@ async def test_a_failure_before_the_first_token_has_its_status(
     with pytest.raises(error) as caught:
         await front.openai.completions.create(model="toy", prompt="hi", stream=stream)
     assert caught.value.status_code == status
-    assert ("retry-after" in caught.value.response.headers) == (status == 429)
+    assert ("retry-after" in caught.value.response.headers) == isinstance(failure, CapacityError | DrainingError)
     assert "secret" not in caught.value.message
     await front.is_idle()
     assert front.count("requests_total", endpoint="completions", status=str(status)) == 1

@@ -204,7 +204,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
     outside = SparseProbs(((1, VOCABULARY),), ((1, 1),))
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
-        (running,) = target.verifier._sessions
+        (running,) = target.verifier._seats.admitted
         before = target.verifier.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
@@ -225,7 +225,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
     """Closing it, claiming it in a new greeting, or filling its room with blocks for prefixes that never come."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
-        (running,) = target.verifier._sessions
+        (running,) = target.verifier._seats.admitted
         await drive.write(encode(pb.RouterToTarget, [Close(running, 9), Close("unknown", 1)]))
         async with stream_to(c, DRIVE_TARGET) as again:
             live = (LiveSession(running, 9),)

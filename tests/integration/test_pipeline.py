@@ -1,11 +1,16 @@
 """One process, real loops, real gRPC: blocks take one hop, drafting overlaps verification, lost messages heal."""
 
 import asyncio
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from actors.engine import Engine
+from actors.methods import DraftingMethod
+from cluster.drafting import Proposal, Want
+from cluster.errors import DrainingError, TargetLostError
 from cluster.session import Emit
 from cluster.steps import Outcome, StepPlan
 from protos.codec import Decoded
@@ -197,6 +202,67 @@ async def test_losing_a_target_in_mid_stream_loses_and_repeats_no_token():
                     used = next(a for a, t in c.targets.items() if not t.is_idle)
                     await c.servers[used].stop(0)
         assert tokens == plain_greedy((1, 2, 3), 100)
+
+
+class Stalled:
+    """A drafting method that comes to a standstill when told; the drafter's streams live on."""
+
+    def __init__(self, method: DraftingMethod) -> None:
+        self.needs, self.go_on = method.needs, threading.Event()
+        self.go_on.set()
+        self._method = method
+        self.observe, self.close = method.observe, method.close
+
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+        assert self.go_on.wait(60), "the test has forgotten this drafter"
+        return self._method.propose(wants, interrupted)
+
+
+async def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
+    async with cluster(drafters=2) as c:
+        still, other = c.drafters.values()
+        still._method = stalled = Stalled(still._method)
+        generations = [c.generation(prompt=(1 + i, 2), max_len=402) for i in range(4)]
+        texts = [asyncio.create_task(c.tokens(generation)) for generation in generations]
+        await eventually(lambda: still.book.counts["blocks"] > 20, "it drafts")
+        stalled.go_on.clear()
+        its = set(still.book._sessions)
+        assert its
+        try:
+            await eventually(lambda: its <= other.book._sessions.keys(), "the other one has its sessions")
+        finally:
+            stalled.go_on.set()
+        assert await asyncio.gather(*texts) == [plain_greedy(g.prompt, 400) for g in generations]
+
+
+async def test_without_any_target_a_session_is_held_and_then_fails_cleanly():
+    """Held for the five seconds that the harness allows, during which a target might come back."""
+    async with cluster() as c:
+        got: list[int] = []
+
+        async def follow() -> None:
+            async for event in c.router.generate(c.generation(max_len=203)):
+                if isinstance(event, Emit):
+                    got.extend(event.tokens)
+
+        following = asyncio.create_task(follow())
+        await eventually(lambda: len(got) > 10, "it has begun")
+        (server,) = [c.servers[address] for address in c.targets]
+        await server.stop(0)
+        with pytest.raises(TargetLostError, match="no target replica could be reached"):
+            await asyncio.wait_for(following, 30)
+        assert got == plain_greedy((1, 2, 3), 200)[: len(got)]
+
+
+async def test_while_draining_new_sessions_are_refused_and_running_ones_finish():
+    async with cluster() as c:
+        running = asyncio.create_task(c.tokens(c.generation()))
+        await eventually(lambda: not c.router.is_idle, "it runs")
+        c.router.drain()
+        assert not c.router.is_ready
+        with pytest.raises(DrainingError, match="takes no new requests"):
+            await c.tokens(c.generation())
+        assert await running == plain_greedy((1, 2, 3), 40)
 
 
 async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing_behind():

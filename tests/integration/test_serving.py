@@ -10,6 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from cluster.ray_membership import published_costs
+from serve_app.app import APPLICATION
+from serve_app.published import cost_model
+from serve_app.ray_cluster import broadcast, deployed
+from serve_app.trace import recordings
 from tests.integration.serving import Reference, Served, demo_served
 
 PROMPTS = (
@@ -217,3 +222,28 @@ def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Ref
     text = _stream_and_disturb(served, PROMPTS[3], 64, {5: kill_the_busy_rank})
     reference.assert_greedy(PROMPTS[3], 64, text)
     eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica", 120)
+
+
+def test_replicas_publish_what_they_cost(served: Served) -> None:
+    assert ask(served, PROMPTS[0])
+    for deployment in ("Target", "Drafter"):
+        served.inspect(deployment)  # the handle hears of its replicas
+    targets, drafters = (published_costs(deployed(name, APPLICATION)) for name in ("Target", "Drafter"))
+    costs = cost_model(targets, drafters, recordings(APPLICATION))
+    assert costs.target.seconds(1, 1) > costs.draft.seconds(1, 1) > 0, "the draft is the smaller model"
+    assert 0 < costs.hop_s < 0.1
+
+
+def test_while_draining_running_requests_finish_and_new_ones_are_sent_elsewhere(served: Served) -> None:
+    """The last one: the router takes nothing any more."""
+    refused: list[openai.APIStatusError] = []
+
+    def drain() -> None:
+        broadcast(deployed("Router", APPLICATION), "drain")
+        with pytest.raises(openai.InternalServerError) as failure:
+            ask(served, PROMPTS[0])
+        refused.append(failure.value)
+
+    assert _stream_and_disturb(served, PROMPTS[1], 48, {5: drain})
+    assert (refused[0].status_code, refused[0].code) == (503, "draining")
+    assert "retry-after" in refused[0].response.headers

@@ -19,8 +19,9 @@ from actors.toy import ToyRunner
 from cluster.drafting import DraftBook, DrafterLimits
 from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
 from cluster.steps import StepPlan
-from cluster.verifier import Send, Verifier, VerifierLimits
-from protos.messages import Acceptance, Block, Close, Message, Open, Resync, Sampling, Verdict
+from cluster.streams import Send
+from cluster.verifier import Verifier, VerifierLimits
+from protos.messages import Acceptance, Block, Close, Detach, Message, NoDraft, Open, Refusal, Resync, Sampling, Verdict
 from tests.unit.cluster.token_memory import TokenMemory
 
 ROUTER, DRAFTER, TARGET = "router#1", "drafter#1", "target:1"
@@ -206,9 +207,17 @@ class World:
         session = self.sessions[message.session]
         if isinstance(message, Verdict):
             self._do(session.on_verdict(TARGET, message))
+        elif isinstance(message, Refusal):
+            self._do(session.on_drafter_refusal(DRAFTER, message))
+            self._after(STEP_S, lambda: self._seek_drafter(session))
         else:
             assert isinstance(message, Resync)
             self._do(session.on_drafter_resync(DRAFTER))
+
+    def _seek_drafter(self, session: Session) -> None:
+        """There is only the one that gave it up."""
+        if session.wants_drafter:
+            self._do(session.assign_drafter(DRAFTER))
 
     def _to_target(self, message: Message) -> None:
         if isinstance(message, Open):
@@ -217,6 +226,10 @@ class World:
             self.verifier.close(ROUTER, message, self._now)
         elif isinstance(message, Block):
             self.verifier.block(DRAFTER, message, self._now)
+        elif isinstance(message, NoDraft):
+            self.verifier.no_draft(DRAFTER, message)
+        elif isinstance(message, Detach):
+            self.verifier.detach(DRAFTER, message)
         else:
             self._route(self.verifier.attach(DRAFTER, message, self._now))
 
@@ -224,7 +237,7 @@ class World:
         if isinstance(message, Open):
             self._route(self.book.open(ROUTER, message))
         elif isinstance(message, Close):
-            self.book.close(ROUTER, message)
+            self._route(self.book.close(ROUTER, message))
         elif isinstance(message, Verdict):
             self._route(self.book.verdict(TARGET, message))
         else:

@@ -7,14 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.backpressure import LEAST_WINDOW
 from cluster.drafting import DraftBook, DrafterLimits, Proposal, Want
-from cluster.verifier import Send
+from cluster.streams import Send
 from protos.messages import (
     Attach,
     Block,
     Close,
+    Detach,
+    DraftAnswer,
     Finish,
     LiveSession,
+    NoDraft,
     Refusal,
     RefusalReason,
     Resync,
@@ -91,10 +95,11 @@ def test_a_block_drafted_for_a_history_that_was_reopened_is_not_sent():
     assert desk.propose(want, 5) == []
 
 
-def test_nothing_to_propose_is_no_block():
+def test_nothing_to_propose_is_no_block_and_is_said_so():
     desk = Book()
     desk.open()
-    assert desk.propose(desk.want()) == []
+    assert desk.propose(desk.want()) == [(TARGET, NoDraft("s", 2, hash_of(1, 2)))]
+    assert desk.book.counts["nothing_to_propose"] == 1
 
 
 def test_blocks_end_before_the_last_position():
@@ -473,3 +478,72 @@ def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_on
         sent &= {(len(tokens), hash_of(*tokens))}
         while late:
             send(desk.guess(*late.pop(), 1))
+
+
+# ---------------------------------------------------------------- back-pressure
+
+
+def test_a_session_that_is_closed_is_detached_from_its_target():
+    desk = Book()
+    desk.open()
+    assert desk.book.close("router#2", Close("s", 1)) == []
+    assert desk.book.close(ROUTER, Close("s", 1)) == [(TARGET, Detach("s"))]
+    assert desk.book.close(ROUTER, Close("s", 1)) == []
+
+
+def overtaken(desk: Book, sessions: dict[str, tuple[int, ...]], rounds: int) -> list[Send]:
+    """Verdicts overtake every block that is drafted; what the book says until it says something."""
+    for _ in range(rounds):
+        wants = desk.book.wants(9)
+        for want in wants:
+            name = want.open.session
+            desk.verdict(sessions[name], 1, session=name)
+            sessions[name] += (1,)
+        for want in wants:
+            if sends := desk.propose(want, 5):
+                return sends
+    return []
+
+
+def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_takes_none_instead():
+    desk = Book()
+    sessions: dict[str, tuple[int, ...]] = dict.fromkeys(("a", "b", "c"), (1, 2))
+    for name in sessions:
+        desk.open(name, max_len=90)
+    refusal, detach = overtaken(desk, sessions, LEAST_WINDOW)
+    assert isinstance(refusal[1], Refusal)
+    gone = refusal[1].session
+    assert (refusal[0], refusal[1].reason) == (ROUTER, RefusalReason.OVERLOADED)
+    assert detach == (TARGET, Detach(gone))
+    ((_, again),) = desk.open(gone)
+    assert isinstance(again, Refusal)
+    assert again.reason is RefusalReason.OVERLOADED
+    assert desk.book.load() == {"sessions": 2.0}
+
+
+def test_a_drafter_that_was_still_for_long_gives_nobody_up():
+    """Verdicts went on without it, many times; only blocks that it made and that came too late count."""
+    desk = Book()
+    desk.open(max_len=90)
+    desk.open("t", max_len=90)
+    before = {"s": (1, 2), "t": (1, 2)}
+    for index in range(LEAST_WINDOW):
+        name = "st"[index % 2]
+        if len(before[name]) < 80:
+            assert desk.verdict(before[name], 1, session=name, answer=DraftAnswer.MISSED) == []
+            before[name] += (1,)
+    assert desk.book.load() == {"sessions": 2.0}
+
+
+def test_blocks_that_were_sent_and_came_too_late_count_too():
+    desk = Book()
+    for name in ("s", "t"):
+        desk.open(name, max_len=90)
+    before, said = {"s": (1, 2), "t": (1, 2)}, []
+    while not said and len(before["s"]) < 80:
+        for want in desk.book.wants(9):
+            desk.propose(want, 5)
+            name = want.open.session
+            said += desk.verdict(before[name], 1, session=name, answer=DraftAnswer.MISSED)
+            before[name] += (1,)
+    assert [type(message) for _, message in said] == [Refusal, Detach]

@@ -245,11 +245,17 @@ def test_the_hash_is_keyed_and_covers_the_page_and_all_before_it():
 # ------------------------------------------------------------ copy on write
 
 
-def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
-    book = a_book()
+def a_fork(length: int, shared: int, **limits: int) -> PageBook:
+    """A book with a `parent` of so many positions and its `fork`, which has the first `shared` of them."""
+    book = a_book(**limits)
     book.open("parent", ())
-    book.reserve("parent", 0, 6)
-    book.fork("parent", "fork", 6)
+    book.reserve("parent", 0, length)
+    book.fork("parent", "fork", shared)
+    return book
+
+
+def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
+    book = a_fork(6, shared=6)
     shared = book.table("parent")
     assert (book.table("fork"), book.available) == (shared, 6)
     copies = book.reserve("fork", 6, 7)
@@ -262,20 +268,14 @@ def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
 
 
 def test_a_fork_reaches_no_further_than_asked():
-    book = a_book()
-    book.open("parent", ())
-    book.reserve("parent", 0, 12)
-    book.fork("parent", "fork", 4)
+    book = a_fork(12, shared=4)
     assert book.table("fork") == book.table("parent")[:1]
     assert book.reserve("fork", 4, 5) == []
     assert book.table("fork")[1] not in book.table("parent")
 
 
 def test_what_a_fork_has_is_not_given_away_when_its_parent_goes():
-    book = a_book(pages=3)
-    book.open("parent", ())
-    book.reserve("parent", 0, 8)
-    book.fork("parent", "fork", 6)
+    book = a_fork(8, shared=6, pages=3)
     book.close("parent")
     assert book.available == 1
     assert book.reserve("fork", 6, 8) == [], "it is the only one now"
@@ -285,10 +285,7 @@ def test_what_a_fork_has_is_not_given_away_when_its_parent_goes():
 
 
 def test_a_page_that_is_wholly_rewritten_is_replaced_but_not_copied():
-    book = a_book()
-    book.open("parent", ())
-    book.reserve("parent", 0, 12)
-    book.fork("parent", "fork", 12)
+    book = a_fork(12, shared=12)
     shared = book.table("parent")
     assert book.reserve("fork", 4, 12) == [], "nothing before position 4 is in those pages"
     assert book.table("fork")[0] == shared[0]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.errors import CapacityError, RequestError, TargetLostError
 from cluster.session import MAX_REOPENS, Command, Emit, Ended, Failed, Generation, Phase, Session, ToDrafter, ToTarget
-from protos.messages import Acceptance, Close, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
+from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY
 
@@ -142,6 +142,26 @@ def test_losing_a_drafter_costs_no_attempt_and_no_token():
     assert isinstance(command, ToDrafter)
     assert isinstance(command.message, Open)
     assert (command.address, command.message.attempt, command.message.tokens) == ("d2", 1, (*PROMPT, 4, 5))
+
+
+def test_a_drafter_that_does_not_help_is_left_and_told_so():
+    session = a_session()
+    assert session.leave_drafter() == [ToDrafter("d1", Close("s", 1))]
+    assert session.wants_drafter
+    ((command),) = session.assign_drafter("d2")
+    assert isinstance(command, ToDrafter)
+    assert command.address == "d2"
+
+
+def test_whether_its_drafter_ever_had_a_block_is_known_of_each_drafter():
+    session = a_session()
+    session.on_verdict("t1", a_verdict(session, 4, answer=DraftAnswer.MISSED))
+    assert not session.has_drafted
+    session.on_verdict("t1", a_verdict(session, 5, answer=DraftAnswer.GIVEN))
+    assert session.has_drafted
+    session.leave_drafter()
+    session.assign_drafter("d2")
+    assert not session.has_drafted
 
 
 def test_a_resync_is_answered_with_the_ledger_to_the_current_drafter_only():

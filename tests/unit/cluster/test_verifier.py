@@ -10,15 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.breaker import FIRST_PROBE_STEPS, TRIP_STEPS
 from cluster.pacing import PROOF, Load, Yield
 from cluster.steps import Outcome, Row, StepPlan
-from cluster.verifier import Send, Verifier, VerifierLimits, settle
+from cluster.streams import Send
+from cluster.target_session import settle
+from cluster.verifier import Verifier, VerifierLimits
 from cluster.waiting_room import RoomLimits
 from protos.messages import (
     Attach,
     Close,
+    Detach,
+    DraftAnswer,
     Finish,
     LiveSession,
+    NoDraft,
     Refusal,
     RefusalReason,
     Resync,
@@ -570,6 +576,95 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     assert seen[-1].accepted.reached[1] > 0, "and what it brought is remembered, too"
 
 
+def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
+    """Not even by a session that was opened meanwhile; a block for any of its sessions ends that."""
+    desk = Desk(patience=lambda _: 1.0, max_context=200)
+    desk.open(max_len=150)
+    desk.step()
+    desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
+    for _ in range(TRIP_STEPS):
+        assert desk.verifier.plan(desk.now) is None
+        desk.now += 1.0
+        assert only_verdict(desk.step()).answer is DraftAnswer.MISSED
+    desk.step()
+    desk.open("new", tokens=(7,), max_len=150)
+    desk.step()
+    desk.attach((7, *text((7,), 1)), "new")
+    assert len(desk.step()) == 4, "both, at once, for router and drafter"
+    desk.block((7, *text((7,), 2)), (1,), "new")
+    assert [row.session for row in desk.rows[-1]] == ["s", "new"]
+    desk.step()
+    assert desk.verifier.plan(desk.now) is None, "it is waited for again"
+
+
+def test_a_silent_drafter_is_probed_for_the_time_of_a_step():
+    desk = Desk(patience=lambda _: 1.0, max_context=200)
+    desk.open(max_len=150)
+    desk.step()
+    desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
+    waits = []
+    for step in range(2 * FIRST_PROBE_STEPS + 1):
+        due = desk.verifier.next_due()
+        assert due is not None
+        if step >= TRIP_STEPS:
+            waits.append((step, round(due - desk.now, 3)))
+        desk.now = due
+        desk.step()
+    assert [wait for wait in waits if wait[1] > 0] == [(FIRST_PROBE_STEPS, 0.1), (2 * FIRST_PROBE_STEPS, 0.1)]
+
+
+def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_silent():
+    desk = Desk(patience=lambda _: 1.0)
+    desk.open()
+    tokens = (1, 2, 3)
+    tokens += only_verdict(desk.step()).tokens
+    desk.attach(tokens)
+    for _ in range(2 * TRIP_STEPS):
+        assert desk.verifier.plan(desk.now) is None
+        desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash))
+        verdict = only_verdict(desk.step())
+        assert verdict.answer is DraftAnswer.GIVEN
+        tokens += verdict.tokens
+
+
+def test_having_nothing_to_offer_for_another_prefix_says_nothing():
+    desk = Desk(patience=lambda _: 1.0)
+    desk.open()
+    tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
+    desk.attach(tokens)
+    desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), 1))
+    desk.verifier.no_draft(DRAFTER, NoDraft("s", 3, Prefix(KEY, (1, 2, 3)).hash))
+    desk.verifier.no_draft(DRAFTER, NoDraft("unknown", 3, 1))
+    assert desk.verifier.plan(desk.now) is None
+
+
+def test_a_drafter_that_detaches_is_not_waited_for_and_another_ones_detach_is_void():
+    desk = Desk(patience=lambda _: 1.0)
+    desk.open()
+    tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
+    desk.attach(tokens)
+    desk.verifier.detach("drafter#2", Detach("s"))
+    assert desk.verifier.plan(desk.now) is None
+    desk.verifier.detach(DRAFTER, Detach("s"))
+    ((receiver, verdict),) = desk.step()
+    assert isinstance(verdict, Verdict)
+    assert (receiver, verdict.answer) == (ROUTER, DraftAnswer.NOT_ASKED)
+
+
+def test_a_verdict_says_what_came_of_the_block_that_was_asked_for():
+    desk = Desk()
+    desk.open()
+    first = only_verdict(desk.step())
+    tokens = (1, 2, 3, *first.tokens)
+    desk.attach(tokens)
+    missed = only_verdict(desk.step())
+    tokens += missed.tokens
+    desk.block(tokens, text(tokens, 2))
+    given = only_verdict(desk.step())
+    answers = [first.answer, missed.answer, given.answer]
+    assert answers == [DraftAnswer.NOT_ASKED, DraftAnswer.MISSED, DraftAnswer.GIVEN]
+
+
 def test_sessions_that_are_ready_wait_for_others_whose_blocks_are_expected_but_not_for_long():
     """A step for both costs less than two; a block that takes longer than that is not waited for."""
     for expected_s, start in ((0.5, 0.5), (5.0, 0.0)):
@@ -941,9 +1036,9 @@ def test_however_small_the_pool_every_session_gets_its_plain_text(prompts, pages
             if rng.random() < 0.01:
                 desk.verifier.close(ROUTER, Close(name, 1), desk.now)
                 wanted[name] = tokens[name]
-        oldest = next(iter(desk.verifier._sessions), None)
+        oldest = next(iter(desk.verifier._seats.admitted), None)
         plan = desk.verifier.plan(desk.now)
-        assert oldest is None or oldest in desk.verifier._sessions, "the oldest lost its pages to younger ones"
+        assert oldest is None or oldest in desk.verifier._seats.admitted, "the oldest lost its pages to younger ones"
         if plan is None and not waiting:
             break
         for _, message in desk.verifier.apply(desk.compute(plan), 0.1, desk.now) if plan is not None else ():

@@ -16,9 +16,12 @@ from protos.messages import (
     Attach,
     Block,
     Close,
+    Detach,
+    DraftAnswer,
     Finish,
     Hello,
     LiveSession,
+    NoDraft,
     Open,
     Refusal,
     RefusalReason,
@@ -102,6 +105,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         drafted=draw(st.integers(accepted, 2**32 - 1)),
         finish=draw(st.sampled_from(Finish)),
         hidden_states=draw(st.binary(max_size=8)),
+        answer=draw(st.sampled_from(DraftAnswer)),
     )
 
 
@@ -110,6 +114,8 @@ HELLOS = st.builds(
 )
 WELCOMES = st.builds(Welcome, NAMES, U32)
 CLOSES = st.builds(Close, NAMES, U32)
+NO_DRAFTS = st.builds(NoDraft, NAMES, U32, U64)
+DETACHES = st.builds(Detach, NAMES)
 ATTACHES = st.builds(Attach, NAMES, U32, U64)
 RESYNCS = st.builds(Resync, NAMES, U32, U64)
 REFUSALS = st.builds(Refusal, NAMES, U32, st.sampled_from(RefusalReason), st.text(max_size=8))
@@ -118,7 +124,7 @@ FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then 
     pb.DrafterToRouter: (WELCOMES, RESYNCS, REFUSALS),
     pb.RouterToTarget: (HELLOS, opens(), CLOSES),
     pb.TargetToRouter: (WELCOMES, verdicts(), REFUSALS),
-    pb.DrafterToTarget: (HELLOS, ATTACHES, blocks()),
+    pb.DrafterToTarget: (HELLOS, DETACHES, ATTACHES, blocks(), NO_DRAFTS),
     pb.TargetToDrafter: (WELCOMES, verdicts(), RESYNCS),
 }
 

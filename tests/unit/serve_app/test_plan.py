@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
-from cluster.simulation.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.load import ClosedLoop, Poisson
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.world import Mode

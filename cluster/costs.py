@@ -1,6 +1,7 @@
-"""What forwards and messages cost in time: data, measured or stated, that can be saved and loaded.
+"""What forwards and messages cost in time: data, measured or stated, that can be published, saved and loaded.
 
-Knows nothing of who measured it or of what is computed.
+Replicas publish what they measured at their start; the simulator and `slipstream plan` run on it. Knows nothing of who
+measured it or of what is computed.
 """
 
 from bisect import bisect_left

@@ -1,0 +1,99 @@
+"""One session's blocks, from their arrival until a step takes them or the session has passed them by.
+
+A block waits under the length and hash that it was drafted for. Knows nothing of steps or of who drafts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from protos.messages import Block, Open, SparseProbs
+from protos.prefix import Prefix
+
+
+@dataclass(slots=True)
+class RoomCounts:
+    """What became of all sessions' blocks."""
+
+    dropped: Counter[str] = field(default_factory=Counter)  # that were not verified, by cause
+    rebased: int = 0  # that came late and were verified from where the target had got to
+
+
+class BlockRoom:
+    """Blocks by (base_len, prefix_hash); at most `limit` of them."""
+
+    def __init__(self, limit: int, counts: RoomCounts) -> None:
+        self.ready_since = 0.0  # when the block that is ready came
+        self._limit, self._counts = limit, counts
+        self._blocks: dict[tuple[int, int], Block] = {}
+
+    def ready(self, prefix: Prefix) -> Block | None:
+        """The block that may go into a step now."""
+        return self._blocks.get((len(prefix), prefix.hash))
+
+    def take(self, base_len: int, prefix_hash: int) -> None:
+        """The block for this prefix was verified."""
+        del self._blocks[base_len, prefix_hash]
+
+    def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
+        """Lets a block wait; one that can never be verified is dropped and counted."""
+        if block.base_len < len(prefix):
+            late, block = block, self._rebased(block, prefix) or block
+            if block is late:
+                self._counts.dropped["stale"] += 1
+                return
+        if cause := self._unfit(block, request, prefix):
+            self._counts.dropped[cause] += 1
+        else:
+            self._blocks[block.base_len, block.prefix_hash], self.ready_since = block, now
+
+    def move_on(self, prefix: Prefix, now: float) -> bool:
+        """Keeps the block for the prefix that the session has now; the others guessed otherwise or came too late.
+
+        What a late one is still good for is kept too. Nothing in the room can be for a later prefix: a drafter guesses
+        at one verdict at a time. Returns whether the block for this prefix was there already.
+        """
+        if not self._blocks:
+            return False
+        address = (len(prefix), prefix.hash)
+        hit = ready = self._blocks.pop(address, None)
+        late = [block for block in self._blocks.values() if prefix.matches(block.base_len, block.prefix_hash)]
+        if len(self._blocks) > len(late):
+            self._counts.dropped["wrong_guess"] += len(self._blocks) - len(late)
+        self._blocks.clear()
+        for block in late:
+            rebased = self._rebased(block, prefix)
+            if rebased is None:
+                self._counts.dropped["late"] += 1
+            ready = ready or rebased
+        if ready is not None:
+            self._blocks[address], self.ready_since = ready, now
+        return hit is not None
+
+    def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
+        # A verdict brings one token more than its block: what would leave no room for it needs pages that nobody has.
+        beyond_end = block.base_len + len(block.tokens) >= request.max_len
+        if len(block.tokens) > request.max_draft_tokens or beyond_end:
+            return "too_long"
+        if (block.base_len, block.prefix_hash) in self._blocks:
+            return "duplicate"
+        if len(self._blocks) >= self._limit:
+            return "room_full"
+        if block.base_len == len(prefix) and block.prefix_hash != prefix.hash:
+            return "other_prefix"
+        return None
+
+    def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
+        """What a block that comes too late is still good for: the target decided its first tokens just so.
+
+        Exact under ratio too: given the tokens decided, the rest follows the draft_probs sent, and neither whether
+        nor at what length it is used depends on the rest.
+        """
+        gap = len(prefix) - block.base_len
+        decided = tuple(prefix.tokens[block.base_len :])
+        agrees = prefix.matches(block.base_len, block.prefix_hash) and block.tokens[:gap] == decided
+        if gap >= len(block.tokens) or not agrees:
+            return None
+        self._counts.rebased += 1
+        probs = block.draft_probs
+        rest = SparseProbs(probs.token_ids[gap:], probs.weights[gap:]) if probs is not None else None
+        return Block(block.session, len(prefix), prefix.hash, block.tokens[gap:], rest)

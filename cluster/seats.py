@@ -1,0 +1,110 @@
+"""Which sessions have a place in a target's cache, which queue for one, and which pages each holds.
+
+Knows nothing of blocks, of time or of what is computed; how long sessions waited is for others to judge.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from cluster.pages import PageBook, PageCopy
+from cluster.target_session import TargetSession
+from protos.messages import Open
+
+
+class Seats:
+    """All sessions of a replica; what the engine is to open and close is collected for the next step."""
+
+    def __init__(self, limit: int, pages: PageBook) -> None:
+        self.admitted: dict[str, TargetSession] = {}  # they have a place in the cache; oldest first
+        self.queue: dict[str, TargetSession] = {}  # opened, not admitted yet, in order
+        self.turn: deque[str] = deque()  # admitted sessions, longest unserved first
+        self.pages = pages
+        self.preempted = 0  # times that a session lost its pages to older ones
+        self._limit = limit
+        self._opens: list[Open] = []  # for the engine, with the next step
+        self._closes: list[str] = []
+
+    # ------------------------------------------------------------ who is there
+
+    def __iter__(self) -> Iterator[TargetSession]:
+        return iter([*self.admitted.values(), *self.queue.values()])
+
+    def find(self, name: str) -> TargetSession | None:
+        return self.admitted.get(name) or self.queue.get(name)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held, nor due to the engine."""
+        return not any((self.admitted, self.queue, self.turn, self._opens, self._closes))
+
+    # ------------------------------------------------------------ coming and going
+
+    def admit(self) -> Iterator[TargetSession]:
+        """Lets queued sessions into the cache, first come first served, as long as there is room; names each."""
+        while self.queue and len(self.admitted) < self._limit:
+            name, session = next(iter(self.queue.items()))
+            session.cached_len = self.pages.open(name, session.prefix.tokens)
+            # A page for each running session to grow into keeps the newcomer from being preempted at once.
+            owed = sum(max(1, self._missing(running)) for running in self.admitted.values())
+            if self.admitted and self._missing(session) + owed > self.pages.available:
+                self.pages.close(name)
+                return
+            del self.queue[name]
+            self.admitted[name] = session
+            self.turn.append(name)
+            if not session.in_engine:
+                session.in_engine = True
+                self._opens.append(session.open)
+            yield session
+
+    def forget(self, name: str) -> None:
+        """Frees all that a session holds; an unknown one is left alone."""
+        session = self.find(name)
+        if session is None:
+            return
+        if self.queue.pop(name, None) is None:
+            self._leave(name)
+        pending = [request for request in self._opens if request.session != name]
+        if session.in_engine and len(pending) == len(self._opens):
+            self._closes.append(name)
+        self._opens = pending
+
+    def take_changes(self) -> tuple[tuple[str, ...], tuple[Open, ...]]:
+        """Sessions that the engine is to close, then to open, since this was last asked."""
+        changes = tuple(self._closes), tuple(self._opens)
+        self._closes, self._opens = [], []
+        return changes
+
+    # ------------------------------------------------------------ pages
+
+    def reserve(self, session: TargetSession, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
+        """Pages for positions `start` to `end`, at the cost of younger sessions when there are too few.
+
+        None when the session is the youngest itself, or when all that are younger are in the step already, whose
+        sessions are `in_step`: in the next one it comes before them.
+        """
+        name = session.open.session
+        while (copies := self.pages.reserve(name, start, end)) is None:
+            youngest = next(n for n in reversed(self.admitted) if n not in in_step)
+            if youngest != name or name == next(reversed(self.admitted)):
+                self._preempt(youngest)
+            if youngest == name:
+                return None
+        return copies
+
+    def _missing(self, session: TargetSession) -> int:
+        """Pages that a session has yet to take for the tokens that it has, and one more."""
+        return self.pages.pages_for(len(session.prefix) + 1) - len(self.pages.table(session.open.session))
+
+    def _preempt(self, name: str) -> None:
+        """Back to the head of the queue; what is lost of its cache is computed again from its tokens."""
+        self.preempted += 1
+        session = self.admitted[name]
+        self._leave(name)
+        self.queue = {name: session, **self.queue}
+
+    def _leave(self, name: str) -> None:
+        """Takes a session out of the cache."""
+        del self.admitted[name]
+        self.turn.remove(name)
+        self.pages.close(name)

@@ -1,0 +1,125 @@
+"""One session as its target replica has it: tokens decided, blocks that wait, and what its next row is.
+
+Knows nothing of other sessions, of the cache's pages or of when a step begins.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.block_room import BlockRoom
+from cluster.pacing import Yield
+from cluster.steps import Outcome, Row
+from protos.messages import Block, DraftAnswer, Finish, Open
+from protos.prefix import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step decided for a session."""
+
+    base_len: int  # tokens before the decided ones
+    base_hash: int
+    tokens: tuple[int, ...]
+    accepted: int  # of them, from the block
+    finish: Finish
+
+
+@dataclass(eq=False)
+class TargetSession:
+    """A session from its Open until it ends or is replaced."""
+
+    open: Open
+    router: str
+    prefix: Prefix
+    room: BlockRoom
+    cached_len: int = 0  # tokens in the engine's cache that stand
+    in_engine: bool = False  # whether the engine has heard of it
+    drafter: str | None = None
+    asked: int = 0  # longest block that the drafter was asked for
+    no_draft_len: int = -1  # length after which the drafter has no block to offer
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # what came of the block that was asked for, for the row made last
+    waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
+    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
+    blocks: Yield = field(default_factory=Yield)
+
+    @property
+    def unfed(self) -> int:
+        return len(self.prefix) - self.cached_len
+
+    @property
+    def expects_block(self) -> bool:
+        """Whether its drafter was asked for a block for the next row and has not said that there is none."""
+        length = len(self.prefix)
+        is_asked = self.drafter is not None and self.asked > 0 and length - self.cached_len == 1
+        return is_asked and length + 1 < self.open.max_len and self.no_draft_len != length
+
+    @property
+    def missed_by(self) -> str | None:
+        """The drafter whose block the row made last went without."""
+        return self.drafter if self.answer is DraftAnswer.MISSED else None
+
+    def ready_block(self) -> Block | None:
+        return self.room.ready(self.prefix)
+
+    def delay_of(self, block: Block, now: float) -> float | None:
+        """How long after its verdict a block came; None for one drafted ahead, and for a guess that proved wrong."""
+        decided = next((at for length, at in self.decided_at if length == block.base_len), None)
+        if decided is None or not self.prefix.matches(block.base_len, block.prefix_hash):
+            return None
+        return now - decided
+
+    def row(self, budget: int) -> Row:
+        """What to feed next, with at most `budget` tokens; a block only as a whole. The pages are left open.
+
+        Notes the drafter's `answer`, which a block too long for the budget is too.
+        """
+        name, tail = self.open.session, tuple(self.prefix.tokens[self.cached_len :])
+        self.answer = DraftAnswer.NOT_ASKED
+        if len(tail) > budget:
+            return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
+        block = self.ready_block() if self.asked else None
+        if block is not None or self.no_draft_len == len(self.prefix):
+            self.answer = DraftAnswer.GIVEN
+        elif self.expects_block:
+            self.answer = DraftAnswer.MISSED
+        if block is None or len(tail) + len(block.tokens) > max(budget, len(tail)):
+            return Row(name, tail, self.cached_len, decide=True, pages=())
+        # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
+        block = block.first(self.asked)
+        return Row(name, tail + block.tokens, self.cached_len, True, (), len(block.tokens), block.draft_probs)
+
+    def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
+        """Takes over what the engine computed for `row`."""
+        request, base_len, base_hash = self.open, len(self.prefix), self.prefix.hash
+        drafted = row.tokens[len(row.tokens) - row.draft_len :]
+        raw = (*drafted[: outcome.accepted], outcome.next_token)
+        tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
+        if row.draft_len > 0:
+            self.room.take(base_len, base_hash)
+            self.blocks = self.blocks.after_block(self.asked, row.draft_len, outcome.accepted)
+        elif len(row.tokens) == 1 and self.drafter is not None:
+            self.blocks = self.blocks.after_plain_round()
+        self.prefix.extend(tokens)
+        self.decided_at.append((len(self.prefix), now))
+        self.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
+        if self.room.move_on(self.prefix, now):
+            self.blocks = self.blocks.after_hit()
+        return Decision(base_len, base_hash, tokens, accepted, finish)
+
+
+def settle(
+    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Iterable[int]
+) -> tuple[tuple[int, ...], int, Finish]:
+    """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
+
+    Returns the tokens that stand, how many of them were drafted, and whether the session ended.
+    """
+    stops = frozenset(stop_ids)
+    for index, token in enumerate(tokens):
+        count = index + 1
+        if token in stops:
+            return tuple(tokens[:count]), min(accepted, count), Finish.STOP
+        if base_len + count >= max_len:
+            return tuple(tokens[:count]), min(accepted, count), Finish.LENGTH
+    return tuple(tokens), accepted, Finish.NONE

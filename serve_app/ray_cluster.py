@@ -1,0 +1,72 @@
+"""A connection to a Ray cluster that runs already, for as long as a block of code needs it.
+
+Knows nothing of what is deployed there.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from cluster.errors import SlipstreamError
+
+FOUND_BY_RAY = ("auto", "local")
+CONNECT_S = 3.0  # Ray itself would try for more than a minute
+ANSWER_S = 20.0
+
+
+class ClusterError(SlipstreamError):
+    """There is no Ray cluster, or nobody in it answers."""
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Raises ClusterError within seconds when nothing listens at `address`."""
+    check_reachable(address)
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:  # RuntimeError: the cluster refuses our token
+        raise ClusterError(f"no Ray cluster can be reached at '{address}': {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Raises ClusterError when `address` is no host:port, or no gRPC server answers there."""
+    if address in FOUND_BY_RAY:
+        return
+    where = address.removeprefix("ray://")
+    host, _, port = where.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ClusterError(f"'{address}' is no address of a Ray cluster; expected host:port, ray://host:port or auto")
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return  # Ray has the certificates
+    with grpc.insecure_channel(where) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
+        except grpc.FutureTimeoutError as error:
+            raise ClusterError(f"no Ray cluster answers at '{address}' within {CONNECT_S:.0f} s") from error
+
+
+def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Any]:
+    """The answers of every replica of a deployment."""
+    try:
+        return list(handle.broadcast(method).results(timeout_s=ANSWER_S))
+    except (DeploymentUnavailableError, RayActorError) as error:
+        raise ClusterError(f"deployment {handle.deployment_name} does not answer: {error}") from error
+
+
+def deployed(deployment: str, application: str) -> DeploymentHandle[Any]:
+    """A handle of a running deployment."""
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, application)
+    return handle

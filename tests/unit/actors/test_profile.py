@@ -1,0 +1,45 @@
+"""What drafting costs, measured through the method's own interface."""
+
+import torch
+
+from actors.methods.draft_cache import DraftCache
+from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.prompt_lookup import PromptLookup
+from actors.profile import LONG, ROWS, profile_drafting
+from actors.toy import ToyRunner
+from cluster.drafting import DrafterLimits, Proposal
+
+VOCABULARY = 8
+
+
+class Noting(DraftModel):
+    """Keeps the lengths of the blocks of each pass."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ToyRunner(torch.zeros(VOCABULARY, VOCABULARY)),
+            torch.arange(VOCABULARY),
+            DraftCache(pages=64, page_size=4),
+            DraftingLimits(top_k=2, min_confidence=0.9),
+        )
+        self.passes: list[list[int]] = []
+
+    def propose(self, wants, interrupted) -> list[Proposal]:
+        proposals = super().propose(wants, interrupted)
+        self.passes.append([len(proposal.tokens) for proposal in proposals])
+        return proposals
+
+
+def test_blocks_have_the_length_asked_for_and_nothing_is_left_behind():
+    """However unlikely their tokens: a method that stops in doubt would be measured at nothing."""
+    method = Noting()
+    cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
+    assert {len(lengths) for lengths in method.passes} == {1, 4}
+    assert max(method.passes) == [LONG] * 4
+    assert [rows for rows, _ in cost.forward.by_tokens] == [rows for rows in ROWS if rows <= 4]
+    assert method.is_idle
+
+
+def test_a_method_without_a_model_is_measured_too():
+    cost = profile_drafting(PromptLookup(4, 2), DrafterLimits(VOCABULARY, 100, max_sessions=1))
+    assert [rows for rows, _ in cost.forward.by_tokens] == [1]

@@ -1,0 +1,54 @@
+"""A running fleet's costs: one model out of what replicas publish."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.costs import CostModel, DraftCost, ForwardCost
+from cluster.timeline import Actor, Event, Recording
+from serve_app.published import cost_model
+from serve_app.ray_cluster import ClusterError, check_reachable
+
+
+def a_target(base_s: float) -> str:
+    return ForwardCost.linear(base_s, per_token_s=0.001).model_dump_json()
+
+
+def a_drafter(token_s: float) -> str:
+    return DraftCost(forward=ForwardCost.linear(token_s), per_pass_s=0.0005).model_dump_json()
+
+
+def test_the_replica_in_the_middle_speaks_for_its_pool():
+    costs = cost_model([a_target(0.3), a_target(0.1), a_target(0.2)], [a_drafter(0.002)], [])
+    assert costs.target == ForwardCost.linear(0.2, per_token_s=0.001)
+    assert costs.draft.seconds(4, 3) == pytest.approx(0.0005 + 3 * 0.002)
+    assert costs.hop_s == CostModel.model_fields["hop_s"].default, "no message has been timed"
+
+
+def test_messages_are_as_slow_as_the_timelines_say():
+    sent = Recording(0.0, (Event(0, 1.0, "drafted", ("s",)),))
+    heard = Recording(0.0, (Event(0, 1.002, "block", ("s",)),))
+    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
+    assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [([], [a_drafter(1)]), ([a_target(1)], [])])
+def test_a_pool_without_replicas_is_named(targets, drafters):
+    with pytest.raises(ClusterError, match="no replica has published"):
+        cost_model(targets, drafters, [])
+
+
+def test_what_is_saved_is_what_the_planner_reads(tmp_path: Path):
+    costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [])
+    costs.save(tmp_path / "costs.json")
+    assert CostModel.load(tmp_path / "costs.json") == costs
+
+
+@pytest.mark.parametrize("address", ["nowhere", ":6379", "host:", "host:port"])
+def test_what_is_no_address_is_refused_at_once(address):
+    with pytest.raises(ClusterError, match="expected host:port"):
+        check_reachable(address)
+
+
+def test_ray_finds_its_own_cluster():
+    check_reachable("auto")
