@@ -28,9 +28,9 @@ from protos.messages import Acceptance, SparseProbs, Verdict
 from protos.prefix import extend_hash
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
-CHOICES = 4  # tokens of a position that are thought of as outcomes
-AHEAD_ROWS = 8  # outcomes drafted for together
-LEAST_CHANCE = 0.02  # an outcome less likely is not drafted for
+CHOICES = 16  # tokens of a position that are thought of as outcomes
+AHEAD_ROWS = 16  # outcomes drafted for together
+LEAST_CHANCE = 0.005  # an outcome less likely is not drafted for
 
 
 @dataclass(frozen=True, slots=True)

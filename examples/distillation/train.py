@@ -234,16 +234,16 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
     return torch.cat((named, drawn)), labels, len(others)
 
 
-def optimizer_for(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over all but the embedding, which `VocabularyRows` looks after."""
+def optimizers_for(model: PreTrainedModel, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the norms; `VocabularyRows` looks after the embedding."""
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    rate, decay = config.learning_rate, config.weight_decay
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=rate, betas=BETAS, weight_decay=0.0, fused=True),
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
@@ -267,9 +267,10 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
     """Step until the time is over; save now and then, and at the end."""
-    optimizer = optimizer_for(model, config)
+    optimizers = optimizers_for(model, config)
     rows = VocabularyRows(model.get_input_embeddings().weight, BETAS)
-    body = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    body = [p for group in groups for p in group["params"]]
     start = time.monotonic()
     saved = reloaded = 0.0
     agreement = 0.5
@@ -279,15 +280,16 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
         for step, batch in enumerate(data.batches()):
             elapsed = time.monotonic() - start
             rate = learning_rate(config, step, elapsed)
-            for group in optimizer.param_groups:
+            for group in groups:
                 group["lr"] = rate
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 guide = Guide(batch.tokens, config.guided_layers, config.guided_heads) if config.guidance else None
                 result = distillation_loss(model, rows, batch, config, guide)
             (result.loss + config.guidance * guide.loss() if guide else result.loss).backward()
             torch.nn.utils.clip_grad_norm_([*body, rows.selected], 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             rows.step(config.embedding_share * rate)
             agreement += 0.02 * (result.agreement - agreement)
             note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}"
