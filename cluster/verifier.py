@@ -247,6 +247,11 @@ class Verifier:
         return self._seats.preempted
 
     @property
+    def pages(self) -> dict[str, int]:
+        """Of the cache: `total`, and those `held` by sessions now; the others are free or may be evicted."""
+        return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
+
+    @property
     def step_cost(self) -> Cost:
         """What steps cost here, by measurement."""
         return self._load.step

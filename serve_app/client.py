@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,12 +29,14 @@ class EndpointError(SlipstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One user turn and how it is to be answered, at temperature 0."""
+    """One user turn and how it is to be answered; what is None is as the server is configured."""
 
     prompt: str
     max_tokens: int
     ignore_eos: bool = False
-    max_draft_tokens: int | None = None  # None: as the server is configured
+    max_draft_tokens: int | None = None
+    temperature: float = 0.0
+    acceptance: Literal["coupled", "ratio"] | None = None
 
 
 class Endpoint:
@@ -155,12 +157,14 @@ def _body(model: str, question: Question, trace: bool) -> dict[str, Any]:
     speculation: dict[str, Any] = {"trace": trace}
     if question.max_draft_tokens is not None:
         speculation["max_draft_tokens"] = question.max_draft_tokens
+    if question.acceptance is not None:
+        speculation["acceptance"] = question.acceptance
     return {
         "model": model,
         "messages": [{"role": "user", "content": question.prompt}],
         "max_tokens": question.max_tokens,
         "ignore_eos": question.ignore_eos,
-        "temperature": 0,
+        "temperature": question.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
         "speculation": speculation,

@@ -122,6 +122,7 @@ class TargetDeployment:
             "rebased": self._replica.verifier.rebased,
             "desyncs": self._replica.verifier.desyncs,
             "preempted": self._replica.verifier.preempted,
+            "pages": self._replica.verifier.pages,
             "step_cost": asdict(self._replica.verifier.step_cost),
             "refused": dict(self._replica.refused),
             **self._replica.verifier.load(),

@@ -54,7 +54,7 @@ def serving(
         try:
             status.update("Loading the models")
             _deploy(config)
-            _wait_until_ready(url)
+            wait_until_ready(url)
             status.stop()
             yield url
         finally:
@@ -114,7 +114,7 @@ def _deploy(config: SlipstreamConfig) -> None:
         raise StartError(f"the application did not start: {error}") from error
 
 
-def _wait_until_ready(url: str) -> None:
+def wait_until_ready(url: str) -> None:
     """Returns when the router reaches a target replica."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     answer = "nothing"

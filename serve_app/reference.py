@@ -51,6 +51,7 @@ class Reference:
 
     async def ask(self, question: Question) -> Answer:
         """One greedy answer."""
+        assert question.temperature == 0, "the reference decodes greedily"
         return Answer(**await self._exchange(asdict(question)))
 
     async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -61,10 +61,12 @@ async def test_question_becomes_the_request() -> None:
     server = endpoint(answer)
     await server.ask("m", Question("hi", 7, ignore_eos=True, max_draft_tokens=0))
     await server.ask("m", Question("hi", 7), lambda _: None)
-    plain, speculative = seen
+    await server.ask("m", Question("hi", 7, temperature=0.7, acceptance="ratio"))
+    plain, speculative, sampled = seen
     assert plain["speculation"] == {"trace": False, "max_draft_tokens": 0}
     assert speculative["speculation"] == {"trace": True}  # as the server is configured
     assert (plain["temperature"], plain["max_tokens"], plain["ignore_eos"]) == (0, 7, True)
+    assert (sampled["temperature"], sampled["speculation"]) == (0.7, {"trace": False, "acceptance": "ratio"})
 
 
 async def test_refusal_carries_the_servers_message() -> None:
