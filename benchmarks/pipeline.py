@@ -1,0 +1,334 @@
+"""What the pipeline brings: speculation against plain decoding, lock step, a draft of no use, and `generate`.
+
+    python benchmarks/pipeline.py [--concurrency 1,2,4,8] [--rounds 5] [--tokens 64] [--json OUT]
+    python benchmarks/pipeline.py --table acceptance
+
+Serves the demo pair in bfloat16, drafter and target pinned to one core each, once for every configuration that is
+compared, and asks over HTTP. In each round every batch of prompts runs under all arms, one right after the other, in an
+order that rotates. Batches of several prompts are mixed anew every round.
+
+All prompts are asked once before the first round, so that every arm but `generate` has them in its prefix cache. The
+arms `plain` and `adaptive` share a server; `control` is plain decoding on the server with the useless draft: how far
+its ratio to `plain` is from 1 is what two servers differ by anyway. An idle server still takes a few hundredths of a
+core for health checks: name fewer --arms to have fewer servers.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from servers import Server, side_by_side, useless_draft
+from turns import Cell, Turn, cells_of, idle_share, speedups_of
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import SlipstreamError
+from serve_app.bench import DEFAULT_PROMPTS, WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
+from serve_app.client import Endpoint, Question
+from serve_app.demo_models import demo_config, prepare_target
+from serve_app.measures import Answer, Batch, Tally
+from serve_app.reference import Reference
+from serve_app.tables import sheet, shown, speedups_table
+
+# ---------------------------------------------------------------- what is compared
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to get the answers."""
+
+    name: str
+    server: str | None  # None: transformers' `generate`, one request at a time
+    max_draft_tokens: int | None = None  # None: as the server is configured
+    temperature: float = 0.0
+    acceptance: Literal["coupled", "ratio"] | None = None
+
+
+PIPELINE = (
+    Arm("plain", "adaptive", max_draft_tokens=0),
+    Arm("adaptive", "adaptive"),
+    Arm("lock_step", "lock_step"),
+    Arm("useless", "useless"),
+    Arm("generate", None),
+    Arm("control", "useless", max_draft_tokens=0),
+)
+TEMPERATURES = (0.0, 0.7, 1.0)
+ACCEPTANCE = tuple(
+    Arm(f"{rule} {temperature:g}", "adaptive", None, temperature, rule)
+    for temperature in TEMPERATURES
+    for rule in ("ratio", "coupled")
+)
+TABLES = {"pipeline": PIPELINE, "acceptance": ACCEPTANCE}
+RATIOS = (
+    ("adaptive", "plain"),
+    ("adaptive", "lock_step"),
+    ("useless", "plain"),
+    ("adaptive", "generate"),
+    ("control", "plain"),
+    *((f"ratio {temperature:g}", f"coupled {temperature:g}") for temperature in TEMPERATURES),
+)
+PINNED = (
+    "server.port=0",
+    "model.dtype=bfloat16",
+    "draft.method=draft_model",
+    "target.resources_per_rank.cpu_affinity=[0]",
+    "draft.resources.cpu_affinity=[1]",
+    # What Ray counts, so that several servers fit; what the processes use is said by threads and affinity.
+    "target.resources_per_rank.num_cpus=0.1",
+    "draft.resources.num_cpus=0.1",
+)
+
+
+def config_of(server: str, scratch: Path) -> SlipstreamConfig:
+    """The demo's config, but for what the server is named after."""
+    if server == "lock_step":
+        return demo_config([*PINNED, "speculation.pacing=lock_step"])
+    if server == "useless":
+        draft = demo_config().draft.model
+        assert draft is not None, "the demo drafts with a model"
+        return demo_config([*PINNED, f"draft.model={useless_draft(Path(draft), scratch / 'useless_draft')}"])
+    return demo_config(PINNED)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+class Experiment:
+    """Asks the servers, each in its turn."""
+
+    def __init__(
+        self, model: str, servers: Mapping[str, Server], endpoints: Mapping[str, Endpoint], reference: Reference | None
+    ) -> None:
+        self._model, self._servers, self._endpoints, self._reference = model, servers, endpoints, reference
+
+    async def warm_up(self, arms: Iterable[Arm], prompts: Sequence[Prompt]) -> None:
+        """Everything has run once, and every prompt is in every cache."""
+        for arm in arms:
+            await self._answers(arm, prompts[:1] if arm.server is None else prompts, WARM_UP_TOKENS)
+
+    async def turn(self, arm: Arm, prompts: Sequence[Prompt], max_tokens: int, index: int, number: int) -> Turn:
+        """One batch, all prompts at once; `number` is the round's."""
+        idle = [server for name, server in self._servers.items() if name != arm.server]
+        server = self._servers.get(arm.server or "")
+        mark = await asyncio.to_thread(server.mark) if server else None
+        tally_before, idle_before = await self._tally(arm), sum(server.cpu_s() for server in idle)
+        began = time.perf_counter()
+        answers = await self._answers(arm, prompts, max_tokens)
+        seconds = time.perf_counter() - began
+        idle_cpu_s = sum(server.cpu_s() for server in idle) - idle_before
+        tally = await self._tally(arm) - tally_before
+        work = await asyncio.to_thread(server.since, mark) if server and mark else None
+        kinds = tuple(prompt.kind for prompt in prompts)
+        batch = Batch(arm.name, len(prompts), index, number, seconds, tally, kinds, tuple(answers))
+        return Turn(batch, work, idle_cpu_s)
+
+    async def _answers(self, arm: Arm, prompts: Sequence[Prompt], max_tokens: int) -> list[Answer]:
+        questions = [
+            Question(prompt.prompt, max_tokens, True, arm.max_draft_tokens, arm.temperature, arm.acceptance)
+            for prompt in prompts
+        ]
+        if arm.server is None:
+            assert self._reference is not None
+            return [await self._reference.ask(question) for question in questions]
+        endpoint = self._endpoints[arm.server]
+        return await asyncio.gather(*(endpoint.ask(self._model, question) for question in questions))
+
+    async def _tally(self, arm: Arm) -> Tally:
+        return Tally() if arm.server is None else (await self._endpoints[arm.server].counters()).tally
+
+
+def round_of(
+    arms: Sequence[Arm], prompts: Sequence[Prompt], concurrency: int, number: int
+) -> list[tuple[Arm, tuple[Prompt, ...], int]]:
+    """Every batch under every arm in the order in which they run; batches of one index are of the same prompts.
+
+    Single prompts keep their index from round to round, so that repeats of a prompt count as one in an interval.
+    """
+    order = list(prompts)
+    if concurrency > 1:
+        random.Random(number).shuffle(order)
+    batches = prompt_batches(order, concurrency)
+    at_once = [arm for arm in arms if arm.server is not None or concurrency == 1]  # `generate` has no queue
+    found = []
+    for place, batch in enumerate(batches):
+        first = (number + place) % len(at_once)
+        index = place if concurrency == 1 else number * len(batches) + place
+        found += [(arm, batch, index) for arm in at_once[first:] + at_once[:first]]
+    return found
+
+
+async def run(
+    experiment: Experiment, arguments: argparse.Namespace, prompts: Sequence[Prompt], save: Callable[[list[Turn]], None]
+) -> list[Turn]:
+    """All rounds at all concurrencies; `save` is called after every round."""
+    arms, turns = arguments.arms, list[Turn]()
+    await experiment.warm_up(arms, prompts)
+    for number in range(arguments.rounds):
+        todo = [turn for at_once in arguments.concurrency for turn in round_of(arms, prompts, at_once, number)]
+        for arm, batch, index in track(todo, f"Round {number + 1}", console=Console(stderr=True)):
+            turns.append(await experiment.turn(arm, batch, arguments.tokens, index, number))
+        save(turns)
+    return turns
+
+
+# ---------------------------------------------------------------- what is shown
+
+ROWS = (
+    "tokens/s (median of rounds)",
+    "tokens a verify",
+    "acceptance rate",
+    "block length",
+    "verifies with a block, %",
+    "guesses that hit, %",
+    "target step, ms",
+    "tokens a step",
+    "target in a step, % of time",
+)
+
+
+def cells_sheet(concurrency: int, cells: Iterable[Cell]) -> Table:
+    """tokens/s = tokens a step / target step x share of time in a step, up to the spread of rounds."""
+    columns = {cell.arm: _column(cell) for cell in cells if cell.concurrency == concurrency}
+    return sheet(f"{concurrency} at once", ROWS, columns)
+
+
+def _column(cell: Cell) -> tuple[str, ...]:
+    return (
+        shown(cell.tokens_per_s, ".1f"),
+        shown(cell.tokens_per_verify),
+        shown(cell.acceptance_rate),
+        shown(cell.block_tokens),
+        shown(_times(cell.verifies_with_block, 100), ".0f"),
+        shown(_times(cell.guess_hits, 100), ".0f"),
+        shown(_times(cell.step_s, 1e3), ".1f"),
+        shown(cell.tokens_per_step),
+        shown(_times(cell.target_busy, 100), ".0f"),
+    )
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def acceptance_markdown(arms: Sequence[Arm], cells: Iterable[Cell]) -> str:
+    """A line for each rule, temperature and concurrency."""
+    lines = [
+        "| at once | temperature | rule | acceptance rate | tokens a verify | block length | tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    arm_of = {arm.name: arm for arm in arms}
+    for cell in sorted(cells, key=lambda cell: (cell.concurrency, list(arm_of).index(cell.arm))):
+        arm = arm_of[cell.arm]
+        values = (
+            str(cell.concurrency),
+            f"{arm.temperature:g}",
+            str(arm.acceptance),
+            shown(cell.acceptance_rate),
+            shown(cell.tokens_per_verify),
+            shown(cell.block_tokens),
+            shown(cell.tokens_per_s, ".1f"),
+        )
+        lines.append(f"| {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def show(console: Console, arguments: argparse.Namespace, turns: Sequence[Turn]) -> None:
+    cells = cells_of(turns)
+    if arguments.table == "acceptance":
+        print(acceptance_markdown(arguments.arms, cells))
+    else:
+        console.print(*(cells_sheet(concurrency, cells) for concurrency in arguments.concurrency))
+    console.print(speedups_table(speedups_of(turns, RATIOS)))
+    console.print(f"Servers without the turn took {idle_share(turns):.1%} of a core.")
+
+
+def write(path: Path, arguments: argparse.Namespace, turns: Sequence[Turn]) -> None:
+    """Everything so far, the raw turns included; what was there before stays whole until it is replaced."""
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    data: dict[str, Any] = {
+        "settings": {**settings, "arms": [asdict(arm) for arm in arguments.arms]},
+        "cells": [asdict(cell) for cell in cells_of(turns)],
+        "speedups": [asdict(found) for found in speedups_of(turns, RATIOS)],
+        "idle_share": idle_share(turns),
+        "turns": [asdict(turn) for turn in turns],
+    }
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    whole.replace(path)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=TABLES, default="pipeline")
+    parser.add_argument("--concurrency", help="comma-separated; default 1,2,4,8, for acceptance 1")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--arms", help=f"comma-separated; default: all but control; of the pipeline {_names(PIPELINE)}")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help='JSON lines {"kind", "prompt"}')
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
+    arguments = parser.parse_args()
+    known = {arm.name: arm for arm in TABLES[arguments.table]}
+    names = arguments.arms.split(",") if arguments.arms else [name for name in known if name != "control"]
+    if unknown := set(names) - known.keys():
+        parser.error(f"--arms: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    at_once = arguments.concurrency or ("1" if arguments.table == "acceptance" else "1,2,4,8")
+    if not all(part.isdigit() and int(part) > 0 for part in at_once.split(",")):
+        parser.error(f"--concurrency is {at_once}; expected numbers of requests at once, as in 1,4")
+    arguments.arms = [known[name] for name in names]
+    if all(arm.server is None for arm in arguments.arms):
+        parser.error("--arms: generate alone is compared with nothing; name another arm too")
+    arguments.concurrency = [int(part) for part in at_once.split(",")]
+    if arguments.rounds < 1 or arguments.tokens < 1:
+        parser.error("--rounds and --tokens are at least 1")
+    return arguments
+
+
+def _names(arms: Iterable[Arm]) -> str:
+    return ",".join(arm.name for arm in arms)
+
+
+async def measure(
+    arguments: argparse.Namespace, prompts: Sequence[Prompt], config: SlipstreamConfig, servers: Mapping[str, Server]
+) -> list[Turn]:
+    async with AsyncExitStack() as stack:
+        endpoints = {name: await stack.enter_async_context(Endpoint.at(s.url)) for name, s in servers.items()}
+        reference = None
+        if any(arm.server is None for arm in arguments.arms):
+            reference = await stack.enter_async_context(Reference.started(config))
+        experiment = Experiment(config.model.name, servers, endpoints, reference)
+        save = (lambda turns: write(arguments.json, arguments, turns)) if arguments.json else (lambda turns: None)
+        return await run(experiment, arguments, prompts, save)
+
+
+def main() -> None:
+    arguments, console = parse_arguments(), Console(stderr=True)
+    try:
+        prompts = read_prompts(arguments.prompts)
+        config = demo_config(PINNED)
+        prepare_target(Path(config.model.target), console)
+        names = dict.fromkeys(arm.server for arm in arguments.arms if arm.server is not None)
+        with TemporaryDirectory() as scratch:
+            configs = {name: config_of(name, Path(scratch)) for name in names}
+            with side_by_side(configs, console) as servers:
+                turns = asyncio.run(measure(arguments, prompts, config, servers))
+    except SlipstreamError as error:
+        sys.exit(f"error: {error}")
+    show(Console(), arguments, turns)
+
+
+if __name__ == "__main__":
+    main()

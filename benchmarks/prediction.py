@@ -1,0 +1,362 @@
+"""How well the simulator predicts a running system, from nothing but published costs and measured acceptance.
+
+    python benchmarks/prediction.py [--concurrency 1,2,4,8] [--block-len 1,2,4] [--rounds 3] [--tokens 64] [--json OUT]
+
+Serves the demo pair twice, adaptive with draft-ahead and in lock step, drafter and target pinned to one core each. One
+half of the prompts, in lock step at the longest block, says how often each position of a block is accepted; the costs
+are those that the replicas publish. The other half is asked over HTTP at every point (mode, concurrency, block length),
+all points interleaved. The simulator is told no speed: it runs such batches under these costs and this acceptance.
+
+A batch begins with all its prompts at once, which are in the prefix caches, and ends with the last answer.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from servers import Server, side_by_side
+
+from cluster.costs import CostModel
+from cluster.ray_membership import published_costs
+from cluster.simulation.load import ClosedLoop, Load
+from cluster.simulation.oracle import DraftModel
+from cluster.simulation.world import Mode, Setting, Speculation, World
+from serve_app.app import APPLICATION
+from serve_app.bench import DEFAULT_PROMPTS, Prompt, read_prompts
+from serve_app.client import Endpoint, Piece, Question
+from serve_app.demo_models import demo_config, prepare_target
+from serve_app.plan import roomy_fleet
+from serve_app.published import cost_model
+from serve_app.ray_cluster import deployed
+from serve_app.tables import shown
+from serve_app.trace import recordings
+
+PINNED = (
+    "server.port=0",
+    "model.dtype=bfloat16",
+    "draft.method=draft_model",
+    "target.resources_per_rank.cpu_affinity=[0]",
+    "draft.resources.cpu_affinity=[1]",
+    # What Ray counts, so that two servers fit; what the processes use is said by threads and affinity.
+    "target.resources_per_rank.num_cpus=0.1",
+    "draft.resources.num_cpus=0.1",
+)
+SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
+UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew
+WARM_UP_TOKENS = 16
+SIMULATED_BATCHES = 40  # of one point
+BOUND, DIFFERENT = 0.15, 0.10  # the error that is allowed; modes closer than this count as equal
+
+
+# ---------------------------------------------------------------- points
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is measured and predicted."""
+
+    mode: Mode
+    concurrency: int
+    block_len: int  # 0: plain decoding
+
+    @property
+    def name(self) -> str:
+        return self.mode.value if self.block_len else "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a point came to."""
+
+    tokens_per_s: float
+    step_s: float  # mean of the target's steps
+    tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A point, measured and predicted."""
+
+    point: Point
+    measured: Rate
+    predicted: Rate
+
+    @property
+    def error(self) -> float:
+        return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1
+
+
+def points_of(concurrencies: Iterable[int], block_lens: Sequence[int]) -> list[Point]:
+    """Plain decoding once at each concurrency, then both modes at every block length."""
+    found = []
+    for concurrency in concurrencies:
+        found.append(Point(Mode.DRAFT_AHEAD, concurrency, 0))
+        found += [Point(mode, concurrency, block_len) for block_len, mode in product(block_lens, SERVERS)]
+    return found
+
+
+def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
+    """Pairs of modes that differ clearly at one concurrency and block length, and whether it was predicted which wins.
+
+    Plain decoding is compared with every block length.
+    """
+    found = []
+    for one, other in combinations(results, 2):
+        a, b = one.point, other.point
+        if a.concurrency != b.concurrency or a.name == b.name or (a.block_len and a.block_len != b.block_len):
+            continue
+        slower, faster = sorted((one, other), key=lambda result: result.measured.tokens_per_s)
+        if faster.measured.tokens_per_s > (1 + DIFFERENT) * slower.measured.tokens_per_s:
+            found.append((faster, slower, faster.predicted.tokens_per_s > slower.predicted.tokens_per_s))
+    return found
+
+
+# ---------------------------------------------------------------- what is predicted
+
+
+def acceptances(accepted: Sequence[int], block_len: int) -> tuple[float, ...]:
+    """Chance of each position, given those before it, from the accepted counts of verdicts on blocks of `block_len`.
+
+    A block that ended early, in doubt, counts as rejected where it ended.
+    """
+    reached = [sum(count >= position for count in accepted) for position in range(block_len + 1)]
+    return tuple(after / before for before, after in pairwise(reached) if before)
+
+
+def predict(point: Point, costs: CostModel, draft: DraftModel, tokens: int) -> Rate:
+    """The mean of many simulated batches, each of them the measured one: all at once, until the last has ended."""
+    load = Load(ClosedLoop(point.concurrency), point.concurrency, UNCACHED_TOKENS, tokens)
+    speculation, fleet = Speculation(point.block_len, draft, point.mode), roomy_fleet(1, 1, load)
+    seconds = busy_s = 0.0
+    made = steps = 0
+    for seed in range(SIMULATED_BATCHES):
+        world = World(Setting(costs, speculation, load, fleet, seed=seed))
+        report = world.run()
+        seconds += max(flight.ended_s or 0.0 for flight in world.over) - min(flight.arrived_s for flight in world.over)
+        busy_s += sum(target.busy_s for target in world.targets)
+        made, steps = made + report.tokens, steps + report.steps
+    return Rate(made / seconds, busy_s / steps, made / steps)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of one point."""
+
+    point: Point
+    seconds: float
+    tokens: int
+    steps: int
+    step_s: float  # of all steps together
+
+
+class Experiment:
+    """Asks both servers, each in its turn."""
+
+    def __init__(self, model: str, servers: Mapping[str, Server], endpoints: Mapping[str, Endpoint]) -> None:
+        self._model, self._servers, self._endpoints = model, servers, endpoints
+
+    async def warm_up(self, prompts: Sequence[Prompt]) -> None:
+        """Every prompt is in every cache."""
+        for endpoint in self._endpoints.values():
+            for prompt in prompts:
+                await endpoint.ask(self._model, Question(prompt.prompt, WARM_UP_TOKENS, ignore_eos=True))
+
+    async def accepted(self, prompts: Sequence[Prompt], tokens: int, block_len: int) -> list[int]:
+        """How many tokens each block was good for, in lock step; the prompt's own step and the last, cut one aside."""
+        endpoint, found = self._endpoints[SERVERS[Mode.LOCK_STEP]], list[int]()
+        for prompt in prompts:
+            pieces: list[Piece] = []
+            question = Question(prompt.prompt, tokens, ignore_eos=True, max_draft_tokens=block_len)
+            await endpoint.ask(self._model, question, pieces.extend)
+            found += runs([drafted for _, drafted in pieces])[1:]
+        return found
+
+    async def batch(self, point: Point, prompts: Sequence[Prompt], tokens: int) -> Batch:
+        """All prompts at once, until the last answer."""
+        server, endpoint = self._servers[SERVERS[point.mode]], self._endpoints[SERVERS[point.mode]]
+        questions = [Question(prompt.prompt, tokens, True, point.block_len) for prompt in prompts]
+        mark, began = await asyncio.to_thread(server.mark), time.perf_counter()
+        answers = await asyncio.gather(*(endpoint.ask(self._model, question) for question in questions))
+        seconds = time.perf_counter() - began
+        work = await asyncio.to_thread(server.since, mark)
+        return Batch(point, seconds, sum(answer.tokens for answer in answers), work.steps, work.step_s)
+
+
+def runs(drafted: Sequence[bool]) -> list[int]:
+    """Lengths of the runs of drafted tokens before each of the target's own."""
+    found, length = [], 0
+    for is_drafted in drafted:
+        if is_drafted:
+            length += 1
+        else:
+            found.append(length)
+            length = 0
+    return found
+
+
+def rate(batches: Sequence[Batch]) -> Rate:
+    """The median batch's speed; steps of all batches together."""
+    steps = sum(batch.steps for batch in batches)
+    return Rate(
+        median(batch.tokens / batch.seconds for batch in batches),
+        sum(batch.step_s for batch in batches) / steps,
+        sum(batch.tokens for batch in batches) / steps,
+    )
+
+
+def live_costs() -> CostModel:
+    """What the first server's replicas published, and what messages took between its actors until now."""
+    actors = recordings(APPLICATION)
+    pools = (published_costs(deployed(name, APPLICATION)) for name in ("Target", "Drafter"))
+    return cost_model(*pools, actors)
+
+
+# ---------------------------------------------------------------- the run
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that the simulator is told."""
+
+    costs: CostModel
+    draft: DraftModel
+
+
+async def run(
+    servers: Mapping[str, Server], arguments: argparse.Namespace, save: Callable[[Inputs, list[Batch]], None]
+) -> tuple[Inputs, list[Batch]]:
+    """Calibrates, then measures all points in rounds; `save` is called after each."""
+    prompts = read_prompts(arguments.prompts)
+    known, asked = prompts[::2], prompts[1::2]
+    batches: list[Batch] = []
+    async with AsyncExitStack() as stack:
+        endpoints = {name: await stack.enter_async_context(Endpoint.at(server.url)) for name, server in servers.items()}
+        experiment = Experiment(await endpoints["adaptive"].model(), servers, endpoints)
+        await experiment.warm_up(prompts)
+        longest = max(arguments.block_len)
+        accepted = await experiment.accepted(known[: arguments.calibrate], arguments.tokens, longest)
+        inputs = Inputs(await asyncio.to_thread(live_costs), DraftModel(acceptances(accepted, longest)))
+        save(inputs, batches)
+        todo = points_of(arguments.concurrency, arguments.block_len)
+        for number in range(arguments.rounds):
+            drawn = random.Random(number)
+            order = drawn.sample(todo, len(todo))
+            for point in track(order, f"Round {number + 1}", console=Console(stderr=True)):
+                chosen = random.Random(f"{number} {point.concurrency}").sample(asked, point.concurrency)
+                batches.append(await experiment.batch(point, chosen, arguments.tokens))
+            save(inputs, batches)
+    return inputs, batches
+
+
+def results_of(inputs: Inputs, batches: Sequence[Batch], tokens: int) -> list[Result]:
+    by_point: dict[Point, list[Batch]] = {}
+    for batch in batches:
+        by_point.setdefault(batch.point, []).append(batch)
+    found = [
+        Result(point, rate(group), predict(point, inputs.costs, inputs.draft, tokens))
+        for point, group in by_point.items()
+    ]
+    return sorted(found, key=lambda result: (result.point.concurrency, result.point.block_len, result.point.name))
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def results_table(results: Iterable[Result]) -> Table:
+    table = Table(
+        "at once", "K", "mode", "tokens/s", "(sim.)", "error", "step, ms", "(sim.)", "tokens a step", "(sim.)"
+    )
+    for result in results:
+        point, measured, predicted = result.point, result.measured, result.predicted
+        table.add_row(
+            str(point.concurrency),
+            str(point.block_len),
+            point.name,
+            shown(measured.tokens_per_s, ".1f"),
+            shown(predicted.tokens_per_s, ".1f"),
+            f"{result.error:+.0%}",
+            shown(1e3 * measured.step_s, ".1f"),
+            shown(1e3 * predicted.step_s, ".1f"),
+            shown(measured.tokens_per_step),
+            shown(predicted.tokens_per_step),
+        )
+    return table
+
+
+def show(console: Console, results: Sequence[Result]) -> None:
+    console.print(results_table(results))
+    within = sum(abs(result.error) <= BOUND for result in results)
+    console.print(f"{within} of {len(results)} points within {BOUND:.0%}")
+    pairs = orderings(results)
+    console.print(f"{sum(right for *_, right in pairs)} of {len(pairs)} pairs of modes in the right order")
+    for faster, slower, right in pairs:
+        if not right:
+            a, b = faster.point, slower.point
+            console.print(
+                f"  wrong at {a.concurrency} at once: {a.name} K={a.block_len} beats {b.name} K={b.block_len}"
+            )
+
+
+def write_json(path: Path, inputs: Inputs, batches: Sequence[Batch], results: Sequence[Result]) -> None:
+    data: dict[str, Any] = {
+        "costs": inputs.costs.model_dump(mode="json"),
+        "acceptance": inputs.draft.acceptances,
+        "results": [asdict(result) | {"error": result.error} for result in results],
+        "batches": [asdict(batch) for batch in batches],
+    }
+    path.write_text(json.dumps(data, indent=1, default=lambda mode: mode.value) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    arguments = _arguments()
+    console = Console(stderr=True)
+    config = demo_config(PINNED)
+    prepare_target(Path(config.model.target), console)
+    configs = {"adaptive": config, "lock_step": demo_config([*PINNED, "speculation.pacing=lock_step"])}
+
+    def save(inputs: Inputs, batches: list[Batch]) -> None:
+        if arguments.json is not None:
+            write_json(arguments.json, inputs, batches, [])
+
+    with side_by_side(configs, console) as servers:
+        inputs, batches = asyncio.run(run(servers, arguments, save))
+    results = results_of(inputs, batches, arguments.tokens)
+    print(f"costs {inputs.costs.model_dump_json()}\nacceptance {inputs.draft.acceptances}", file=sys.stderr)
+    show(Console(), results)
+    if arguments.json is not None:
+        write_json(arguments.json, inputs, batches, results)
+
+
+def _arguments() -> argparse.Namespace:
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=integers, default=[1, 2, 4, 8])
+    parser.add_argument("--block-len", type=integers, default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--calibrate", type=int, default=12, help="prompts that acceptance is measured on")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS)
+    parser.add_argument("--json", type=Path, help="write inputs, results and every batch here, after each round")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

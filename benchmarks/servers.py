@@ -1,0 +1,112 @@
+"""Several servers side by side on one local Ray cluster, what their actors did in a turn, and a draft of no use.
+
+Each is a Serve application of its own with its own processes, behind one HTTP proxy. Those without the turn are left
+idle, not stopped: Serve's health checks and gRPC's keep-alive would take a stopped process for a dead one. What idling
+costs is measured instead. Knows nothing of what is compared with what.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray import serve
+from rich.console import Console
+from turns import Work
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import SlipstreamError
+from cluster.timeline import STAGES, Actor, spans
+from serve_app.app import APPLICATION, application
+from serve_app.local import serving, wait_until_ready
+from serve_app.ray_cluster import broadcast, deployed
+
+VERIFY = tuple(stage for stage in STAGES if stage.name == "verify")
+
+
+class RecordingTooShort(SlipstreamError):
+    """The beginning of a turn is no longer in the target's recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a server's counts and its target's recording stand."""
+
+    counts: Mapping[str, int]
+    events: int
+
+
+class Server:
+    """One application, seen from outside; its calls block and must not be made in an event loop."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.url = url
+        self._target, self._drafter = deployed("Target", name), deployed("Drafter", name)
+        (target,), (drafter,) = broadcast(self._target, "inspect"), broadcast(self._drafter, "inspect")
+        (router,) = broadcast(deployed("Router", name), "inspect")
+        pids = [*target["rank_pids"], *(actor["pid"] for actor in (target, drafter, router))]
+        self._processes = [psutil.Process(pid) for pid in pids]
+
+    def mark(self) -> Mark:
+        """Begins a turn."""
+        events = self._recorded().recording.events
+        return Mark(self._counts(), events[-1].order + 1 if events else 0)
+
+    def since(self, mark: Mark) -> Work:
+        """Ends a turn; raises RecordingTooShort."""
+        counts, recorded = self._counts(), self._recorded()
+        events = tuple(event for event in recorded.recording.events if event.order >= mark.events)
+        if events and events[0].order > mark.events:
+            raise RecordingTooShort(f"a turn has more than {len(events)} events; ask for fewer --tokens")
+        steps = spans([replace(recorded, recording=replace(recorded.recording, events=events))], VERIFY)
+        hits, misses = (counts.get(name, 0) - mark.counts.get(name, 0) for name in ("guess_hit", "guess_miss"))
+        return Work(hits, misses, len(steps), sum(step.ended_s - step.began_s for step in steps))
+
+    def cpu_s(self) -> float:
+        """Processor time that its processes have taken since they began."""
+        times = [process.cpu_times() for process in self._processes]
+        return float(sum(time.user + time.system for time in times))
+
+    def _counts(self) -> dict[str, int]:
+        (drafter,) = broadcast(self._drafter, "inspect")
+        counts: dict[str, int] = drafter["counts"]
+        return counts
+
+    def _recorded(self) -> Actor:
+        (actor,) = broadcast(self._target, "trace")
+        assert isinstance(actor, Actor)
+        return actor
+
+
+@contextmanager
+def side_by_side(configs: Mapping[str, SlipstreamConfig], console: Console) -> Iterator[dict[str, Server]]:
+    """Serves every config, by name; the first one's cluster and proxy are those of all."""
+    (first, config), *others = configs.items()
+    with serving(config, console) as url, ExitStack() as stack:
+        servers = {first: Server(APPLICATION, url)}
+        for name, other in others:
+            with console.status(f"Starting the server {name}"):
+                serve.run(application(other), name=name, route_prefix=f"/{name}")
+                stack.callback(serve.delete, name)
+                wait_until_ready(f"{url}/{name}")
+            servers[name] = Server(name, f"{url}/{name}")
+        yield servers
+
+
+def useless_draft(draft: Path, folder: Path, seed: int = 0) -> Path:
+    """A copy of the draft model in `folder` with matrices drawn at random: of its speed and scale, but blind."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(draft, folder)
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Any] = load_file(draft / "model.safetensors")
+    for name, trained in weights.items():
+        if trained.ndim > 1:
+            drawn = torch.randn(trained.shape, generator=generator) * trained.float().std()
+            weights[name] = drawn.to(trained.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

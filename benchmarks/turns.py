@@ -1,0 +1,106 @@
+"""What the turns of `pipeline.py` come to, for each arm at each concurrency and for pairs of arms. Pure.
+
+Knows nothing of servers or of how the turns were taken.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from serve_app.measures import Batch, Speedup, Tally, speedup
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the actors of one server did in one turn."""
+
+    guess_hits: int  # verdicts for which a block had been drafted ahead
+    guess_misses: int
+    steps: int  # of the target, those that read prompts included
+    step_s: float  # of all steps together, as the target's loop sees them
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One batch under one arm; `batch.repeat` is the round."""
+
+    batch: Batch
+    work: Work | None  # None for `generate`
+    idle_cpu_s: float  # processor time that the servers without the turn took meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One arm at one concurrency. None is what has no meaning for the arm."""
+
+    arm: str
+    concurrency: int
+    tokens_per_s: float  # median of the rounds
+    round_tokens_per_s: tuple[float, ...]
+    acceptance_rate: float | None
+    tokens_per_verify: float | None
+    block_tokens: float | None  # mean length of the blocks that were verified
+    verifies_with_block: float | None  # share
+    guess_hits: float | None  # share of the verdicts that something was drafted ahead for
+    step_s: float | None  # mean of the target's steps
+    tokens_per_step: float | None
+    target_busy: float | None  # share of the time in which the target is in a step
+
+
+def cells_of(turns: Sequence[Turn]) -> list[Cell]:
+    groups: dict[tuple[int, str], list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault((turn.batch.concurrency, turn.batch.arm), []).append(turn)
+    return [_cell(group) for group in groups.values()]
+
+
+def _cell(turns: Sequence[Turn]) -> Cell:
+    batches = [turn.batch for turn in turns]
+    works = [turn.work for turn in turns if turn.work is not None]
+    tally, seconds = sum((batch.tally for batch in batches), Tally()), sum(batch.seconds for batch in batches)
+    hits, steps = sum(work.guess_hits for work in works), sum(work.steps for work in works)
+    step_s = sum(work.step_s for work in works)
+    rounds = tuple(_tokens_per_s(batches, number) for number in sorted({batch.repeat for batch in batches}))
+    return Cell(
+        arm=batches[0].arm,
+        concurrency=batches[0].concurrency,
+        tokens_per_s=statistics.median(rounds),
+        round_tokens_per_s=rounds,
+        acceptance_rate=tally.acceptance_rate,
+        tokens_per_verify=_share(tally.tokens, tally.verifies),
+        block_tokens=_share(tally.drafted, tally.blocks),
+        verifies_with_block=_share(tally.blocks, tally.verifies),
+        guess_hits=_share(hits, hits + sum(work.guess_misses for work in works)),
+        step_s=_share(step_s, steps),
+        tokens_per_step=_share(tally.tokens, steps),
+        target_busy=step_s / seconds if works else None,
+    )
+
+
+def _tokens_per_s(batches: Sequence[Batch], number: int) -> float:
+    """Of one round."""
+    found = [batch for batch in batches if batch.repeat == number]
+    return sum(answer.tokens for batch in found for answer in batch.answers) / sum(batch.seconds for batch in found)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def speedups_of(turns: Sequence[Turn], ratios: Iterable[tuple[str, str]]) -> list[Speedup]:
+    """Of every pair of arms in `ratios`, where both ran."""
+    groups: dict[tuple[int, str], list[Batch]] = {}
+    for turn in turns:
+        groups.setdefault((turn.batch.concurrency, turn.batch.arm), []).append(turn.batch)
+    at_once = dict.fromkeys(concurrency for concurrency, _ in groups)
+    return [
+        speedup(groups[concurrency, arm], groups[concurrency, base])
+        for arm, base in ratios
+        for concurrency in at_once
+        if (concurrency, arm) in groups and (concurrency, base) in groups
+    ]
+
+
+def idle_share(turns: Sequence[Turn]) -> float:
+    """Of one core: what the servers without the turn took."""
+    return sum(turn.idle_cpu_s for turn in turns) / sum(turn.batch.seconds for turn in turns)
