@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,27 +23,25 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import ray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from servers import Server, side_by_side
 
 from cluster.costs import CostModel
-from cluster.ray_membership import published_costs
 from cluster.simulation.load import ClosedLoop, Load
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.world import Mode, Setting, Speculation, World
-from serve_app.app import APPLICATION
 from serve_app.bench import DEFAULT_PROMPTS, Prompt, read_prompts
 from serve_app.client import Endpoint, Piece, Question
 from serve_app.demo_models import demo_config, prepare_target
+from serve_app.measures import Tally
 from serve_app.plan import roomy_fleet
-from serve_app.published import cost_model
-from serve_app.ray_cluster import deployed
 from serve_app.tables import shown
-from serve_app.trace import recordings
 
 PINNED = (
     "server.port=0",
@@ -82,8 +81,8 @@ class Rate:
     """What a point came to."""
 
     tokens_per_s: float
-    step_s: float  # mean of the target's steps
-    tokens_per_step: float
+    tokens_per_verify: float
+    round_s: float  # of one session: from one verdict to the next, first tokens and all else included
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +139,13 @@ def predict(point: Point, costs: CostModel, draft: DraftModel, tokens: int) -> R
     """The mean of many simulated batches, each of them the measured one: all at once, until the last has ended."""
     load = Load(ClosedLoop(point.concurrency), point.concurrency, UNCACHED_TOKENS, tokens)
     speculation, fleet = Speculation(point.block_len, draft, point.mode), roomy_fleet(1, 1, load)
-    seconds = busy_s = 0.0
-    made = steps = 0
+    seconds, made, verifies = 0.0, 0, 0
     for seed in range(SIMULATED_BATCHES):
         world = World(Setting(costs, speculation, load, fleet, seed=seed))
         report = world.run()
         seconds += max(flight.ended_s or 0.0 for flight in world.over) - min(flight.arrived_s for flight in world.over)
-        busy_s += sum(target.busy_s for target in world.targets)
-        made, steps = made + report.tokens, steps + report.steps
-    return Rate(made / seconds, busy_s / steps, made / steps)
+        made, verifies = made + report.tokens, verifies + report.verifies
+    return Rate(made / seconds, made / verifies, point.concurrency * seconds / verifies)
 
 
 # ---------------------------------------------------------------- what is measured
@@ -160,16 +157,14 @@ class Batch:
 
     point: Point
     seconds: float
-    tokens: int
-    steps: int
-    step_s: float  # of all steps together
+    tally: Tally
 
 
 class Experiment:
     """Asks both servers, each in its turn."""
 
-    def __init__(self, model: str, servers: Mapping[str, Server], endpoints: Mapping[str, Endpoint]) -> None:
-        self._model, self._servers, self._endpoints = model, servers, endpoints
+    def __init__(self, model: str, endpoints: Mapping[str, Endpoint]) -> None:
+        self._model, self._endpoints = model, endpoints
 
     async def warm_up(self, prompts: Sequence[Prompt]) -> None:
         """Every prompt is in every cache."""
@@ -189,13 +184,12 @@ class Experiment:
 
     async def batch(self, point: Point, prompts: Sequence[Prompt], tokens: int) -> Batch:
         """All prompts at once, until the last answer."""
-        server, endpoint = self._servers[SERVERS[point.mode]], self._endpoints[SERVERS[point.mode]]
+        endpoint = self._endpoints[SERVERS[point.mode]]
         questions = [Question(prompt.prompt, tokens, True, point.block_len) for prompt in prompts]
-        mark, began = await asyncio.to_thread(server.mark), time.perf_counter()
-        answers = await asyncio.gather(*(endpoint.ask(self._model, question) for question in questions))
+        before, began = (await endpoint.counters()).tally, time.perf_counter()
+        await asyncio.gather(*(endpoint.ask(self._model, question) for question in questions))
         seconds = time.perf_counter() - began
-        work = await asyncio.to_thread(server.since, mark)
-        return Batch(point, seconds, sum(answer.tokens for answer in answers), work.steps, work.step_s)
+        return Batch(point, seconds, (await endpoint.counters()).tally - before)
 
 
 def runs(drafted: Sequence[bool]) -> list[int]:
@@ -211,20 +205,22 @@ def runs(drafted: Sequence[bool]) -> list[int]:
 
 
 def rate(batches: Sequence[Batch]) -> Rate:
-    """The median batch's speed; steps of all batches together."""
-    steps = sum(batch.steps for batch in batches)
-    return Rate(
-        median(batch.tokens / batch.seconds for batch in batches),
-        sum(batch.step_s for batch in batches) / steps,
-        sum(batch.tokens for batch in batches) / steps,
-    )
+    """The median batch's speed; verifies of all batches together."""
+    tally = sum((batch.tally for batch in batches), Tally())
+    sessions_s = sum(batch.point.concurrency * batch.seconds for batch in batches)
+    speed = median(batch.tally.tokens / batch.seconds for batch in batches)
+    return Rate(speed, tally.tokens / tally.verifies, sessions_s / tally.verifies)
 
 
-def live_costs() -> CostModel:
-    """What the first server's replicas published, and what messages took between its actors until now."""
-    actors = recordings(APPLICATION)
-    pools = (published_costs(deployed(name, APPLICATION)) for name in ("Target", "Drafter"))
-    return cost_model(*pools, actors)
+def live_costs(url: str) -> CostModel:
+    """What a user of `slipstream status --costs` gets, in a process of its own."""
+    address = ray.get_runtime_context().gcs_address
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        slipstream = str(Path(sys.executable).with_name("slipstream"))
+        command = [slipstream, "status", "--url", url, "--address", address, "--costs", str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return CostModel.load(path)
 
 
 # ---------------------------------------------------------------- the run
@@ -247,11 +243,13 @@ async def run(
     batches: list[Batch] = []
     async with AsyncExitStack() as stack:
         endpoints = {name: await stack.enter_async_context(Endpoint.at(server.url)) for name, server in servers.items()}
-        experiment = Experiment(await endpoints["adaptive"].model(), servers, endpoints)
+        experiment = Experiment(await endpoints["adaptive"].model(), endpoints)
+        await experiment.warm_up(prompts[:2])
+        costs = await asyncio.to_thread(live_costs, servers["adaptive"].url)  # while recordings are short
         await experiment.warm_up(prompts)
         longest = max(arguments.block_len)
         accepted = await experiment.accepted(known[: arguments.calibrate], arguments.tokens, longest)
-        inputs = Inputs(await asyncio.to_thread(live_costs), DraftModel(acceptances(accepted, longest)))
+        inputs = Inputs(costs, DraftModel(acceptances(accepted, longest)))
         save(inputs, batches)
         todo = points_of(arguments.concurrency, arguments.block_len)
         for number in range(arguments.rounds):
@@ -279,9 +277,8 @@ def results_of(inputs: Inputs, batches: Sequence[Batch], tokens: int) -> list[Re
 
 
 def results_table(results: Iterable[Result]) -> Table:
-    table = Table(
-        "at once", "K", "mode", "tokens/s", "(sim.)", "error", "step, ms", "(sim.)", "tokens a step", "(sim.)"
-    )
+    pairs = [("tokens/s", "simulated"), ("tokens a verify", "sim."), ("round, ms", "sim.")]
+    table = Table("at once", "K", "mode", *pairs[0], "error", *pairs[1], *pairs[2])
     for result in results:
         point, measured, predicted = result.point, result.measured, result.predicted
         table.add_row(
@@ -291,10 +288,10 @@ def results_table(results: Iterable[Result]) -> Table:
             shown(measured.tokens_per_s, ".1f"),
             shown(predicted.tokens_per_s, ".1f"),
             f"{result.error:+.0%}",
-            shown(1e3 * measured.step_s, ".1f"),
-            shown(1e3 * predicted.step_s, ".1f"),
-            shown(measured.tokens_per_step),
-            shown(predicted.tokens_per_step),
+            shown(measured.tokens_per_verify),
+            shown(predicted.tokens_per_verify),
+            shown(1e3 * measured.round_s, ".1f"),
+            shown(1e3 * predicted.round_s, ".1f"),
         )
     return table
 
@@ -307,10 +304,8 @@ def show(console: Console, results: Sequence[Result]) -> None:
     console.print(f"{sum(right for *_, right in pairs)} of {len(pairs)} pairs of modes in the right order")
     for faster, slower, right in pairs:
         if not right:
-            a, b = faster.point, slower.point
-            console.print(
-                f"  wrong at {a.concurrency} at once: {a.name} K={a.block_len} beats {b.name} K={b.block_len}"
-            )
+            a, b = (f"{one.point.name} K={one.point.block_len}" for one in (faster, slower))
+            console.print(f"  wrong at {faster.point.concurrency} at once: {a} is faster than {b}")
 
 
 def write_json(path: Path, inputs: Inputs, batches: Sequence[Batch], results: Sequence[Result]) -> None:

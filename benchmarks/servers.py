@@ -19,7 +19,7 @@ from turns import Work
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
-from cluster.timeline import STAGES, Actor, spans
+from cluster.timeline import STAGES, Actor, spans, unpack
 from serve_app.app import APPLICATION, application
 from serve_app.local import serving, wait_until_ready
 from serve_app.ray_cluster import broadcast, deployed
@@ -76,9 +76,8 @@ class Server:
         return counts
 
     def _recorded(self) -> Actor:
-        (actor,) = broadcast(self._target, "trace")
-        assert isinstance(actor, Actor)
-        return actor
+        (packed,) = broadcast(self._target, "trace")
+        return unpack(packed)
 
 
 @contextmanager

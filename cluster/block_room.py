@@ -28,7 +28,7 @@ class BlockRoom:
 
     def ready(self, prefix: Prefix) -> Block | None:
         """The block that may go into a step now."""
-        return self._blocks.get((len(prefix), prefix.hash))
+        return self._blocks.get((len(prefix), prefix.hash)) if self._blocks else None
 
     def take(self, base_len: int, prefix_hash: int) -> None:
         """The block for this prefix was verified."""

@@ -7,6 +7,7 @@ that fails the router for the ledger. Knows nothing of drafting methods, torch o
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cluster.backpressure import Capacity
 from cluster.streams import Send, peer_of
@@ -294,7 +295,7 @@ class DraftBook:
         """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first."""
         sends: list[Send] = []
         excess = self._capacity.note(late, len(self._sessions))
-        for name, given_up in list(self._sessions.items())[:excess]:
+        for name, given_up in list(islice(self._sessions.items(), excess)):
             self.counts["given_up"] += 1
             self._forget(name)
             why = "blocks come too late for so many sessions"

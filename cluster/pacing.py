@@ -8,6 +8,7 @@ of a ratio). Knows nothing of sessions, streams or clocks.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 PROBE_EVERY = 32  # plain rounds after which a drafter that sent nothing is waited for once more
@@ -36,28 +37,30 @@ class Chances:
 
     def after(self, asked: int, reached: int) -> "Chances":
         """What was not asked for for long is forgotten, and so is tried again."""
-        keep = 1 - MEMORY
-        return Chances(
-            tuple(keep * count + (position < asked) for position, count in enumerate(self.asked)),
-            tuple(keep * count + (position < reached) for position, count in enumerate(self.reached)),
-        )
+        return Chances(_counted(self.asked, asked), _counted(self.reached, reached))
 
     def given(self, prior: tuple[float, ...], strength: float) -> tuple[float, ...]:
-        """The chance of each position: `prior`, which counts for so many blocks, corrected by what was seen."""
-        return tuple(
-            (strength * expected + reached) / (strength + asked)
-            for expected, asked, reached in zip(prior, self.asked, self.reached, strict=True)
-        )
+        """The chance of each position of `prior`, which counts for so many blocks, corrected by what was seen."""
+        seen = zip(prior, self.asked, self.reached, strict=False)
+        return tuple([(strength * expected + reached) / (strength + asked) for expected, asked, reached in seen])
 
-    def doubt(self, chances: tuple[float, ...], strength: float) -> tuple[float, ...]:
-        """Standard error of `chances`: how far luck alone may have moved them."""
-        return tuple(
-            math.sqrt(chance * (1 - chance) / (strength + asked))
-            for chance, asked in zip(chances, self.asked, strict=True)
-        )
+    def hoped(self, prior: tuple[float, ...], strength: float) -> tuple[float, ...]:
+        """The same and its standard error, which is how far luck alone may have moved it."""
+        hoped = []
+        for expected, asked, reached in zip(prior, self.asked, self.reached, strict=False):
+            blocks = strength + asked
+            chance = (strength * expected + reached) / blocks
+            hoped.append(chance + math.sqrt(chance * (1 - chance) / blocks))
+        return tuple(hoped)
 
 
-@dataclass(frozen=True, slots=True)
+def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
+    """Decayed, and one more for each of the first `positions`."""
+    keep = 1 - MEMORY
+    return (*[keep * count + 1 for count in counts[:positions]], *[keep * count for count in counts[positions:]])
+
+
+@dataclass(frozen=True)
 class Yield:
     """What a session's blocks have brought, and how long they take to come."""
 
@@ -75,10 +78,18 @@ class Yield:
 
     def after_block(self, asked: int, drafted: int, accepted: int) -> "Yield":
         """A block was verified."""
-        found = replace(self, accepted=self.accepted.after(asked, accepted), drafted=self.drafted.after(asked, drafted))
-        if not accepted:
-            return replace(found, rejected=self.rejected + 1)
-        return replace(found, proven=self.proven + 1, failed=self.failed + self.rejected, rejected=0, trial=0)
+        proven, failed, rejected, trial = self.proven, self.failed, self.rejected + 1, self.trial
+        if accepted:
+            proven, failed, rejected, trial = self.proven + 1, self.failed + self.rejected, 0, 0
+        return replace(
+            self,
+            accepted=self.accepted.after(asked, accepted),
+            drafted=self.drafted.after(asked, drafted),
+            proven=proven,
+            failed=failed,
+            rejected=rejected,
+            trial=trial,
+        )
 
     def after_arrival(self, delay_s: float) -> "Yield":
         """A block came; the drafter lives."""
@@ -92,6 +103,11 @@ class Yield:
         """The target went on without a block."""
         return replace(self, vain_rounds=self.vain_rounds + 1)
 
+    def after_paying(self) -> "Yield":
+        """Drafting was found to pay."""
+        was_paying = self.paused == 0 and self.trial == 0 and self.pause == FIRST_PAUSE
+        return self if was_paying else replace(self, paused=0, pause=FIRST_PAUSE, trial=0)
+
     def after_alarm(self) -> "Yield":
         """The drafter was told to begin anew."""
         return replace(self, proven=0, failed=0, rejected=0)
@@ -101,8 +117,20 @@ class Yield:
         """Whether blocks are asked for only to see whether they would pay by now."""
         return self.paused >= self.pause
 
+    # Kept once computed, because every other session's chances begin with those of all.
 
-@dataclass(frozen=True, slots=True)
+    @cached_property
+    def usual_survival(self) -> tuple[float, ...]:
+        """Chance that the first, second, ... token asked for is accepted, all before it too; for one like these."""
+        return self.accepted.given(PRIOR, FLEET_STRENGTH)
+
+    @cached_property
+    def usual_reach(self) -> tuple[float, ...]:
+        """Chance that it is drafted at all."""
+        return self.drafted.given(ALL_DRAFTED, FLEET_STRENGTH)
+
+
+@dataclass(frozen=True)
 class Cost:
     """Time of a target step or a draft: `base_s` + `token_s` per token, by least squares over decayed measurements.
 
@@ -135,7 +163,7 @@ class Cost:
             latest_s=0.9 * self.latest_s + 0.1 * seconds if self.latest_s else seconds,
         )
 
-    @property
+    @cached_property
     def token_s(self) -> float:
         """Of one token more; 0 while all steps were of one size."""
         spread = self.weight * self.tokens_squared - self.tokens**2
@@ -144,13 +172,13 @@ class Cost:
         slope = (self.weight * self.product - self.tokens * self.seconds) / spread
         return min(max(0.0, slope), self.seconds / self.tokens)
 
-    @property
+    @cached_property
     def base_s(self) -> float:
         """Before the first token."""
         return max(0.0, self.seconds - self.token_s * self.tokens) / self.weight if self.weight else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Load:
     """What the replica is doing now."""
 
@@ -166,24 +194,22 @@ class Load:
         step_s = self.step.base_s + self.step.token_s * self.sessions
         return self.sessions / step_s if step_s else 0.0
 
-    @property
+    @cached_property
     def rate(self) -> float:
         """Tokens a second, which is what a second is worth."""
         return self.gain * self.plain_rate
 
     def survival(self, blocks: Yield) -> tuple[float, ...]:
         """Chance that the first, second, ... token asked for is accepted, all before it too."""
-        return blocks.accepted.given(self.fleet.accepted.given(PRIOR, FLEET_STRENGTH), SESSION_STRENGTH)
+        return blocks.accepted.given(self.fleet.usual_survival, SESSION_STRENGTH)
 
-    def hoped_survival(self, blocks: Yield) -> tuple[float, ...]:
-        """The same, as high as it may well be: a few rejections in a row prove nothing."""
-        likely = self.survival(blocks)
-        doubt = blocks.accepted.doubt(likely, SESSION_STRENGTH)
-        return tuple(chance + error for chance, error in zip(likely, doubt, strict=True))
+    def hoped_survival(self, blocks: Yield, positions: int) -> tuple[float, ...]:
+        """The same for the first positions, as high as it may well be: a few rejections in a row prove nothing."""
+        return blocks.accepted.hoped(self.fleet.usual_survival[:positions], SESSION_STRENGTH)
 
     def reach(self, blocks: Yield) -> tuple[float, ...]:
         """Chance that it is drafted at all."""
-        return blocks.drafted.given(self.fleet.drafted.given(ALL_DRAFTED, FLEET_STRENGTH), SESSION_STRENGTH)
+        return blocks.drafted.given(self.fleet.usual_reach, SESSION_STRENGTH)
 
 
 # ---------------------------------------------------------------- what is decided
@@ -218,7 +244,7 @@ class Adaptive:
         if blocks.vain_rounds > 0 and blocks.vain_rounds % PROBE_EVERY == 0:
             return step_s
         rate = load.rate / load.sessions
-        brings = 1.0 if blocks.is_on_trial else sum(load.hoped_survival(blocks)[:asked])  # on trial it is to show it
+        brings = 1.0 if blocks.is_on_trial else sum(load.hoped_survival(blocks, asked))  # on trial it is to show it
         limit = brings / rate if rate else 0.0
         return limit * 0.5**blocks.vain_rounds if blocks.delay_s < limit else 0.0
 
@@ -232,7 +258,7 @@ class Adaptive:
         What does not pay is tried again after a pause, by single tokens and for as long as they are accepted.
         """
         if paying := self._paying_length(blocks, limit, load):
-            return paying, replace(blocks, paused=0, pause=FIRST_PAUSE, trial=0)
+            return paying, blocks.after_paying()
         if not blocks.is_on_trial:
             return 0, replace(blocks, paused=blocks.paused + 1)
         if blocks.trial < TRIAL_ROUNDS:
@@ -245,7 +271,7 @@ class Adaptive:
         missed = (1 - blocks.hits) / load.sessions  # while one waits, others are served
         token_s = load.step.token_s + missed * load.draft.token_s
         length, gain = 0, -second * missed * load.draft.base_s
-        for survival, reach in zip(load.hoped_survival(blocks)[:limit], load.reach(blocks), strict=False):
+        for survival, reach in zip(load.hoped_survival(blocks, limit), load.reach(blocks), strict=False):
             if survival <= second * reach * token_s:
                 break
             length, gain = length + 1, gain + survival - second * reach * token_s

@@ -4,7 +4,7 @@ Pure; the durations are pacing's. Knows nothing of pages or of what a step compu
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from cluster.breaker import SilentDrafters
 from cluster.pacing import Load, Pacing
@@ -29,15 +29,18 @@ class StepTiming:
             return session.waiting_since + (load.step.latest_s if is_probed else 0.0)
         return session.waiting_since + self._pacing.patience_s(session.blocks, session.asked, load)
 
-    def start(self, sessions: Iterable[TargetSession], load: Load, now: float = -math.inf) -> float:
+    def start(
+        self, sessions: Mapping[str, TargetSession], dues: Mapping[str, float], load: Load, now: float = -math.inf
+    ) -> float:
         """When the next step begins, if no further block comes; infinity when there is no session.
 
-        Sessions that are ready wait a little for others whose blocks are expected; `now` is when this is asked.
+        `dues` is when each session is due. Those that are ready wait a little for others whose blocks are expected;
+        `now` is when this is asked.
         """
-        dues = [(session, self.due(session, load)) for session in sessions]
-        first = min((at for _, at in dues), default=math.inf)
+        first = min(dues.values(), default=math.inf)
         hold_until = first + self._pacing.hold_s(load)
-        late = [at for session, at in dues if at > now and at > first and _is_awaited(session, hold_until)]
+        later = [(name, at) for name, at in dues.items() if at > now and at > first]
+        late = [at for name, at in later if _is_awaited(sessions[name], hold_until)]
         return min(hold_until, max(late)) if late else first
 
 

@@ -50,9 +50,10 @@ class TargetSession:
     @property
     def expects_block(self) -> bool:
         """Whether its drafter was asked for a block for the next row and has not said that there is none."""
+        if self.drafter is None or self.asked == 0:
+            return False
         length = len(self.prefix)
-        is_asked = self.drafter is not None and self.asked > 0 and length - self.cached_len == 1
-        return is_asked and length + 1 < self.open.max_len and self.no_draft_len != length
+        return length - self.cached_len == 1 and length + 1 < self.open.max_len and self.no_draft_len != length
 
     @property
     def missed_by(self) -> str | None:

@@ -4,10 +4,18 @@ What lay between two events is a span; `spans` finds them in the recordings of a
 who reads it.
 """
 
+import pickle
 import time
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+# Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store, where Serve's watching of
+# an answer that its caller has already dropped ends the caller.
+MESSAGE_BYTES = 90_000
+MICRO = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,52 @@ class Timeline:
         return Recording(wall_clock() - self._clock(), tuple(self._events))
 
 
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Whose recording it is."""
+
+    role: str  # router, drafter or target
+    name: str
+    recording: Recording
+
+
+# ---------------------------------------------------------------- on the way
+
+
+def pack(actor: Actor, limit: int = MESSAGE_BYTES) -> bytes:
+    """The recording as one small message; when all is more than `limit` bytes, its latest events."""
+    events = actor.recording.events
+    while len(packed := _packed(actor, events)) > limit:
+        events = events[max(1, len(events) // 8) :]
+    return packed
+
+
+def _packed(actor: Actor, events: Sequence[Event]) -> bytes:
+    """Columns compress far better than events; names and sessions are told once."""
+    names = list(dict.fromkeys(event.name for event in events))
+    groups = list(dict.fromkeys(event.sessions for event in events))
+    name_at, group_at = ({value: index for index, value in enumerate(values)} for values in (names, groups))
+    times = [round(event.at_s * MICRO) for event in events]
+    columns = (
+        array("q", (later - earlier for earlier, later in zip([0, *times], times, strict=False))),
+        array("H", (name_at[event.name] for event in events)),
+        array("H", (group_at[event.sessions] for event in events)),
+    )
+    first = events[0].order if events else 0
+    offset = actor.recording.wall_offset_s
+    return zlib.compress(pickle.dumps((actor.role, actor.name, offset, first, names, groups, columns)))
+
+
+def unpack(packed: bytes) -> Actor:
+    """What `pack` was given, to the microsecond; trusts its source as far as Ray does."""
+    role, name, offset, first, names, groups, columns = pickle.loads(zlib.decompress(packed))
+    events, at = [], 0
+    for order, (passed, named, group) in enumerate(zip(*columns, strict=True), start=first):
+        at += passed
+        events.append(Event(order, at / MICRO, names[named], groups[group]))
+    return Actor(role, name, Recording(offset, tuple(events)))
+
+
 # ---------------------------------------------------------------- spans
 
 
@@ -72,15 +126,6 @@ STAGES = (
     Stage("return", ("target", "decided"), ("drafter", "verdict"), "target"),
     Stage("commit", ("target", "decided"), ("router", "commit"), "router"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """Whose recording it is."""
-
-    role: str  # router, drafter or target
-    name: str
-    recording: Recording
 
 
 @dataclass(frozen=True, slots=True)

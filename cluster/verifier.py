@@ -7,7 +7,7 @@ are handed in.
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.block_room import BlockRoom, RoomCounts
@@ -183,8 +183,9 @@ class Verifier:
         assert not self._in_step, "a step is planned while another is under way"
         self._unopened.expire(now)
         copies: list[PageCopy] = []
-        if self._timing.start(self._seats.admitted.values(), self._load, now) <= now:
-            copies = self._fill_step(now)
+        dues = self._dues()
+        if self._timing.start(self._seats.admitted, dues, self._load, now) <= now:
+            copies = self._fill_step(dues, now)
         closes, opens = self._seats.take_changes()
         if not (self._in_step or opens or closes):
             return None
@@ -192,8 +193,8 @@ class Verifier:
 
     def next_due(self) -> float | None:
         """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
-        admitted = self._seats.admitted.values()
-        dues = [self._timing.start(admitted, self._load)] if admitted else []
+        admitted = self._seats.admitted
+        dues = [self._timing.start(admitted, self._dues(), self._load)] if admitted else []
         expiry = self._unopened.next_expiry()
         return min(dues if expiry is None else [*dues, expiry], default=None)
 
@@ -272,10 +273,8 @@ class Verifier:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _unfit(self, block: Block) -> str | None:
-        ids = list(block.tokens)
-        if block.draft_probs is not None:
-            ids += [token for row in block.draft_probs.token_ids for token in row]
-        if max(ids) >= self._limits.vocabulary:
+        rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
+        if max(map(max, (block.tokens, *rows))) >= self._limits.vocabulary:
             return "out_of_vocabulary"
         if block.base_len + len(block.tokens) > self._limits.max_context:
             return "beyond_context"
@@ -297,14 +296,18 @@ class Verifier:
             session.waiting_since = now
             self._ask(session)
 
-    def _fill_step(self, now: float) -> list[PageCopy]:
+    def _dues(self) -> dict[str, float]:
+        """When each session that has a place goes into a step."""
+        return {name: self._timing.due(session, self._load) for name, session in self._seats.admitted.items()}
+
+    def _fill_step(self, dues: Mapping[str, float], now: float) -> list[PageCopy]:
         """Takes the sessions that are due into the step, longest unserved first, up to the token budget."""
         budget = self._limits.max_step_tokens
         copies: list[PageCopy] = []
         in_step: set[str] = set()
         for name in list(self._seats.turn):
             session = self._seats.admitted.get(name)  # None: preempted by one before it
-            if session is None or budget <= 0 or self._timing.due(session, self._load) > now:
+            if session is None or budget <= 0 or dues[name] > now:
                 continue
             row = session.row(budget)
             reserved = self._seats.reserve(session, row.start, row.start + len(row.tokens), in_step)
@@ -361,7 +364,9 @@ class Verifier:
     def _ask(self, session: TargetSession) -> None:
         """Decides how long a block the drafter is asked for next."""
         limit = session.open.max_draft_tokens
-        self._load = replace(self._load, sessions=max(1, len(self._seats.admitted)))
+        sessions = max(1, len(self._seats.admitted))
+        if sessions != self._load.sessions:
+            self._load = replace(self._load, sessions=sessions)
         if limit > 0:
             session.asked, session.blocks = self._pacing.draft_tokens(session.blocks, limit, self._load)
 

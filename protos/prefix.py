@@ -49,8 +49,11 @@ class Prefix:
         self._hashes.append(extend_hash(self._hashes[-1], token))
 
     def extend(self, tokens: Iterable[int]) -> None:
+        state = self._hashes[-1]
         for token in tokens:
-            self.append(token)
+            state = extend_hash(state, token)
+            self.tokens.append(token)
+            self._hashes.append(state)
 
     def truncate(self, length: int) -> None:
         """Rolls back to the first `length` tokens."""

@@ -38,7 +38,7 @@ from cluster.drafting import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing import Adaptive, LockStep
 from cluster.ray_membership import ADDRESS, COSTS, ServeMembership
-from cluster.timeline import Actor
+from cluster.timeline import Actor, pack
 from cluster.verifier import VerifierLimits
 
 log = logging.getLogger("ray.serve")
@@ -128,9 +128,9 @@ class TargetDeployment:
             **self._replica.verifier.load(),
         }
 
-    def trace(self) -> Actor:
+    def trace(self) -> bytes:
         """What this replica did last; apart from `inspect`, whose answers are to stay small."""
-        return Actor("target", f"target {os.getpid()}", self._replica.timeline.recording())
+        return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
     async def __del__(self) -> None:
         self._work.cancel()
@@ -175,9 +175,9 @@ class DraftDeployment:
             **self._drafter.book.load(),
         }
 
-    def trace(self) -> Actor:
+    def trace(self) -> bytes:
         """What this drafter did last; apart from `inspect`, whose answers are to stay small."""
-        return Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording())
+        return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
     async def __del__(self) -> None:
         self._work.cancel()
@@ -253,6 +253,6 @@ class RouterDeployment:
             "refusals": self._router.refusals,
         }
 
-    def trace(self) -> Actor:
+    def trace(self) -> bytes:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
-        return Actor("router", f"router {os.getpid()}", self._router.timeline.recording())
+        return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import SlipstreamError
-from cluster.timeline import Actor, Span, spans
+from cluster.timeline import Actor, Span, spans, unpack
 from serve_app.ray_cluster import broadcast, connected, deployed
 from serve_app.svg import Bar, gantt
 
@@ -29,7 +29,8 @@ def live_actors(address: str, application: str) -> list[Actor]:
 
 def recordings(application: str) -> list[Actor]:
     """The same, on the cluster that is connected already."""
-    return [actor for deployment in DEPLOYMENTS for actor in broadcast(deployed(deployment, application), "trace")]
+    packed = [one for deployment in DEPLOYMENTS for one in broadcast(deployed(deployment, application), "trace")]
+    return [unpack(one) for one in packed]
 
 
 # ---------------------------------------------------------------- Chrome trace

@@ -1,6 +1,9 @@
 """The timeline's ring, and the spans that lie between events of all actors."""
 
-from cluster.timeline import Actor, Event, Recording, Span, Timeline, spans
+import itertools
+import random
+
+from cluster.timeline import MESSAGE_BYTES, Actor, Event, Recording, Span, Timeline, pack, spans, unpack
 
 
 def test_the_latest_events_stay_in_logical_order():
@@ -51,3 +54,29 @@ def test_drafting_ahead_is_told_from_drafting():
         "drafter", (1.0, "draft", "a"), (2.0, "drafted", "a"), (2.0, "draft ahead", "a"), (3.0, "drafted", "a")
     )
     assert [(span.name, span.began_s) for span in spans([drafter])] == [("draft", 1.0), ("draft ahead", 2.0)]
+
+
+def a_long_recording(events: int, sessions: int) -> Actor:
+    draw = random.Random(0)
+    names = [f"{draw.getrandbits(128):032x}" for _ in range(sessions)]
+    times = itertools.accumulate(draw.randrange(1, 30_000) for _ in range(events))
+    found = (
+        Event(
+            100 + index, at / 1e6, draw.choice(["verify", "decided", "block"]), tuple(draw.sample(names, sessions // 2))
+        )
+        for index, at in enumerate(times)
+    )
+    return Actor("target", "target 1", Recording(12.5, tuple(found)))
+
+
+def test_a_recording_arrives_as_it_was_sent():
+    for actor in (a_long_recording(500, 4), Actor("router", "router 1", Recording(0.0, ()))):
+        assert unpack(pack(actor)) == actor
+
+
+def test_of_a_recording_too_long_for_a_message_the_latest_events_arrive():
+    actor = a_long_recording(4096, 64)
+    arrived = unpack(packed := pack(actor)).recording.events
+    assert len(packed) <= MESSAGE_BYTES
+    assert 0 < len(arrived) < 4096
+    assert arrived == actor.recording.events[-len(arrived) :]
