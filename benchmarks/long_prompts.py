@@ -56,13 +56,13 @@ def worst_gap(streams: list[list[float]]) -> float:
     return max(later - earlier for times in streams for earlier, later in itertools.pairwise(times))
 
 
-async def gaps(client: Client, long: bool) -> tuple[float, float]:
+async def gaps(client: Client, long: list[int] | None) -> tuple[float, float]:
     """The worst gap of the running streams, and the long prompt's time to its first token."""
     running = [asyncio.create_task(client.times(tokens(24, seed), RUNNING_TOKENS)) for seed in range(RUNNING)]
     first = 0.0
     await asyncio.sleep(2.0)  # all of them are decoding by then
-    if long:
-        first = (await client.times(tokens(LONG_TOKENS, 99), 2))[0]
+    if long is not None:
+        first = (await client.times(long, 2))[0]
     # The first gaps are their own prompts'.
     return worst_gap([times[8:] for times in await asyncio.gather(*running)]), first
 
@@ -80,8 +80,8 @@ async def shared_beginning(client: Client, rounds: int) -> tuple[float, float]:
 async def measure(url: str, model: str, full_step_s: float) -> dict[str, Any]:
     client = Client(url, model)
     await client.times(tokens(24, 0), 8)
-    plain = [(await gaps(client, long=False))[0] for _ in range(3)]
-    among = [await gaps(client, long=True) for _ in range(3)]
+    plain = [(await gaps(client, None))[0] for _ in range(3)]
+    among = [await gaps(client, tokens(LONG_TOKENS, seed)) for seed in (97, 98, 99)]  # none has been read before
     first, second = await shared_beginning(client, 5)
     return {
         "full_step_s": full_step_s,

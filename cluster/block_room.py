@@ -43,8 +43,10 @@ class BlockRoom:
                 return
         if cause := self._unfit(block, request, prefix):
             self._counts.dropped[cause] += 1
-        else:
-            self._blocks[block.base_len, block.prefix_hash], self.ready_since = block, now
+            return
+        self._blocks[block.base_len, block.prefix_hash] = block
+        if _is_for(block, prefix):
+            self.ready_since = now
 
     def move_on(self, prefix: Prefix, now: float) -> bool:
         """Keeps the block for the prefix that the session has now; the others guessed otherwise or came too late.
@@ -76,7 +78,7 @@ class BlockRoom:
             return "too_long"
         if (block.base_len, block.prefix_hash) in self._blocks:
             return "duplicate"
-        if len(self._blocks) >= self._limit:
+        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # guesses never keep out what is due
             return "room_full"
         if block.base_len == len(prefix) and block.prefix_hash != prefix.hash:
             return "other_prefix"
@@ -97,3 +99,8 @@ class BlockRoom:
         probs = block.draft_probs
         rest = SparseProbs(probs.token_ids[gap:], probs.weights[gap:]) if probs is not None else None
         return Block(block.session, len(prefix), prefix.hash, block.tokens[gap:], rest)
+
+
+def _is_for(block: Block, prefix: Prefix) -> bool:
+    """Whether the block continues just this prefix."""
+    return (block.base_len, block.prefix_hash) == (len(prefix), prefix.hash)

@@ -174,7 +174,9 @@ class Session:
         """A full drafter is left for another; a request that drafters find fault with goes on without any."""
         if source == self.drafter and refusal.reason is RefusalReason.INVALID:
             self.drafts = False
-        return self.on_drafter_gone(source)
+        if source != self.drafter:
+            return []
+        return self.leave_drafter()  # it may have taken a later Open, which crossed its refusal
 
     def on_target_gone(self, source: str) -> list[Command]:
         """The target is lost: seek another, or give up."""

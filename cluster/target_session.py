@@ -50,7 +50,11 @@ class TargetSession:
     @property
     def expects_block(self) -> bool:
         """Whether its drafter was asked for a block for the next row and has not said that there is none."""
-        if self.drafter is None or self.asked == 0:
+        return self.drafter is not None and self._wants_block
+
+    @property
+    def _wants_block(self) -> bool:
+        if self.asked == 0:
             return False
         length = len(self.prefix)
         return length - self.cached_len == 1 and length + 1 < self.open.max_len and self.no_draft_len != length
@@ -82,7 +86,7 @@ class TargetSession:
         block = self.ready_block() if self.asked else None
         if block is not None or self.no_draft_len == len(self.prefix):
             self.answer = DraftAnswer.GIVEN
-        elif self.expects_block:
+        elif self._wants_block:  # of a drafter too that the router assigned and that has not attached
             self.answer = DraftAnswer.MISSED
         if block is None or len(tail) + len(block.tokens) > max(budget, len(tail)):
             return Row(name, tail, self.cached_len, decide=True, pages=())

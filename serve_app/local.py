@@ -23,7 +23,6 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
 from serve_app.app import APPLICATION, application
 from serve_app.capacity import check_resources, demand
-from serve_app.client import Counters
 from serve_app.ray_cluster import ClusterError, broadcast, check_reachable, deployed
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def serving(
             status.start()
             status.update("Letting running requests finish")
             _refuse_new_requests()
-            _drain(url, config.server.drain_s)
+            _drain(config.server.drain_s)
             status.update("Stopping")
             serve.delete(APPLICATION)
 
@@ -139,15 +138,18 @@ def _refuse_new_requests() -> None:
         log.warning("the routers were not told to take no new requests: %s", error)
 
 
-def _drain(url: str, drain_s: float) -> None:
-    """Returns when no request runs any more, or time is up, or nothing answers."""
+def _drain(drain_s: float) -> None:
+    """Returns when no router has a request any more, or time is up, or nothing answers."""
     deadline = time.monotonic() + drain_s
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(f"{url}/metrics", trust_env=False)
-        except httpx.TransportError:
+            routers = broadcast(deployed("Router", APPLICATION), "inspect")
+        except TimeoutError:
+            continue
+        except (ClusterError, RayServeException) as error:
+            log.warning("no router answers, so nothing is waited for: %s", error)
             return
-        if not response.is_success or Counters.parse(response.text).running_requests == 0:
+        if all(router["idle"] for router in routers):
             return
         time.sleep(POLL_S)
 

@@ -169,7 +169,7 @@ class Router:
             if flight is None:
                 continue
             if isinstance(message, Verdict):
-                self._note_answer(flight, message)
+                self._note_answer(address, flight, message)
                 self._do(flight, flight.session.on_verdict(address, message))
                 self.timeline.record("commit", message.session)
             elif isinstance(message, Refusal):
@@ -209,9 +209,11 @@ class Router:
             self._do(flight, flight.session.on_drafter_gone(address))
         self._place(*lost)
 
-    def _note_answer(self, flight: _Flight, verdict: Verdict) -> None:
+    def _note_answer(self, address: str, flight: _Flight, verdict: Verdict) -> None:
         """Whether the drafter keeps up; one that is silent for too long is given up."""
         session = flight.session
+        if session.target != address or verdict.attempt != session.attempt:
+            return  # that drafter may have been another
         name, drafter = session.generation.session, session.drafter
         if drafter and self._breakers.note(drafter, name, verdict.answer, session.has_drafted, self._clock()):
             self._move_off(drafter)

@@ -78,13 +78,21 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
 
 
 def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
-    """What was under way in a window: a line for each actor and kind of span."""
+    """What was under way in a window: a line for each actor and kind of span, a colour for each request."""
     shown = [span for span in found if span.ended_s > begins and span.began_s < ends]
     if not shown:
         raise TraceError("no span lies in the window: ask for another one")
     shown.sort(key=lambda span: (span.actor, span.name, span.began_s))
+    requests = sorted({session for span in shown for session in span.sessions})
+    number = {session: index for index, session in enumerate(requests, start=1)}
     bars = [
-        Bar(f"{span.actor} {span.name}", span.name, span.began_s * 1e3, span.ended_s * 1e3, " ".join(span.sessions))
+        Bar(
+            f"{span.actor} {span.name}",
+            f"request {number[span.sessions[0]]}" if len(span.sessions) == 1 else "several",
+            span.began_s * 1e3,
+            span.ended_s * 1e3,
+            f"{span.name}: {' '.join(span.sessions)}",
+        )
         for span in shown
     ]
     return gantt(bars, begins * 1e3, ends * 1e3, "ms")

@@ -47,11 +47,13 @@ class DraftingLimits:
 
     `top_k` entries of draft_probs are sent per token under ratio. Under the other rules a block ends where its
     chance to be accepted so far, by the draft model's own probabilities, has fallen below `min_confidence`; under ratio
-    its length may not depend on its tokens.
+    its length may not depend on its tokens. A forward feeds at most `pass_tokens`: longer prompts are read over several
+    rounds, so that they neither keep the others' blocks waiting for long nor need more memory than there is.
     """
 
     top_k: int
     min_confidence: float
+    pass_tokens: int = 2048
 
 
 @dataclass
@@ -192,23 +194,31 @@ class DraftModel:
     # ------------------------------------------------------------ drafting
 
     def _draft(self, drafts: Sequence[_Draft], interrupted: Callable[[], bool]) -> None:
-        """Extends all drafts together until each is done or something more urgent interrupts."""
+        """Extends all drafts together until each is done or something more urgent interrupts.
+
+        What is not read to its end by then, or has no room in the pool, goes without; the next want goes on from there.
+        """
         busy = {draft.want.open.session for draft in drafts}
-        active = list(drafts)
+        active = sorted(drafts, key=lambda draft: len(draft.pending))
         while active and not interrupted():
             rows: list[FeedRow] = []
             copies: list[PageCopy] = []
             fed: list[_Draft] = []
+            budget = self._limits.pass_tokens
             for draft in active:
-                feed = self._cache.feed(draft.branch, draft.pending, busy)
-                if feed is not None:  # else the pool is too small for all: this one goes without
+                part, rest = draft.pending[:budget], draft.pending[budget:]
+                if part and (feed := self._cache.feed(draft.branch, part, busy)) is not None:
                     rows.append(feed[0])
                     copies += feed[1]
                     fed.append(draft)
+                    draft.pending, budget = rest, budget - len(part)
             if not rows:
                 return
-            self._extend(fed, self._runner.forward(rows, copies))
-            active = [draft for draft in fed if not draft.done]
+            logits = self._runner.forward(rows, copies)
+            read = [index for index, draft in enumerate(fed) if not draft.pending]
+            if read:
+                self._extend([fed[index] for index in read], logits if len(read) == len(fed) else logits[read])
+            active = [fed[index] for index in read if not fed[index].done]
 
     def _extend(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
         """Adds a token to each draft, or ends it; logits (drafts, columns)."""
@@ -272,6 +282,9 @@ class DraftModel:
         its continuation is the same.
         """
         top_k = self._limits.top_k
+        logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
+        if bool(logits.isneginf().all()):  # a model that computes nonsense still gives a token
+            logits[self._ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * WEIGHT_SCALE).round()
         at = key(draft.want.open.seed, draft.want.open.choice, draft.prefix_hash, Purpose.DRAFT)

@@ -67,9 +67,10 @@ def a_method(
     top_k: int = 4,
     min_confidence: float = 0.0,
     pages: int = 64,
+    pass_tokens: int = 2048,
 ) -> DraftModel:
     """`kept` are the ids whose logits the runner's columns are."""
-    limits = DraftingLimits(top_k, min_confidence)
+    limits = DraftingLimits(top_k, min_confidence, pass_tokens)
     return DraftModel(runner, torch.tensor(list(kept)), DraftCache(pages, PAGE_SIZE), limits)
 
 

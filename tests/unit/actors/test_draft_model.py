@@ -1,15 +1,19 @@
 """Drafting with a model: what is fed, what is proposed, and what a proposal may depend on."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 
 from actors.acceptance import DrawAddress, draw
+from actors.cache import FeedRow
 from actors.sampling import process
+from cluster.pages import PageCopy
 from protos.messages import Acceptance, Sampling
 from tests.unit.actors.drafting import (
     DRAWN,
@@ -106,11 +110,11 @@ def test_a_session_that_was_forgotten_for_want_of_pages_begins_anew_and_drafts_t
 
 
 def test_what_finds_no_page_at_all_goes_without_and_the_others_are_drafted():
-    """All are busy: whoever comes last has a shorter block, or none, this time."""
+    """All are busy: who has most to read goes without this time."""
     method = a_method(SpyRunner(), pages=3)
     wants = [a_want((1,) * 7, session="a"), a_want((2, 3), session="b"), a_want((4,), session="c")]
     proposals = method.propose(wants, never)
-    assert [p.tokens for p in proposals] == [greedy(1, 2), greedy(3, 3), ()]
+    assert [p.tokens for p in proposals] == [(), greedy(3, 3), greedy(4, 3)]
     method.close(["a"])
     (again,) = method.propose([wants[2]], never)
     assert again.tokens == greedy(4, 3)
@@ -253,3 +257,28 @@ def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
     want = a_want((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
     (proposal,) = a_method(SpyRunner()).propose([want], never)
     assert proposal.tokens == greedy(1, 3)
+
+
+def test_a_long_prompt_is_read_over_several_passes_and_keeps_nobody_waiting():
+    runner = SpyRunner()
+    method = a_method(runner, pass_tokens=8)
+    long, short = a_want((1,) * 15 + (2,), session="long"), a_want((2, 3), session="short")
+    proposals = [method.propose([long, short], never) for _ in range(3)]
+    assert [[p.tokens for p in round_] for round_ in proposals] == [
+        [(), greedy(3, 3)],
+        [(), greedy(3, 3)],
+        [greedy(2, 3), greedy(3, 3)],
+    ]
+    assert max(sum(len(row.tokens) for row in rows) for rows in runner.fed) <= 8
+
+
+def test_a_model_that_computes_nonsense_still_gives_tokens():
+    class Nonsense(SpyRunner):
+        def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+            return torch.full_like(super().forward(rows, copies), torch.nan)
+
+    for acceptance in (COUPLED, RATIO):
+        want = a_want((1, 2), sampling=DRAWN, acceptance=acceptance)
+        (proposal,) = a_method(Nonsense()).propose([want], never)
+        assert len(proposal.tokens) == 3
+        assert all(0 <= token < VOCABULARY for token in proposal.tokens)

@@ -231,6 +231,14 @@ def test_a_full_target_is_left_for_another():
     assert not session.failed_targets, "to be full is no failure"
 
 
+def test_a_drafter_that_refuses_is_told_to_close_for_an_open_may_have_crossed_its_refusal():
+    session = a_session()
+    full = Refusal("s", 1, RefusalReason.OVERLOADED, "full")
+    assert session.on_drafter_refusal("d2", full) == []
+    assert session.on_drafter_refusal("d1", full) == [ToDrafter("d1", Close("s", 1))]
+    assert session.wants_drafter, "another may take it"
+
+
 # ---------------------------------------------------------------- any order of events
 
 ADDRESSES = st.sampled_from(["t1", "t2", "t3", "d1", "d2"])

@@ -59,7 +59,7 @@ def test_no_span_is_no_picture():
 def test_the_picture_shows_overlap():
     picture = ElementTree.fromstring(gantt_picture(SPANS, 100.0, 101.0))
     bars = {bar[0].text: bar.attrib for bar in picture.iter(f"{SVG}rect") if len(bar)}
-    draft, verify = bars["a b"], bars["c"]
+    draft, verify = bars["draft: a b"], bars["verify: c"]
     assert float(verify["x"]) < float(draft["x"]) + float(draft["width"]), "drafting one overlaps verifying another"
     assert float(verify["y"]) > float(draft["y"]), "on lines of their own"
     assert draft["fill"] != verify["fill"]
