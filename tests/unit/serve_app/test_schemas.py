@@ -70,12 +70,15 @@ def test_null_means_not_given(base: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_served_may_be_asked_not_to_happen(base: dict[str, Any], fields: dict[str, Any]) -> None:
-    parsed(base | fields)
+    asked, plainly = parsed(base | fields), parsed(base)
+    assert asked.model_dump(exclude=set(fields)) == plainly.model_dump(exclude=set(fields)), "it changes nothing else"
 
 
 def test_an_answers_message_may_be_sent_back() -> None:
     answer = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "audio": None}
-    parsed(CHAT | {"messages": [*CHAT["messages"], answer]})
+    sent_back = parsed(CHAT | {"messages": [*CHAT["messages"], answer]})
+    assert sent_back.messages[-1].role == "assistant"
+    assert [part.text for part in sent_back.messages[-1].content] == ["hi"]
 
 
 @pytest.mark.parametrize(
