@@ -29,7 +29,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from servers import Server, side_by_side, useless_draft
+from servers import PINNED, Server, side_by_side, useless_draft
 from turns import Cell, Turn, cells_of, idle_share, speedups_of
 
 from cluster.config import SlipstreamConfig
@@ -77,16 +77,6 @@ RATIOS = (
     ("adaptive", "generate"),
     ("control", "plain"),
     *((f"ratio {temperature:g}", f"coupled {temperature:g}") for temperature in TEMPERATURES),
-)
-PINNED = (
-    "server.port=0",
-    "model.dtype=bfloat16",
-    "draft.method=draft_model",
-    "target.resources_per_rank.cpu_affinity=[0]",
-    "draft.resources.cpu_affinity=[1]",
-    # What Ray counts, so that several servers fit; what the processes use is said by threads and affinity.
-    "target.resources_per_rank.num_cpus=0.1",
-    "draft.resources.num_cpus=0.1",
 )
 
 

@@ -30,7 +30,7 @@ import ray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from servers import Server, side_by_side
+from servers import PINNED, Server, side_by_side
 
 from cluster.costs import CostModel
 from cluster.simulation.load import ClosedLoop, Load
@@ -43,16 +43,6 @@ from serve_app.measures import Tally
 from serve_app.plan import roomy_fleet
 from serve_app.tables import shown
 
-PINNED = (
-    "server.port=0",
-    "model.dtype=bfloat16",
-    "draft.method=draft_model",
-    "target.resources_per_rank.cpu_affinity=[0]",
-    "draft.resources.cpu_affinity=[1]",
-    # What Ray counts, so that two servers fit; what the processes use is said by threads and affinity.
-    "target.resources_per_rank.num_cpus=0.1",
-    "draft.resources.num_cpus=0.1",
-)
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
 UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew
 WARM_UP_TOKENS = 16

@@ -26,6 +26,17 @@ from serve_app.ray_cluster import broadcast, deployed
 
 VERIFY = tuple(stage for stage in STAGES if stage.name == "verify")
 
+PINNED = (
+    "server.port=0",
+    "model.dtype=bfloat16",
+    "draft.method=draft_model",
+    "target.resources_per_rank.cpu_affinity=[0]",
+    "draft.resources.cpu_affinity=[1]",
+    # What Ray counts, so that several servers fit; what the processes use is said by threads and affinity.
+    "target.resources_per_rank.num_cpus=0.1",
+    "draft.resources.num_cpus=0.1",
+)
+
 
 class RecordingTooShort(SlipstreamError):
     """The beginning of a turn is no longer in the target's recording."""
