@@ -7,12 +7,11 @@ done for: its replica is replaced as a whole. Knows nothing of verification.
 import asyncio
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 import torch
@@ -33,6 +32,7 @@ from actors.memory import page_count
 from actors.models import load
 from actors.profile import profile_steps
 from actors.runner import ModelRunner, Runner
+from actors.step_channel import StepCaller, StepListener
 from actors.step_tensor import from_tensor, to_tensor
 from actors.weights import LoadReport
 from cluster.config import CacheConfig, Resources
@@ -130,6 +130,7 @@ class Rank:
         self._runner: ModelRunner | None = None  # of this rank's share alone
         self._leading: Runner | None = None  # of all ranks
         self._pages = 0
+        self._listener: StepListener | None = None
 
     def free_address(self) -> str:
         """Where the group can meet: a free port on this rank's node."""
@@ -164,11 +165,6 @@ class Rank:
         self._executor = StepExecutor(self._leading, spec.vocabulary)
         self._pages = pages
 
-    def step(self, plan: StepPlan) -> list[Outcome]:
-        """Leader only."""
-        assert self._executor is not None, "allocate first"
-        return self._executor.step(plan)
-
     def profile(self) -> list[tuple[int, float]]:
         """Leader only: (tokens, seconds) of steps, once the others follow."""
         assert self._leading is not None, "allocate first"
@@ -180,67 +176,84 @@ class Rank:
         while True:
             self._runner.forward(*from_tensor(receive_step(self._group, self._device)))
 
-    def hold(self) -> None:
-        """Never returns: the call fails when this process dies, which is how the coordinator hears of it."""
-        threading.Event().wait()
+    def listen(self) -> str:
+        """Leader only: where the coordinator reaches `lead`."""
+        self._listener = StepListener()
+        return self._listener.path
+
+    def lead(self) -> None:
+        """Leader only: computes step plans until the coordinator hangs up."""
+        assert self._executor is not None, "allocate first"
+        assert self._listener is not None, "listen first"
+        self._listener.serve(self._executor.step)
 
 
 class RankGroup:
     """The engine of a target replica: its ranks, seen from the coordinator."""
 
-    def __init__(self, ranks: list[Any], reports: Sequence[RankReport]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[Any],
+        reports: Sequence[RankReport],
+        step_cost: Cost,
+        leader: StepCaller,
+        running: Sequence[Any],
+    ) -> None:
         self.reports = tuple(reports)  # of the ranks, in order
         self.pids = tuple(report.pid for report in reports)
         self.pages = min(report.pages for report in reports)  # of every rank's cache
-        self._ranks = ranks
-        self._following = [rank.follow.remote() for rank in ranks[1:]]
-
-    async def profile(self) -> Cost:
-        """What steps cost here; for a group that serves nothing yet."""
-        return Cost.profiled(await self._ranks[0].profile.remote())
+        self.step_cost = step_cost  # by a profile, before anything was served
+        self._ranks, self._leader = ranks, leader
+        self._running = running  # what each rank does until it fails
 
     @classmethod
     async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
-        """Starts the ranks inside the replica's placement group and loads the model."""
+        """Starts the ranks inside the replica's placement group, loads the model and measures steps."""
         actor = ray.remote(Rank)
         ranks = []
         for index in range(spec.ranks):
-            options = actor_options(spec.resources) | {"max_concurrency": 2}
+            options = actor_options(spec.resources)
             if group is not None:
                 options.pop("label_selector", None)  # the group's bundles carry it
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
                 )
             ranks.append(actor.options(**options).remote(index, spec))
-        meeting_point = await ranks[0].free_address.remote()
+        leader, *followers = ranks
+        meeting_point = await leader.free_address.remote()
         reports: list[RankReport] = await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))
         pages = min(report.pages for report in reports)
         await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
-        return cls(ranks, reports)
+        following = [rank.follow.remote() for rank in followers]
+        step_cost = Cost.profiled(await leader.profile.remote())
+        path = await leader.listen.remote()
+        leading = leader.lead.remote()
+        return cls(ranks, reports, step_cost, await StepCaller.dial(path), [leading, *following])
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when a rank is gone or its step failed."""
         try:
-            outcomes: list[Outcome] = await self._ranks[0].step.remote(plan)
-        except RayError as error:
-            raise EngineError(f"a tensor-parallel rank failed: {error}") from error
+            outcomes: list[Outcome] = await self._leader.call(plan)
+        except (ConnectionError, EOFError):
+            await self.watch()
         return outcomes
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Waits until a rank is gone, which is always a failure; raises EngineError."""
-        held = [asyncio.ensure_future(_awaited(rank.hold.remote())) for rank in self._ranks]
-        following = [asyncio.ensure_future(_awaited(reference)) for reference in self._following]
+        running = [asyncio.ensure_future(_awaited(reference)) for reference in self._running]
         try:
-            done, _ = await asyncio.wait([*held, *following], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except RayError as error:
-            raise EngineError(f"a tensor-parallel rank died: {error}") from error
+            raise EngineError(f"a tensor-parallel rank failed: {error}") from error
         finally:
-            for task in (*held, *following):
+            for task in running:
                 task.cancel()
+        raise EngineError("a tensor-parallel rank has ended")
 
     async def close(self) -> None:
+        self._leader.close()
         for rank in self._ranks:
             ray.kill(rank)
 

@@ -63,7 +63,7 @@ class TargetDeployment:
             ranks=pool.tensor_parallel,
         )
         self._engine = await RankGroup.start(spec, get_current_placement_group())
-        step_cost = await self._engine.profile()
+        step_cost = self._engine.step_cost
         self._costs = ForwardCost.linear(step_cost.base_s, per_token_s=step_cost.token_s)
         self._replica = TargetReplica(
             self._engine,
