@@ -15,6 +15,7 @@ from actors.cache import FeedRow, PagedCache
 
 SHORT_ROW = 8  # rows of up to so many tokens (blocks, single tokens) are attended together
 SHORT_CONTEXT = 256  # so are contexts up to this length; beyond, those of the same power of two
+CPU_POSITIONS = 2048  # that are gathered at once on a CPU: what was copied is still in its cache when it is attended to
 
 
 class Gathered:
@@ -45,7 +46,7 @@ class GatheredPlan:
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache) -> None:
         self._cache = cache
-        self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _alike(rows)]
+        self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _groups(rows, cache.device)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
@@ -173,6 +174,17 @@ def _alike(rows: Sequence[FeedRow]) -> list[list[tuple[int, FeedRow]]]:
         groups.setdefault(address, []).append((begin, row))
         begin += len(row.tokens)
     return list(groups.values())
+
+
+def _groups(rows: Sequence[FeedRow], device: torch.device) -> list[list[tuple[int, FeedRow]]]:
+    """Rows that are attended together, as many as pay."""
+    if device.type != "cpu":
+        return _alike(rows)
+    found = []
+    for members in _alike(rows):
+        count = max(1, CPU_POSITIONS // max(row.end for _, row in members))
+        found += [members[first : first + count] for first in range(0, len(members), count)]
+    return found
 
 
 def _padded(pages: tuple[int, ...], count: int) -> list[int]:
