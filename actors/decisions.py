@@ -108,7 +108,7 @@ def _decide_alike(blocks: Sequence[Block], logits: Tensor, thorough: bool) -> _A
         drawn = zip(parts, blocks, strict=True)
         logits = torch.cat([penalise(part, sampling, block.generated, block.draft) for part, block in drawn])
     if sampling.greedy:
-        return _match(blocks, logits.argmax(dim=-1), None)
+        return _match(blocks, logits.max(dim=-1).indices, None)  # argmax takes four times as long in bfloat16
     restricted = restrict(logits.to(torch.float32), sampling, thorough)
     if blocks[0].rule is Acceptance.RATIO:
         return _accept_by_ratio(blocks, restricted)

@@ -37,14 +37,15 @@ class Drafter:
         target_model: str,
         draft_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary, self.target_model = vocabulary, target_model
         self.book = DraftBook(limits, draft_ahead)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
-        self._method, self._limits = method, limits
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafting")
+        self._method, self._limits, self._clock = method, limits, clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
         self._changed = asyncio.Event()
@@ -68,11 +69,11 @@ class Drafter:
                 await self._changed.wait()
                 continue
             names = [want.open.session for want in wants]
-            self.timeline.record("draft ahead" if wants[0].unverified else "draft", *names)
+            self.timeline.record("draft" if wants[0].unverified is None else "draft ahead", *names)
             self._wanted.clear()
             proposals = await loop.run_in_executor(self._thread, self._method.propose, wants, self._wanted.is_set)
             self.timeline.record("drafted", *names)
-            self._send(self.book.proposed(proposals))
+            self._send(self.book.proposed(proposals, self._clock()))
             await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
 
     async def close(self) -> None:
@@ -152,7 +153,7 @@ class Drafter:
         for message in frame.messages:
             if isinstance(message, Verdict):
                 self.timeline.record("verdict", message.session)
-                self._send(self.book.verdict(address, message))
+                self._send(self.book.verdict(address, message, self._clock()))
             elif isinstance(message, Resync):
                 self._send(self.book.resync(address, message))
         self._wake()
@@ -160,7 +161,7 @@ class Drafter:
     def _wake(self) -> None:
         """Something was heard: it may end a wait, or drafting ahead."""
         self._changed.set()
-        if self.book.has_wants:
+        if self.book.has_wants or self.book.is_ahead_vain:
             self._wanted.set()
 
     def _target_down(self, address: str) -> None:

@@ -14,27 +14,46 @@ from cluster.drafting import DrafterLimits, Want
 from protos.messages import Acceptance, Open, Sampling
 from protos.prefix import Prefix
 
-SIZES = (1, 4, 8, 16, 32, 64)  # tokens
+SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a step
+CONTEXT = 64  # tokens before them
 REPEATS = 3
 ROWS = (1, 4, 16)  # sessions in a drafting pass
 SHORT, LONG = 1, 4  # blocks of a drafting pass, in tokens
 PROMPT_TOKENS = 8
 
 
-def profile_steps(runner: Runner, page_size: int, pages: int) -> list[tuple[int, float]]:
-    """(tokens, seconds) of forwards over one row; overwrites the cache's first pages."""
-    measured: list[tuple[int, float]] = []
+def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
+    """Forwards over one row of so many tokens, and over so many rows of one; overwrites the cache's first pages.
+
+    Sizes that the pages have no room for are left out.
+    """
+    points: list[tuple[int, float]] = []
+    per_row: list[float] = []
     for size in SIZES:
-        needed = -(-size // page_size)
-        if needed > pages:
+        start = min(CONTEXT, pages * page_size - size)
+        if start < 0:
             break
-        row = FeedRow((0,) * size, 0, size, tuple(range(needed)))
-        runner.forward([row])  # the first of its size may allocate
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            runner.forward([row]).argmax(dim=-1).tolist()  # the result is fetched, as a verdict needs it
-            measured.append((size, time.perf_counter() - began))
-    return measured
+        # Rows may share pages here: what they read and write does not matter.
+        needed = -(-(start + size) // page_size)
+        one_row = [FeedRow((0,) * size, start, size, tuple(range(needed)))]
+        rows = [FeedRow((0,), start, 1, tuple(range(needed)))] * size
+        seconds = _forward_s(runner, one_row)
+        if size > 1:
+            per_row.append(max(0.0, _forward_s(runner, rows) - seconds) / (size - 1))
+        points.append((size, max(seconds, points[-1][1]) if points else seconds))
+    per_row_s = median(per_row) if per_row else 0.0
+    by_tokens = tuple((size, max(0.0, seconds - per_row_s)) for size, seconds in points)
+    return ForwardCost(by_tokens=by_tokens, per_row_s=per_row_s)
+
+
+def _forward_s(runner: Runner, rows: list[FeedRow]) -> float:
+    """Median seconds; the first forward of its size, which may allocate, does not count."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        runner.forward(rows).max(dim=-1).indices.tolist()  # the result is fetched, as a verdict needs it
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:])
 
 
 def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost:

@@ -36,8 +36,8 @@ from actors.step_channel import StepCaller, StepListener
 from actors.step_tensor import from_tensor, to_tensor
 from actors.weights import LoadReport
 from cluster.config import CacheConfig, Resources
+from cluster.costs import ForwardCost
 from cluster.errors import EngineError
-from cluster.pacing import Cost
 from cluster.pages import PageCopy
 from cluster.placement import actor_options
 from cluster.steps import Outcome, StepPlan
@@ -76,6 +76,14 @@ def use_cpu(resources: Resources) -> None:
         for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
             os.sched_setaffinity(int(thread), resources.cpu_affinity)
     torch.set_num_threads(resources.threads)
+
+
+def compute_in_background() -> None:
+    """Has the calling thread, and those it starts, run only while nobody else wants their cores.
+
+    Whoever else wakes up finds such a core as good as idle, and goes on there at once.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def device_of(resources: Resources) -> torch.device:
@@ -165,8 +173,8 @@ class Rank:
         self._executor = StepExecutor(self._leading, spec.vocabulary)
         self._pages = pages
 
-    def profile(self) -> list[tuple[int, float]]:
-        """Leader only: (tokens, seconds) of steps, once the others follow."""
+    def profile(self) -> ForwardCost:
+        """Leader only: what steps cost, once the others follow."""
         assert self._leading is not None, "allocate first"
         return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
 
@@ -195,7 +203,7 @@ class RankGroup:
         self,
         ranks: Sequence[Any],
         reports: Sequence[RankReport],
-        step_cost: Cost,
+        step_cost: ForwardCost,
         leader: StepCaller,
         running: Sequence[Any],
     ) -> None:
@@ -225,7 +233,7 @@ class RankGroup:
         pages = min(report.pages for report in reports)
         await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
         following = [rank.follow.remote() for rank in followers]
-        step_cost = Cost.profiled(await leader.profile.remote())
+        step_cost: ForwardCost = await leader.profile.remote()
         path = await leader.listen.remote()
         leading = leader.lead.remote()
         return cls(ranks, reports, step_cost, await StepCaller.dial(path), [leading, *following])

@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from actors.engine import Engine
 from actors.streams import Outbox
+from cluster.costs import ForwardCost
 from cluster.errors import EngineError
-from cluster.pacing import Cost, Pacing
+from cluster.pacing import Pacing
 from cluster.steps import Outcome, StepPlan
 from cluster.streams import Send, stream_name
 from cluster.timeline import Timeline
@@ -39,7 +40,7 @@ class TargetReplica:
         target_model: str,
         step_timeout_s: float,
         pacing: Pacing | None = None,
-        step_cost: Cost | None = None,
+        step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"

@@ -5,7 +5,8 @@
 
 Serves the demo pair in bfloat16, drafter and target pinned to one core each, once for every configuration that is
 compared, and asks over HTTP. In each round every batch of prompts runs under all arms, one right after the other, in an
-order that rotates. Batches of several prompts are mixed anew every round.
+order that rotates. At a concurrency above 1 a batch holds several prompts for each request at once, the next one is
+asked as soon as one is answered, and batches are mixed anew every round.
 
 All prompts are asked once before the first round, so that every arm but `generate` has them in its prefix cache. The
 arms `plain` and `adaptive` share a server; `control` is plain decoding on the server with the useless draft: how far
@@ -69,6 +70,7 @@ ACCEPTANCE = tuple(
     for temperature in TEMPERATURES
     for rule in ("ratio", "coupled")
 )
+TURNOVER = 3  # prompts of a batch for each that is asked at once
 TABLES = {"pipeline": PIPELINE, "acceptance": ACCEPTANCE}
 RATIOS = (
     ("adaptive", "plain"),
@@ -105,25 +107,27 @@ class Experiment:
     async def warm_up(self, arms: Iterable[Arm], prompts: Sequence[Prompt]) -> None:
         """Everything has run once, and every prompt is in every cache."""
         for arm in arms:
-            await self._answers(arm, prompts[:1] if arm.server is None else prompts, WARM_UP_TOKENS)
+            await self._answers(arm, prompts[:1] if arm.server is None else prompts, len(prompts), WARM_UP_TOKENS)
 
-    async def turn(self, arm: Arm, prompts: Sequence[Prompt], max_tokens: int, index: int, number: int) -> Turn:
-        """One batch, all prompts at once; `number` is the round's."""
+    async def turn(
+        self, arm: Arm, prompts: Sequence[Prompt], concurrency: int, max_tokens: int, index: int, number: int
+    ) -> Turn:
+        """One batch, so many prompts at once; `number` is the round's."""
         idle = [server for name, server in self._servers.items() if name != arm.server]
         server = self._servers.get(arm.server or "")
         mark = await asyncio.to_thread(server.mark) if server else None
         tally_before, idle_before = await self._tally(arm), sum(server.cpu_s() for server in idle)
         began = time.perf_counter()
-        answers = await self._answers(arm, prompts, max_tokens)
+        answers = await self._answers(arm, prompts, concurrency, max_tokens)
         seconds = time.perf_counter() - began
         idle_cpu_s = sum(server.cpu_s() for server in idle) - idle_before
         tally = await self._tally(arm) - tally_before
         work = await asyncio.to_thread(server.since, mark) if server and mark else None
         kinds = tuple(prompt.kind for prompt in prompts)
-        batch = Batch(arm.name, len(prompts), index, number, seconds, tally, kinds, tuple(answers))
+        batch = Batch(arm.name, concurrency, index, number, seconds, tally, kinds, tuple(answers))
         return Turn(batch, work, idle_cpu_s)
 
-    async def _answers(self, arm: Arm, prompts: Sequence[Prompt], max_tokens: int) -> list[Answer]:
+    async def _answers(self, arm: Arm, prompts: Sequence[Prompt], concurrency: int, max_tokens: int) -> list[Answer]:
         questions = [
             Question(prompt.prompt, max_tokens, True, arm.max_draft_tokens, arm.temperature, arm.acceptance)
             for prompt in prompts
@@ -131,8 +135,13 @@ class Experiment:
         if arm.server is None:
             assert self._reference is not None
             return [await self._reference.ask(question) for question in questions]
-        endpoint = self._endpoints[arm.server]
-        return await asyncio.gather(*(endpoint.ask(self._model, question) for question in questions))
+        endpoint, places = self._endpoints[arm.server], asyncio.Semaphore(concurrency)
+
+        async def ask(question: Question) -> Answer:
+            async with places:
+                return await endpoint.ask(self._model, question)
+
+        return await asyncio.gather(*map(ask, questions))
 
     async def _tally(self, arm: Arm) -> Tally:
         return Tally() if arm.server is None else (await self._endpoints[arm.server].counters()).tally
@@ -148,7 +157,7 @@ def round_of(
     order = list(prompts)
     if concurrency > 1:
         random.Random(number).shuffle(order)
-    batches = prompt_batches(order, concurrency)
+    batches = prompt_batches(order, concurrency if concurrency == 1 else TURNOVER * concurrency)
     at_once = [arm for arm in arms if arm.server is not None or concurrency == 1]  # `generate` has no queue
     found = []
     for place, batch in enumerate(batches):
@@ -165,9 +174,11 @@ async def run(
     arms, turns = arguments.arms, list[Turn]()
     await experiment.warm_up(arms, prompts)
     for number in range(arguments.rounds):
-        todo = [turn for at_once in arguments.concurrency for turn in round_of(arms, prompts, at_once, number)]
-        for arm, batch, index in track(todo, f"Round {number + 1}", console=Console(stderr=True)):
-            turns.append(await experiment.turn(arm, batch, arguments.tokens, index, number))
+        todo = [
+            (at_once, *turn) for at_once in arguments.concurrency for turn in round_of(arms, prompts, at_once, number)
+        ]
+        for at_once, arm, batch, index in track(todo, f"Round {number + 1}", console=Console(stderr=True)):
+            turns.append(await experiment.turn(arm, batch, at_once, arguments.tokens, index, number))
         save(turns)
     return turns
 

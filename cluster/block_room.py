@@ -52,12 +52,12 @@ class BlockRoom:
         """Keeps the block for the prefix that the session has now; the others guessed otherwise or came too late.
 
         What a late one is still good for is kept too. Nothing in the room can be for a later prefix: a drafter guesses
-        at one verdict at a time. Returns whether the block for this prefix was there already.
+        at one verdict at a time. Returns whether there is a block for this prefix already.
         """
         if not self._blocks:
             return False
         address = (len(prefix), prefix.hash)
-        hit = ready = self._blocks.pop(address, None)
+        ready = self._blocks.pop(address, None)
         late = [block for block in self._blocks.values() if prefix.matches(block.base_len, block.prefix_hash)]
         if len(self._blocks) > len(late):
             self._counts.dropped["wrong_guess"] += len(self._blocks) - len(late)
@@ -69,7 +69,7 @@ class BlockRoom:
             ready = ready or rebased
         if ready is not None:
             self._blocks[address], self.ready_since = ready, now
-        return hit is not None
+        return ready is not None
 
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
         # A verdict brings one token more than its block: what would leave no room for it needs pages that nobody has.

@@ -45,6 +45,7 @@ class Resources(_Frozen):
     labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
     threads: Positive = Field(1, description="CPU threads of the model's process")
     cpu_affinity: tuple[int, ...] = Field((), description="cores that the process may run on; empty: any")
+    background: bool = Field(False, description="whether the model computes only while nobody else wants its cores")
 
 
 class CacheConfig(_Frozen):
@@ -128,7 +129,7 @@ class SpeculationConfig(_Frozen):
         0.0,
         ge=0,
         le=1,
-        description="a block ends once its chance to be accepted so far has fallen below; coupled and greedy only",
+        description="a block that is waited for ends once its chance to be accepted so far is below; not under ratio",
     )
 
 

@@ -4,12 +4,14 @@ A session here follows the target's verdicts; where it cannot, it asks the targe
 that fails the router for the ledger. Knows nothing of drafting methods, torch or gRPC.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from cluster.backpressure import Capacity
+from cluster.cadence import Cadence
 from cluster.streams import Send, peer_of
 from protos.messages import (
     MAX_BLOCK_TOKENS,
@@ -44,15 +46,18 @@ class DrafterLimits:
 class Want:
     """A session that wants a block after `tokens`.
 
-    With `unverified`, a block after `tokens` whose verdict is not in: then blocks are wanted for what may come of it,
-    one for each likely outcome.
+    With `unverified`, a step is under way whose verdict is not in, over these draft tokens or over none: then blocks
+    are wanted for what may come of it, one for each likely outcome, and by `until`. Tokens less likely to stand than
+    `least_chance` are not wanted.
     """
 
     open: Open
     tokens: tuple[int, ...]
     prefix_hash: int  # of `tokens`
     max_tokens: int
-    unverified: tuple[int, ...] = ()
+    unverified: tuple[int, ...] | None = None
+    until: float = math.inf
+    least_chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,14 @@ class _Session:
     router: str
     prefix: Prefix
     proposed_len: int = -1  # base length of the latest proposal
-    unverified: tuple[int, ...] = ()  # the block under verification, until something was drafted beyond it
+    passed_len: int = -1  # base length after which the target went on without waiting for a block
+    unverified: tuple[int, ...] | None = None  # drafts of the step under way, until something was drafted beyond it
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
+    least_chance: float = 0.0  # of a draft token to be accepted, for which it is worth its verification
     attached: bool = False
     sent_len: int = -1  # base length of the latest block that was sent
+    step_began: float | None = None  # when the target began the step under way, as far as is known here
 
 
 class DraftBook:
@@ -98,6 +106,8 @@ class DraftBook:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # longest without a block first
         self._closed: list[str] = []  # for the drafting method, with the next pass
         self._capacity = Capacity(limits.max_sessions)
+        self._cadences: dict[str, Cadence] = {}  # by target
+        self._ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
         self.counts: Counter[str] = Counter()
 
     # ------------------------------------------------------------ what a router says
@@ -156,7 +166,7 @@ class DraftBook:
             if session.open.target_address == target:
                 session.attached = False
 
-    def verdict(self, target: str, verdict: Verdict) -> list[Send]:
+    def verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
         """Follows the target; a gap is asked for, a contradiction goes to the router."""
         session = self._sessions.get(verdict.session)
         if session is None or session.open.target_address != target or verdict.attempt < session.open.attempt:
@@ -177,8 +187,15 @@ class DraftBook:
             self._forget(verdict.session)
             return []
         session.prefix.extend(new)
-        session.unverified, session.asked = (), verdict.draft_tokens
-        self._settle_guesses(session)
+        session.asked, session.least_chance = verdict.draft_tokens, verdict.least_chance
+        self._ahead.discard(verdict.session)
+        if session.step_began is not None:
+            self._cadences[target] = self._cadences.get(target, Cadence()).after(now - session.step_began)
+        hit = self._settle_guesses(session)
+        goes_on = hit or not verdict.waits  # at once, with a block or without
+        session.step_began = now if goes_on else None
+        if goes_on and not hit and self._draft_ahead:
+            session.unverified, session.passed_len = (), len(session.prefix)
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
@@ -209,7 +226,8 @@ class DraftBook:
             self._sessions.move_to_end(name)
             tokens = tuple(session.prefix.tokens)
             max_tokens = min(session.asked, block_room(session.open, length))
-            found.append(Want(session.open, tokens, session.prefix.hash, max_tokens))
+            least_chance = session.least_chance
+            found.append(Want(session.open, tokens, session.prefix.hash, max_tokens, least_chance=least_chance))
         return found
 
     def wants_ahead(self, limit: int) -> list[Want]:
@@ -220,10 +238,19 @@ class DraftBook:
         found: list[Want] = []
         for session in self._sessions.values() if self._draft_ahead else ():
             room = min(session.asked, block_room(session.open, len(session.prefix) + 1))
-            if session.unverified and room > 0 and len(found) < limit:
-                tokens = tuple(session.prefix.tokens)
-                found.append(Want(session.open, tokens, session.prefix.hash, session.asked, session.unverified))
-                session.unverified = ()
+            if session.unverified is not None and room > 0 and len(found) < limit:
+                want = Want(
+                    session.open,
+                    tuple(session.prefix.tokens),
+                    session.prefix.hash,
+                    session.asked,
+                    session.unverified,
+                    self._verdict_due(session),
+                    session.least_chance,
+                )
+                found.append(want)
+                session.unverified = None
+        self._ahead = {want.open.session for want in found}
         return found
 
     @property
@@ -231,12 +258,17 @@ class DraftBook:
         """Whether some session wants a block for its current length."""
         return any(self._wants_block(session) for session in self._sessions.values())
 
+    @property
+    def is_ahead_vain(self) -> bool:
+        """Whether the verdicts are in that the latest wants ahead were for."""
+        return not self._ahead
+
     def take_closed(self) -> list[str]:
         """Sessions that the drafting method may forget; each is named once."""
         closed, self._closed = self._closed, []
         return list(dict.fromkeys(closed))
 
-    def proposed(self, proposals: Sequence[Proposal]) -> list[Send]:
+    def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
         """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
         sends: list[Send] = []
         for proposal in proposals:
@@ -251,6 +283,7 @@ class DraftBook:
                 sends += self._note_block(late=True)
             else:
                 session.unverified, session.sent_len = proposal.tokens, proposal.base_len
+                session.step_began = now
                 sends.append(self._block(session, proposal))
         return sends
 
@@ -273,16 +306,25 @@ class DraftBook:
     # ------------------------------------------------------------ helpers
 
     def _wants_block(self, session: _Session) -> bool:
+        """Whether one should be drafted now."""
+        return session.passed_len != len(session.prefix) and self._lacks_block(session)
+
+    def _lacks_block(self, session: _Session) -> bool:
+        """Whether none was drafted for the current length, where one could be of use."""
         length = len(session.prefix)
         is_served = session.proposed_len == length or session.asked == 0
         return session.attached and not is_served and block_room(session.open, length) > 0
+
+    def _verdict_due(self, session: _Session) -> float:
+        least_s = self._cadences.get(session.open.target_address, Cadence()).least_s
+        return math.inf if least_s is None or session.step_began is None else session.step_began + least_s
 
     def _send_ahead(self, session: _Session, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile."""
         address = (proposal.base_len, proposal.prefix_hash)
         self.counts["guesses"] += 1
         if address == (len(session.prefix), session.prefix.hash):
-            if not self._wants_block(session):
+            if not self._lacks_block(session):
                 return []
             self._hit(session, proposal)
         elif len(session.prefix) > proposal.base_len - len(proposal.outcome):
@@ -303,14 +345,16 @@ class DraftBook:
             sends.append(_detach(given_up))
         return sends
 
-    def _settle_guesses(self, session: _Session) -> None:
+    def _settle_guesses(self, session: _Session) -> bool:
         """The verdict is in: the block for it may be at the target already."""
+        session.unverified = None
         hit = session.guesses.get((len(session.prefix), session.prefix.hash))
         if hit is not None:
             self._hit(session, hit)
         elif session.guesses:
             self.counts["guess_miss"] += 1
         session.guesses = {}
+        return hit is not None
 
     def _hit(self, session: _Session, proposal: Proposal) -> None:
         self.counts["guess_hit"] += 1
@@ -325,8 +369,8 @@ class DraftBook:
         return session.open.target_address, block
 
     def _attach(self, session: _Session) -> Send:
-        session.attached, session.proposed_len = True, -1  # what was sent before may have been lost
-        session.guesses = {}
+        session.attached, session.proposed_len, session.passed_len = True, -1, -1  # what was sent may have been lost
+        session.guesses, session.unverified, session.step_began = {}, None, None
         name, prefix = session.open.session, session.prefix
         return session.open.target_address, Attach(name, len(prefix), prefix.hash)
 
@@ -348,6 +392,7 @@ class DraftBook:
 
     def _forget(self, name: str) -> None:
         del self._sessions[name]
+        self._ahead.discard(name)
         self._closed.append(name)
 
 

@@ -6,15 +6,20 @@ of a ratio). Knows nothing of sessions, streams or clocks.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
-PROBE_EVERY = 32  # plain rounds after which a drafter that sent nothing is waited for once more
+from cluster.step_cost import StepCost
+
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts before they are tried again; doubles while they do not pay
-TRIAL_ROUNDS = 2  # that a trial may take until something is accepted
+TRIAL_ROUNDS, TRIAL_TOKENS = 2, 2  # that a trial may take until something is accepted, and asks for in each
 MEMORY = 0.06  # weight of the latest block in a session's chances
+LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring
+GOING_ON = 0.2  # by so much more often is a block there after a step without drafts than after one with drafts
+ASK_AGAIN = 64  # rounds that were not waited for after which one may be, to see how long blocks take by now
 FLEET_STRENGTH = 3.0  # blocks that a guess counts for, before anything is known
 SESSION_STRENGTH = 8.0  # blocks that what others' blocks brought counts for, before a session's own
 KEPT_UP, TAKEN_UP = 1.0, 1.15  # times its cost that drafting has to bring; the gap keeps noise from switching it
@@ -67,8 +72,9 @@ class Yield:
     accepted: Chances = field(default_factory=Chances)  # of a block's tokens
     drafted: Chances = field(default_factory=Chances)  # the same: blocks may end in doubt
     delay_s: float = 0.0  # from a verdict to the arrival of the next block, when it was not there already; decayed
-    hits: float = 0.0  # share of blocks that were there already; decayed
+    hits: float = 0.5  # share of verdicts after which a block was there already; decayed
     vain_rounds: int = 0  # plain rounds since a block last arrived
+    unawaited: int = 0  # rounds in a row for whose blocks nobody would have waited
     proven: int = 0  # blocks of which something was accepted
     failed: int = 0  # blocks of which nothing was, up to the last that was proven
     rejected: int = 0  # blocks since then
@@ -93,11 +99,13 @@ class Yield:
 
     def after_arrival(self, delay_s: float) -> "Yield":
         """A block came; the drafter lives."""
-        return replace(self, delay_s=0.7 * self.delay_s + 0.3 * delay_s, hits=0.9 * self.hits, vain_rounds=0)
+        return replace(self, delay_s=0.7 * self.delay_s + 0.3 * delay_s, vain_rounds=0)
 
-    def after_hit(self) -> "Yield":
-        """The block for a verdict was there before it."""
-        return replace(self, hits=0.9 * self.hits + 0.1, vain_rounds=0)
+    def after_verdict(self, hit: bool) -> "Yield":
+        """A verdict went out that asked for a block; `hit`: it was there already."""
+        if hit:
+            return replace(self, hits=0.9 * self.hits + 0.1, vain_rounds=0)
+        return replace(self, hits=0.9 * self.hits)
 
     def after_plain_round(self) -> "Yield":
         """The target went on without a block."""
@@ -132,17 +140,13 @@ class Yield:
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of a target step or a draft: `base_s` + `token_s` per token, by least squares over decayed measurements.
-
-    The first measurements may come from a profile at start; live ones refine them.
-    """
+    """Time of a draft: `base_s` + `token_s` per token, by least squares over decayed measurements."""
 
     weight: float = 0.0
     tokens: float = 0.0  # weighted sums: of tokens, seconds, tokens squared, tokens x seconds
     seconds: float = 0.0
     tokens_squared: float = 0.0
     product: float = 0.0
-    latest_s: float = 0.0  # a decayed mean, whatever the size
 
     @classmethod
     def profiled(cls, measured: Iterable[tuple[int, float]]) -> "Cost":
@@ -160,7 +164,6 @@ class Cost:
             seconds=keep * self.seconds + seconds,
             tokens_squared=keep * self.tokens_squared + tokens * tokens,
             product=keep * self.product + tokens * seconds,
-            latest_s=0.9 * self.latest_s + 0.1 * seconds if self.latest_s else seconds,
         )
 
     @cached_property
@@ -182,22 +185,35 @@ class Cost:
 class Load:
     """What the replica is doing now."""
 
-    step: Cost = field(default_factory=Cost)
+    step: StepCost = field(default_factory=lambda: StepCost.profiled(None))
     draft: Cost = field(default_factory=Cost)  # from a verdict to the arrival of a block that was not there already
     sessions: int = 1  # that are decoding
-    gain: float = 1.0  # throughput of late over that of plain decoding; decayed
+    gain: float = 1.0  # throughput of late over that of plain decoding
+    speculates: bool = True  # whether that is not known to lose
     fleet: Yield = field(default_factory=Yield)  # of all sessions' blocks: what to expect where little is known
 
-    @property
+    @cached_property
     def plain_rate(self) -> float:
         """Tokens a second without speculation; 0: not known yet."""
-        step_s = self.step.base_s + self.step.token_s * self.sessions
+        step_s = self.step.plain_s(self.sessions)
         return self.sessions / step_s if step_s else 0.0
 
     @cached_property
     def rate(self) -> float:
         """Tokens a second, which is what a second is worth."""
-        return self.gain * self.plain_rate
+        return max(1.0, self.gain) * self.plain_rate
+
+    @cached_property
+    def row_s(self) -> float:
+        """Of one session more in a step."""
+        return max(0.0, self.step.plain_s(self.sessions + 1) - self.step.plain_s(self.sessions))
+
+    @cached_property
+    def token_s(self) -> tuple[float, ...]:
+        """Of the first, second, ... draft token of each session."""
+        rows = self.sessions
+        steps = [self.step.drafts_s(rows, rows * (1 + length)) for length in range(POSITIONS + 1)]
+        return tuple([max(0.0, later - earlier) / rows for earlier, later in pairwise(steps)])
 
     def survival(self, blocks: Yield) -> tuple[float, ...]:
         """Chance that the first, second, ... token asked for is accepted, all before it too."""
@@ -215,67 +231,115 @@ class Load:
 # ---------------------------------------------------------------- what is decided
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a drafter is asked for after a verdict, and what is expected of it."""
+
+    tokens: int = 0  # longest block
+    worth: float = 0.0  # tokens that the block brings, less what its verification costs
+    least_chance: float = 0.0  # of a token to be accepted, below which it is not worth verifying
+    waits: bool = False  # whether a step may wait for it; if not, what is there in time is used
+    sits_out: bool = False  # whether the session had better wait for the block while others go on
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A block that a step could wait for."""
+
+    worth: float  # tokens
+    in_s: float  # from when the step could begin to when the block is expected
+
+
 class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
-    def patience_s(self, blocks: Yield, asked: int, load: Load) -> float:
-        """Longest wait for a session's block of up to `asked` tokens."""
+    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+        """How long a block to ask for next, up to `limit`, and what to remember of the decision."""
         ...
 
-    def hold_s(self, load: Load) -> float:
-        """How long sessions that are ready wait for others whose blocks are expected by then."""
+    def patience_s(self, ask: Ask, load: Load) -> float:
+        """How long a session stays out of steps for its block."""
         ...
 
-    def draft_tokens(self, blocks: Yield, limit: int, load: Load) -> tuple[int, Yield]:
-        """Longest block to ask for next, up to `limit`, and what to remember of the decision."""
+    def hold_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        """How long a step that could begin waits for further blocks; their sessions go without them then."""
         ...
 
 
 class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
-    def patience_s(self, blocks: Yield, asked: int, load: Load) -> float:
-        """As long as the wait is worth less than the tokens that the block brings; 0 if it is not expected by then.
-
-        It is the session's own time: others go on meanwhile, or wait for blocks themselves. Every round in which no
-        block arrives at all halves it, so that a dead drafter costs a few short waits.
-        """
-        step_s = load.step.latest_s
-        if blocks.vain_rounds > 0 and blocks.vain_rounds % PROBE_EVERY == 0:
-            return step_s
-        rate = load.rate / load.sessions
-        brings = 1.0 if blocks.is_on_trial else sum(load.hoped_survival(blocks, asked))  # on trial it is to show it
-        limit = brings / rate if rate else 0.0
-        return limit * 0.5**blocks.vain_rounds if blocks.delay_s < limit else 0.0
-
-    def hold_s(self, load: Load) -> float:
-        """A step for all costs less than two for a part each by the base of a step."""
-        return load.step.base_s
-
-    def draft_tokens(self, blocks: Yield, limit: int, load: Load) -> tuple[int, Yield]:
+    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
-        What does not pay is tried again after a pause, by single tokens and for as long as they are accepted.
+        What does not pay is tried again after a pause, by few tokens and for as long as they are accepted.
         """
-        if paying := self._paying_length(blocks, limit, load):
-            return paying, blocks.after_paying()
+        if not load.speculates:
+            return Ask(), blocks
+        ask = self._paying(blocks, limit, load)
+        if ask.tokens:
+            return ask, replace(blocks.after_paying(), unawaited=0 if ask.waits else blocks.unawaited + 1)
         if not blocks.is_on_trial:
-            return 0, replace(blocks, paused=blocks.paused + 1)
+            return Ask(), replace(blocks, paused=blocks.paused + 1)
         if blocks.trial < TRIAL_ROUNDS:
-            return 1, replace(blocks, trial=blocks.trial + 1, vain_rounds=0)
-        return 0, replace(blocks, paused=1, pause=min(2 * blocks.pause, LONGEST_PAUSE), trial=0)
+            length = min(TRIAL_TOKENS, limit)
+            worth = sum(load.hoped_survival(blocks, length))
+            return Ask(length, worth, waits=True), replace(blocks, trial=blocks.trial + 1, vain_rounds=0)
+        return Ask(), replace(blocks, paused=1, pause=min(2 * blocks.pause, LONGEST_PAUSE), trial=0)
 
-    def _paying_length(self, blocks: Yield, limit: int, load: Load) -> int:
-        """Each token brings its survival; it costs its part of the step and, on a miss, of the wait."""
+    def patience_s(self, ask: Ask, load: Load) -> float:
+        """As long as the session's own time is worth less than what the block brings: others go on meanwhile."""
+        return ask.worth * load.sessions / load.rate if ask.sits_out else 0.0
+
+    def hold_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        """As long as the time of all is worth less than what the blocks bring that are worth waiting for.
+
+        Those are the first to come, as many as bring most. One that does not come when it should costs as much again.
+        """
+        best = worth = total = 0.0
+        for block in sorted(awaited, key=lambda block: block.in_s):
+            total += block.worth
+            gain = total - load.rate * max(0.0, block.in_s)
+            if gain > best:
+                best, worth = gain, total
+        return worth / load.rate if worth and load.rate else 0.0  # nothing is waited before a step was measured
+
+    def _paying(self, blocks: Yield, limit: int, load: Load) -> Ask:
+        """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
+
+        Each token brings its survival and costs its part of the step; a wait is shared by those that wait.
+        """
         second = load.rate * (TAKEN_UP if blocks.paused else KEPT_UP)  # what one is worth, in tokens
-        missed = (1 - blocks.hits) / load.sessions  # while one waits, others are served
-        token_s = load.step.token_s + missed * load.draft.token_s
-        length, gain = 0, -second * missed * load.draft.base_s
-        for survival, reach in zip(load.hoped_survival(blocks, limit), load.reach(blocks), strict=False):
-            if survival <= second * reach * token_s:
+        waiting = second / max(1.0, load.sessions * (1 - blocks.hits))
+        least_chance = min(1.0, second * load.token_s[0])
+        timely = Ask(least_chance=least_chance)
+        awaited = replace(timely, waits=True)
+        gain = -waiting * load.draft.base_s
+        for survival, reach, token_s in zip(
+            load.hoped_survival(blocks, limit), load.reach(blocks), load.token_s, strict=False
+        ):
+            brings = survival - second * reach * token_s
+            if brings <= 0:
                 break
-            length, gain = length + 1, gain + survival - second * reach * token_s
-        return length if gain > 0 else 0
+            timely = replace(timely, tokens=timely.tokens + 1, worth=timely.worth + brings)
+            wait = waiting * reach * load.draft.token_s
+            if awaited.tokens == timely.tokens - 1 and brings > wait:
+                awaited, gain = replace(timely, waits=True), gain + brings - wait
+        if blocks.unawaited >= ASK_AGAIN and timely.tokens:
+            return replace(timely, waits=True)
+        if gain > GOING_ON * timely.worth:
+            return self._awaited(awaited, blocks, load)
+        return timely if blocks.hits * timely.worth > LEAST_GAIN else Ask()
+
+    def _awaited(self, ask: Ask, blocks: Yield, load: Load) -> Ask:
+        """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
+
+        A session that stays out of a step loses a token now; one that goes along without a block may have none after
+        it either.
+        """
+        worth = ask.worth * 0.5**blocks.vain_rounds
+        sits_out = (1 - blocks.hits) * worth > 1 - load.rate * load.row_s
+        return replace(ask, worth=worth, sits_out=sits_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,14 +351,14 @@ class LockStep:
 
     patience: float = 2.0
 
-    def patience_s(self, blocks: Yield, asked: int, load: Load) -> float:
-        return self.patience if blocks.vain_rounds == 0 else 0.0
+    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+        return Ask(limit, worth=float(blocks.vain_rounds == 0), waits=True, sits_out=True), blocks
 
-    def hold_s(self, load: Load) -> float:
-        return self.patience
+    def patience_s(self, ask: Ask, load: Load) -> float:
+        return self.patience if ask.worth else 0.0
 
-    def draft_tokens(self, blocks: Yield, limit: int, load: Load) -> tuple[int, Yield]:
-        return limit, blocks
+    def hold_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        return self.patience if any(block.worth for block in awaited) else 0.0
 
 
 def out_of_step(blocks: Yield) -> bool:

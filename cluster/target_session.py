@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.block_room import BlockRoom
-from cluster.pacing import Yield
+from cluster.pacing import Ask, Yield
 from cluster.steps import Outcome, Row
 from protos.messages import Block, DraftAnswer, Finish, Open
 from protos.prefix import Prefix
+
+VAIN_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,18 @@ class TargetSession:
     cached_len: int = 0  # tokens in the engine's cache that stand
     in_engine: bool = False  # whether the engine has heard of it
     drafter: str | None = None
-    asked: int = 0  # longest block that the drafter was asked for
+    ask: Ask = Ask()  # what the drafter was asked for
+    is_heard: bool = False  # whether a block came since the latest verdict, fit or not
     no_draft_len: int = -1  # length after which the drafter has no block to offer
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # what came of the block that was asked for, for the row made last
     waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
     decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
     blocks: Yield = field(default_factory=Yield)
+
+    @property
+    def asked(self) -> int:
+        """Longest block that the drafter was asked for."""
+        return self.ask.tokens
 
     @property
     def unfed(self) -> int:
@@ -86,8 +94,8 @@ class TargetSession:
         block = self.ready_block() if self.asked else None
         if block is not None or self.no_draft_len == len(self.prefix):
             self.answer = DraftAnswer.GIVEN
-        elif self._wants_block:  # of a drafter too that the router assigned and that has not attached
-            self.answer = DraftAnswer.MISSED
+        elif self._wants_block and (self.ask.waits or self.blocks.vain_rounds >= VAIN_ROUNDS):
+            self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
         if block is None or len(tail) + len(block.tokens) > max(budget, len(tail)):
             return Row(name, tail, self.cached_len, decide=True, pages=())
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
@@ -103,13 +111,15 @@ class TargetSession:
         if row.draft_len > 0:
             self.room.take(base_len, base_hash)
             self.blocks = self.blocks.after_block(self.asked, row.draft_len, outcome.accepted)
-        elif len(row.tokens) == 1 and self.drafter is not None:
+        elif len(row.tokens) == 1 and self.drafter is not None and not self.is_heard:
             self.blocks = self.blocks.after_plain_round()
+        self.is_heard = False
         self.prefix.extend(tokens)
         self.decided_at.append((len(self.prefix), now))
         self.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
-        if self.room.move_on(self.prefix, now):
-            self.blocks = self.blocks.after_hit()
+        hit = self.room.move_on(self.prefix, now)
+        if self.asked:
+            self.blocks = self.blocks.after_verdict(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 
 

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
-from cluster.pacing import Adaptive, Cost, Load, Pacing, out_of_step
+from cluster.costs import ForwardCost
+from cluster.pacing import Adaptive, Load, Pacing, out_of_step
 from cluster.pages import PageBook, PageCopy
 from cluster.seats import Seats
+from cluster.step_cost import StepCost
 from cluster.step_timing import StepTiming
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send, peer_of
 from cluster.target_session import TargetSession
+from cluster.track_record import TrackRecord
 from cluster.waiting_room import RoomLimits, WaitingRoom
 from protos.messages import (
     Attach,
@@ -54,7 +57,9 @@ class VerifierLimits:
 class Verifier:
     """All sessions of one target replica."""
 
-    def __init__(self, limits: VerifierLimits, pacing: Pacing | None = None, step_cost: Cost | None = None) -> None:
+    def __init__(
+        self, limits: VerifierLimits, pacing: Pacing | None = None, step_cost: ForwardCost | None = None
+    ) -> None:
         self._limits = limits
         self._pacing = pacing or Adaptive()
         self._silent = SilentDrafters()
@@ -64,7 +69,9 @@ class Verifier:
         self._counts = RoomCounts()
         self._unopened = WaitingRoom(limits.room, self._counts.dropped)
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._load = Load(step_cost or Cost())
+        self._is_drafted_for = False  # whether drafters were asked for blocks for the latest step
+        self._load = Load(StepCost.profiled(step_cost))
+        self._record = TrackRecord()
         self._busy_until = 0.0  # end of the latest step after which there was more to do
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
 
@@ -138,6 +145,8 @@ class Verifier:
             accepted=0,
             drafted=0,
             draft_tokens=session.asked,
+            waits=session.ask.waits,
+            least_chance=session.ask.least_chance,
         )
         return [(drafter, catch_up)]
 
@@ -184,7 +193,7 @@ class Verifier:
         self._unopened.expire(now)
         copies: list[PageCopy] = []
         dues = self._dues()
-        if self._timing.start(self._seats.admitted, dues, self._load, now) <= now:
+        if self._timing.start(self._seats.admitted, dues, self._load) <= now:
             copies = self._fill_step(dues, now)
         closes, opens = self._seats.take_changes()
         if not (self._in_step or opens or closes):
@@ -253,9 +262,10 @@ class Verifier:
         return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
 
     @property
-    def step_cost(self) -> Cost:
-        """What steps cost here, by measurement."""
-        return self._load.step
+    def speculation(self) -> dict[str, float]:
+        """What pacing goes by: plain tokens a second, the gain over them, and whether drafts are asked for."""
+        load = self._load
+        return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
 
     # ------------------------------------------------------------ helpers
 
@@ -282,6 +292,7 @@ class Verifier:
 
     def _note_arrival(self, session: TargetSession, block: Block, now: float) -> None:
         """A block drafted ahead counts once its guess has proved right."""
+        session.is_heard = True
         delay_s = session.delay_of(block, now)
         if delay_s is not None:
             session.blocks = session.blocks.after_arrival(delay_s)
@@ -319,21 +330,30 @@ class Verifier:
             self._in_step.append((session, replace(row, pages=self._pages.table(name))))
             self._seats.turn.remove(name)
             self._seats.turn.append(name)
+        self._is_drafted_for = any(session.asked for session, _ in self._in_step)
         return copies
 
     def _measure(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
         """What the step cost and brought; steps that fed prompts say nothing of the rate."""
         if not self._in_step:
             return
-        tokens = sum(len(row.tokens) for _, row in self._in_step)
-        load = replace(self._load, step=self._load.step.after(tokens, seconds))
         if all(row.decide and len(row.tokens) == row.draft_len + 1 for _, row in self._in_step):
-            committed = sum(outcome.accepted + 1 for outcome in outcomes)
-            plain_s = load.step.base_s + load.step.token_s * len(outcomes)  # for a token each
             took_s = now - max(self._busy_until, now - 2 * seconds)  # with the wait before it, if it was one
-            gain = committed / len(outcomes) * plain_s / max(1e-6, took_s)
-            load = replace(load, gain=0.95 * load.gain + 0.05 * gain)
-        self._load, self._busy_until = load, now
+            self._note_step(sum(outcome.accepted + 1 for outcome in outcomes), seconds, took_s)
+        self._busy_until = now
+
+    def _note_step(self, committed: int, seconds: float, took_s: float) -> None:
+        """Has pacing learn from a step that decided for all of its rows."""
+        load, rows = self._load, len(self._in_step)
+        took_s = max(1e-6, took_s)
+        if self._is_drafted_for:
+            tokens = sum(len(row.tokens) for _, row in self._in_step)
+            if load.plain_rate:
+                self._record.step(load.sessions, committed / took_s / load.plain_rate)
+            self._load = replace(load, step=load.step.after_drafts(rows, tokens, seconds))
+        else:
+            self._record.plain_step(load.sessions)
+            self._load = replace(load, step=load.step.after_plain(rows, took_s))
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
         if row.draft_len > 0:
@@ -352,6 +372,8 @@ class Verifier:
             decision.finish,
             session.asked,
             answer=session.answer,
+            waits=session.ask.waits,
+            least_chance=session.ask.least_chance,
         )
         sends: list[Send] = [(session.router, verdict)]
         if session.drafter is not None:
@@ -364,11 +386,12 @@ class Verifier:
     def _ask(self, session: TargetSession) -> None:
         """Decides how long a block the drafter is asked for next."""
         limit = session.open.max_draft_tokens
-        sessions = max(1, len(self._seats.admitted))
-        if sessions != self._load.sessions:
-            self._load = replace(self._load, sessions=sessions)
+        sessions, record, load = max(1, len(self._seats.admitted)), self._record, self._load
+        gain, speculates = record.gain(sessions), record.is_on(sessions)
+        if (sessions, gain, speculates) != (load.sessions, load.gain, load.speculates):
+            self._load = load = replace(load, sessions=sessions, gain=gain, speculates=speculates)
         if limit > 0:
-            session.asked, session.blocks = self._pacing.draft_tokens(session.blocks, limit, self._load)
+            session.ask, session.blocks = self._pacing.ask(session.blocks, limit, load)
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
         """Has a drafter begin the session anew whose blocks were good and are all rejected now."""

@@ -256,6 +256,8 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         draft_tokens=m.draft_tokens,
         hidden_states=m.hidden_states,
         answer=pb.DraftAnswer.Name(m.answer),
+        waits=m.waits,
+        least_chance=m.least_chance,
     )
 
 
@@ -266,6 +268,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
     )
+    _require(0.0 <= m.least_chance <= 1.0, f"least_chance is {m.least_chance}, expected 0 to 1")
     return Verdict(
         session=m.session,
         attempt=m.attempt,
@@ -278,6 +281,8 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         draft_tokens=m.draft_tokens,
         hidden_states=m.hidden_states,
         answer=DraftAnswer(m.answer),
+        waits=m.waits,
+        least_chance=m.least_chance,
     )
 
 

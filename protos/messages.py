@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_BLOCK_TOKENS = 128
 
@@ -164,6 +164,8 @@ class Verdict:
     draft_tokens: int = MAX_BLOCK_TOKENS
     hidden_states: bytes = field(default=b"", repr=False)
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
+    waits: bool = True
+    least_chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ class NoDraft(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "hidden_states", "answer")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "waits", "least_chance", "hidden_states", "answer")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +188,8 @@ class Verdict(_message.Message):
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_CHANCE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     session: str
@@ -199,9 +201,11 @@ class Verdict(_message.Message):
     drafted: int
     finish: Finish
     draft_tokens: int
+    waits: bool
+    least_chance: float
     hidden_states: bytes
     answer: DraftAnswer
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., hidden_states: _Optional[bytes] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., waits: _Optional[bool] = ..., least_chance: _Optional[float] = ..., hidden_states: _Optional[bytes] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")

@@ -29,11 +29,10 @@ from actors.models import (
     vocabulary_fingerprint,
 )
 from actors.profile import profile_drafting
-from actors.ranks import RankGroup, RankSpec, device_of, use_cpu
+from actors.ranks import RankGroup, RankSpec, compute_in_background, device_of, use_cpu
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
-from cluster.costs import ForwardCost
 from cluster.drafting import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing import Adaptive, LockStep
@@ -63,8 +62,6 @@ class TargetDeployment:
             ranks=pool.tensor_parallel,
         )
         self._engine = await RankGroup.start(spec, get_current_placement_group())
-        step_cost = self._engine.step_cost
-        self._costs = ForwardCost.linear(step_cost.base_s, per_token_s=step_cost.token_s)
         self._replica = TargetReplica(
             self._engine,
             VerifierLimits(
@@ -79,7 +76,7 @@ class TargetDeployment:
             checkpoint_fingerprint(folder),
             pool.step_timeout_s,
             LockStep() if config.speculation.pacing == "lock_step" else Adaptive(),
-            step_cost,
+            self._engine.step_cost,
         )
         self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
         self._failure: BaseException | None = None
@@ -99,7 +96,7 @@ class TargetDeployment:
             await self._server.stop(grace_s=0)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
+        return {ADDRESS: self._server.address, COSTS: self._engine.step_cost.model_dump_json()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._replica.verifier.load()
@@ -123,7 +120,7 @@ class TargetDeployment:
             "desyncs": self._replica.verifier.desyncs,
             "preempted": self._replica.verifier.preempted,
             "pages": self._replica.verifier.pages,
-            "step_cost": asdict(self._replica.verifier.step_cost),
+            "speculation": self._replica.verifier.speculation,
             "refused": dict(self._replica.refused),
             **self._replica.verifier.load(),
         }
@@ -151,7 +148,14 @@ class DraftDeployment:
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
         ahead = config.speculation.draft_ahead and config.speculation.pacing == "adaptive"
-        self._drafter = Drafter(method, limits, vocabulary_fingerprint(tokens), target_model, ahead)
+        self._drafter = Drafter(
+            method,
+            limits,
+            vocabulary_fingerprint(tokens),
+            target_model,
+            ahead,
+            prepare_thread=compute_in_background if config.draft.resources.background else None,
+        )
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
         self._work = asyncio.create_task(self._drafter.run())
 

@@ -5,6 +5,8 @@ accepting and each likely token there, by the draft model's own probabilities (a
 arXiv 2603.03251). Knows nothing of streams or verification.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ from protos.prefix import extend_hash
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
-AHEAD_ROWS = 16  # outcomes drafted for together
+AHEAD_ROWS = 8  # outcomes drafted for together
 LEAST_CHANCE = 0.005  # an outcome less likely is not drafted for
 
 
@@ -45,10 +47,11 @@ class Choice:
 class DraftingLimits:
     """How a draft model drafts.
 
-    `top_k` entries of draft_probs are sent per token under ratio. Under the other rules a block ends where its
-    chance to be accepted so far, by the draft model's own probabilities, has fallen below `min_confidence`; under ratio
-    its length may not depend on its tokens. A forward feeds at most `pass_tokens`: longer prompts are read over several
-    rounds, so that they neither keep the others' blocks waiting for long nor need more memory than there is.
+    `top_k` entries of draft_probs are sent per token under ratio. Under the other rules a block that is waited for ends
+    where its chance to be accepted so far, by the draft model's own probabilities, has fallen below `min_confidence`;
+    under ratio its length may not depend on its tokens. A forward feeds at most `pass_tokens`: longer prompts are read
+    over several rounds, so that they neither keep the others' blocks waiting for long nor need more memory than there
+    is.
     """
 
     top_k: int
@@ -66,6 +69,8 @@ class _Draft:
     prefix_hash: int  # of all tokens so far, drafted ones included
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
+    chance: float = 1.0  # that the outcome comes
+    is_root: bool = False  # drafted only for the choices after the tokens under verification
     tokens: list[int] = field(default_factory=list)  # drafted so far
     choices: list[tuple[Choice, ...]] = field(default_factory=list)  # at each of them
     ids: list[tuple[int, ...]] = field(default_factory=list)  # draft_probs, under ratio
@@ -76,6 +81,16 @@ class _Draft:
     @property
     def ratio(self) -> bool:
         return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
+
+    @property
+    def least_chance(self) -> float:
+        """Of the tokens so far to stand, to be worth sending."""
+        return 0.0 if self.ratio or self.is_root else self.want.least_chance
+
+    @property
+    def urgency(self) -> float:
+        """How likely the next token is to be of use; under ratio whatever was drafted so far."""
+        return self.chance if self.ratio else self.chance * self.survival
 
     @property
     def position(self) -> int:
@@ -108,14 +123,22 @@ class DraftModel:
 
     needs = TargetNeeds()
 
-    def __init__(self, runner: Runner, token_ids: Tensor, cache: DraftCache, limits: DraftingLimits) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        token_ids: Tensor,
+        cache: DraftCache,
+        limits: DraftingLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._runner, self._token_ids, self._cache, self._limits = runner, token_ids, cache, limits
+        self._clock = clock
         self._ids: list[int] = token_ids.tolist()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
-        sure = [want for want in wants if not want.unverified]
-        ahead = [want for want in wants if want.unverified]
+        sure = [want for want in wants if want.unverified is None]
+        ahead = [want for want in wants if want.unverified is not None]
         proposals = self._propose_now(sure) if sure else []
         return proposals + (self._propose_ahead(ahead, interrupted) if ahead else [])
 
@@ -152,19 +175,19 @@ class DraftModel:
     def _propose_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         drafts = self._branch_out(wants)
         hashes = [draft.prefix_hash for draft in drafts]
-        self._draft(drafts, interrupted)
+        self._draft(drafts, interrupted, min(want.until for want in wants))
         found = []
         for draft, base_hash in zip(drafts, hashes, strict=True):
-            if draft.tokens and (draft.done or not draft.ratio):
+            if draft.tokens:
                 self._considered[draft.want.open.session][draft.address] = draft.choices
                 found.append(draft.proposal(base_hash))
         return found
 
     def _branch_out(self, wants: Sequence[Want]) -> list[_Draft]:
         """A draft for each likely outcome; the last token of the block is fed first, for what may come after it."""
-        roots = [self._begin(want, (*want.tokens, *want.unverified), 1) for want in wants]
+        roots = [self._begin(want, (*want.tokens, *(want.unverified or ())), 1) for want in wants]
         for root in roots:
-            root.outcome = root.want.unverified
+            root.outcome, root.is_root = root.want.unverified or (), True
         self._draft(roots, lambda: False)
         each = max(1, AHEAD_ROWS // len(roots))
         # Without choices there was no room for the root: its branch may be too short to fork.
@@ -173,9 +196,9 @@ class DraftModel:
         return drafts
 
     def _branches_of(self, root: _Draft, limit: int) -> list[_Draft]:
-        want, base = root.want, len(root.want.tokens)
-        known = self._considered.get(want.open.session, {}).get((base, want.unverified), [])
-        outcomes = likely_outcomes(want.unverified, (*known, *root.choices), skipped=len(want.unverified) - len(known))
+        want, base, block = root.want, len(root.want.tokens), root.outcome
+        known = self._considered.get(want.open.session, {}).get((base, block), [])
+        outcomes = likely_outcomes(block, (*known, *root.choices), skipped=len(block) - len(known))
         stops = frozenset(want.open.stop_ids)  # no block follows the end
         drafts: list[_Draft] = []
         for outcome, chance in outcomes:
@@ -188,19 +211,28 @@ class DraftModel:
             prefix_hash = want.prefix_hash
             for token in outcome:
                 prefix_hash = extend_hash(prefix_hash, token)
-            drafts.append(_Draft(want, branch, [outcome[-1]], prefix_hash, room, outcome))
+            drafts.append(_Draft(want, branch, [outcome[-1]], prefix_hash, room, outcome, chance))
         return drafts
 
     # ------------------------------------------------------------ drafting
 
-    def _draft(self, drafts: Sequence[_Draft], interrupted: Callable[[], bool]) -> None:
-        """Extends all drafts together until each is done or something more urgent interrupts.
+    def _draft(
+        self,
+        drafts: Sequence[_Draft],
+        interrupted: Callable[[], bool],
+        until: float = math.inf,
+    ) -> None:
+        """Extends all drafts together until each is done, something more urgent interrupts or the time is up.
+
+        Where time is short only the likelier half goes on after each token, so that further tokens come sooner.
 
         What is not read to its end by then, or has no room in the pool, goes without; the next want goes on from there.
         """
         busy = {draft.want.open.session for draft in drafts}
         active = sorted(drafts, key=lambda draft: len(draft.pending))
-        while active and not interrupted():
+        began = ended = self._clock()
+        while active and not interrupted() and ended + (ended - began) <= until:  # the next forward takes as long
+            began = ended
             rows: list[FeedRow] = []
             copies: list[PageCopy] = []
             fed: list[_Draft] = []
@@ -219,6 +251,9 @@ class DraftModel:
             if read:
                 self._extend([fed[index] for index in read], logits if len(read) == len(fed) else logits[read])
             active = [fed[index] for index in read if not fed[index].done]
+            if until < math.inf:
+                active = sorted(active, key=lambda draft: -draft.urgency)[: -(-len(fed) // 2)]
+            ended = self._clock()
 
     def _extend(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
         """Adds a token to each draft, or ends it; logits (drafts, columns)."""
@@ -254,13 +289,17 @@ class DraftModel:
             self._append(draft, token, choices)
 
     def _append(self, draft: _Draft, token: int, choices: tuple[Choice, ...]) -> None:
+        draft.survival *= choices[0].chance
+        if draft.survival < draft.least_chance:
+            draft.done = True
+            return
         draft.tokens.append(token)
         draft.choices.append(choices)
         draft.pending = [token]
         draft.prefix_hash = extend_hash(draft.prefix_hash, token)
-        draft.survival *= choices[0].chance
-        # What was computed is sent, however doubtful: to verify one token more costs next to nothing.
-        in_doubt = not draft.ratio and draft.survival < self._limits.min_confidence
+        # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
+        is_awaited = draft.want.unverified is None
+        in_doubt = is_awaited and not draft.ratio and draft.survival < self._limits.min_confidence
         draft.done |= in_doubt or len(draft.tokens) == draft.max_tokens
 
     def _draw_coupled(self, draft: _Draft, logits: Tensor) -> tuple[int, tuple[Choice, ...]]:

@@ -45,7 +45,7 @@ class PromptLookup:
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         """Nothing ahead: a lookup takes no time once the verdict is in."""
-        return [self._propose(want) for want in wants if not want.unverified]
+        return [self._propose(want) for want in wants if want.unverified is None]
 
     def observe(self, verdict: Verdict) -> None:
         """Everything it needs comes with the next want."""

@@ -38,7 +38,7 @@ class OracleMethod:
     def ahead(self, want: Want, limit: int) -> list[Proposal]:
         """One block for each of the `limit` likeliest outcomes."""
         found = []
-        for place in self._places(len(want.unverified))[:limit]:
+        for place in self._places(len(want.unverified or ()))[:limit]:
             outcome = self._outcome(want, place)
             base = len(want.tokens) + len(outcome)
             room = min(want.max_tokens, block_room(want.open, base))
@@ -50,7 +50,7 @@ class OracleMethod:
 
     def _outcome(self, want: Want, place: int | None) -> tuple[int, ...]:
         """The second choice comes at `place` of the block; or all of it is accepted, and the first choice follows."""
-        script, block, base = self._scripts[want.open.session], want.unverified, len(want.tokens)
+        script, block, base = self._scripts[want.open.session], want.unverified or (), len(want.tokens)
         if place is None:
             return (*block, script.choice(base + len(block), self._draft.acceptance(len(block))))
         return (*block[:place], script.second_choice(base + place, self._draft.acceptance(place), self._draft))
@@ -87,10 +87,19 @@ class _Pass:
     def ends_s(self) -> float:
         return self.began_s + self.per_pass_s + self.tokens * self.token_s
 
+    def within(self, until: float) -> "_Pass":
+        """With no forward that ends later, but for the first one and the one after it."""
+        if self.ends_s <= until or not self.token_s:
+            return self
+        kept = max(1, int((until - self.began_s - self.per_pass_s) / self.token_s) - 1)
+        return self._cut(kept)
+
     def interrupted(self, now: float) -> "_Pass":
         """It ends after the forward that is under way, with what there is by then; its first one is always made."""
         made = math.ceil((now - self.began_s - self.per_pass_s) / self.token_s) if self.token_s else self.tokens
-        kept = max(0, made - 1)
+        return self._cut(max(0, made - 1))
+
+    def _cut(self, kept: int) -> "_Pass":
         return replace(self, proposals=tuple(replace(p, tokens=p.tokens[:kept]) for p in self.proposals))
 
 
@@ -120,7 +129,7 @@ class SimulatedDrafter:
     def _go_on(self) -> None:
         """Begins a pass if there is something to draft; what is wanted for sure interrupts drafting ahead."""
         if self._pass is not None:
-            if self._pass.ahead and self.book.has_wants:
+            if self._pass.ahead and (self.book.has_wants or self.book.is_ahead_vain):
                 self._begin(self._pass.interrupted(self.process.clock.now))
             return
         if self.book.take_closed():
@@ -130,7 +139,8 @@ class SimulatedDrafter:
         elif wants := self.book.wants_ahead(self._limit):
             each = max(1, AHEAD_ROWS // len(wants))
             proposals = [proposal for want in wants for proposal in self._method.ahead(want, each)]
-            self._begin(self._new_pass(len(wants), proposals, ahead=True))
+            drafting = self._new_pass(len(wants), proposals, ahead=True)
+            self._begin(drafting.within(min(want.until for want in wants)))
 
     def _new_pass(self, sessions: int, proposals: Sequence[Proposal], ahead: bool) -> _Pass:
         rows = max(sessions, len(proposals))
@@ -147,7 +157,11 @@ class SimulatedDrafter:
         if drafting is not self._pass:
             return  # it was interrupted
         self.busy_s += drafting.ends_s - drafting.began_s
-        self._send(self.book.proposed([p for p in drafting.proposals if p.tokens or not drafting.ahead]))
+        self._send(
+            self.book.proposed(
+                [p for p in drafting.proposals if p.tokens or not drafting.ahead], self.process.clock.now
+            )
+        )
         self._pass = None
         self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
 
@@ -200,7 +214,7 @@ class SimulatedDrafter:
     def target_frame(self, address: str, frame: Frame) -> None:
         for message in frame:
             if isinstance(message, Verdict):
-                self._send(self.book.verdict(address, message))
+                self._send(self.book.verdict(address, message, self.process.clock.now))
             elif isinstance(message, Resync):
                 self._send(self.book.resync(address, message))
         self._go_on()

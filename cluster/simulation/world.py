@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from cluster.costs import CostModel, ForwardCost
+from cluster.costs import CostModel
 from cluster.drafting import DraftBook, DrafterLimits
-from cluster.pacing import Adaptive, Cost, LockStep, Pacing
+from cluster.pacing import Adaptive, LockStep, Pacing
 from cluster.session import Generation, Session
 from cluster.simulation.checks import check_drafter, check_target, check_texts
 from cluster.simulation.clock import Clock
@@ -28,8 +28,6 @@ from cluster.simulation.router import Flight, SimulatedRouter
 from cluster.simulation.target import OracleEngine, SimulatedTarget
 from cluster.verifier import Verifier, VerifierLimits
 from protos.messages import Acceptance, Sampling
-
-PROFILED_TOKENS = (1, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +79,6 @@ class Setting:
 
 
 Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
-
-
-def profile(cost: ForwardCost) -> Cost:
-    """What a replica measures at its start."""
-    return Cost.profiled([(tokens, cost.seconds(1, tokens)) for tokens in PROFILED_TOKENS])
 
 
 @contextmanager
@@ -159,7 +152,7 @@ class World:
             page_size=fleet.page_size,
         )
         engine = OracleEngine(self.scripts, limits.page_size)
-        verifier = Verifier(limits, self.setting.speculation.pacing, profile(self.setting.costs.target))
+        verifier = Verifier(limits, self.setting.speculation.pacing, self.setting.costs.target)
         made = SimulatedTarget(self._process(Role.TARGET), verifier, engine, self.setting.costs.target)
         self.targets.append(made)
         self._doors[made.process.address] = made

@@ -83,12 +83,19 @@ async def test_greedy_text_equals_plain_generate(served: Served, reference: Refe
 
 
 def test_drafts_are_used_and_accounted_for(served: Served) -> None:
-    answer = served.client.chat.completions.create(
-        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=48, temperature=0
-    )
-    assert answer.usage is not None
-    details = answer.usage.completion_tokens_details
-    assert details is not None
+    """On a busy machine speculation may have been found to lose: then it is tried again after some hundred steps."""
+    for _ in range(20):
+        answer = served.client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=[{"role": "user", "content": PROMPTS[1]}],
+            max_tokens=48,
+            temperature=0,
+        )
+        assert answer.usage is not None
+        details = answer.usage.completion_tokens_details
+        assert details is not None
+        if details.accepted_prediction_tokens:
+            break
     assert details.accepted_prediction_tokens
     assert details.accepted_prediction_tokens < answer.usage.completion_tokens
     assert details.rejected_prediction_tokens

@@ -89,7 +89,9 @@ class World:
         self._memory = TokenMemory(PAGE_SIZE)
         cache = DraftCache(8 * sessions, PAGE_SIZE)
         drafting = DraftingLimits(top_k=vocabulary, min_confidence=0.0)
-        self._method = DraftModel(ToyRunner(setting.draft_logits), torch.arange(vocabulary), cache, drafting)
+        self._method = DraftModel(
+            ToyRunner(setting.draft_logits), torch.arange(vocabulary), cache, drafting, clock=lambda: self._now
+        )
         self._now, self._order = 0.0, count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
@@ -171,7 +173,7 @@ class World:
 
         def end() -> None:
             self._drafting = False
-            self._route(self.book.proposed(proposals))
+            self._route(self.book.proposed(proposals, self._now))
 
         self._after(PASS_S, end)
 
@@ -239,6 +241,6 @@ class World:
         elif isinstance(message, Close):
             self._route(self.book.close(ROUTER, message))
         elif isinstance(message, Verdict):
-            self._route(self.book.verdict(TARGET, message))
+            self._route(self.book.verdict(TARGET, message, self._now))
         else:
             self._route(self.book.resync(TARGET, message))

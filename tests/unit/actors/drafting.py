@@ -68,10 +68,11 @@ def a_method(
     min_confidence: float = 0.0,
     pages: int = 64,
     pass_tokens: int = 2048,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> DraftModel:
     """`kept` are the ids whose logits the runner's columns are."""
     limits = DraftingLimits(top_k, min_confidence, pass_tokens)
-    return DraftModel(runner, torch.tensor(list(kept)), DraftCache(pages, PAGE_SIZE), limits)
+    return DraftModel(runner, torch.tensor(list(kept)), DraftCache(pages, PAGE_SIZE), limits, clock)
 
 
 def a_want(tokens: tuple[int, ...], max_tokens: int = 3, session: str = "s", **changes: Any) -> Want:

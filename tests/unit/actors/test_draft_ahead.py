@@ -8,7 +8,7 @@ import pytest
 
 from actors.methods.draft_model import AHEAD_ROWS, Choice, DraftModel, likely_outcomes
 from cluster.drafting import Proposal, Want
-from protos.messages import Acceptance
+from protos.messages import Acceptance, SparseProbs
 from protos.prefix import Prefix
 from tests.unit.actors.drafting import (
     DRAWN,
@@ -225,29 +225,68 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
 # ---------------------------------------------------------------- interruption
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "coupled"])
+def first(guess: Proposal, tokens: int) -> Proposal:
+    """What of a block there is after so many passes."""
+    probs = guess.draft_probs
+    cut = SparseProbs(probs.token_ids[:tokens], probs.weights[:tokens]) if probs is not None else None
+    return replace(guess, tokens=guess.tokens[:tokens], draft_probs=cut)
+
+
+@RULES
 @pytest.mark.parametrize("passes", [0, 1, 2])
-def test_an_interruption_returns_what_there_is(sampling, passes):
-    want = a_want(PREFIX, 3, sampling=sampling)
+def test_an_interruption_returns_what_there_is(acceptance, sampling, passes):
+    """Under ratio too: when it comes has nothing to do with what a block's own tokens are."""
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
     runner = PrefixRunner(scale=1.0)
     _, found = drafted_ahead(a_method(runner), want, after_checks(passes))
-    expected = [replace(guess, tokens=guess.tokens[:passes]) for guess in whole]
-    assert found == (expected if passes else [])
+    assert found == ([first(guess, passes) for guess in whole] if passes else [])
     assert len(runner.fed) == 3 + 1 + passes
 
 
-def test_under_ratio_an_interruption_returns_complete_blocks_only():
-    """A block's length is fixed before its first token is drawn: near the end some are shorter, and done sooner."""
-    lengths: set[int] = set()
-    for prefix in PREFIXES:
-        want = a_want(prefix, 3, sampling=DRAWN, acceptance=RATIO, max_len=8)
-        _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
-        for passes in range(4):
-            _, found = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want, after_checks(passes))
-            assert found == [guess for guess in whole if len(guess.tokens) <= passes]
-        lengths |= {len(guess.tokens) for guess in whole}
-    assert lengths == {1, 2, 3}
+class Ticking:
+    """A clock on which every look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@RULES
+def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcomes_get_further(acceptance, sampling):
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    method, clock = a_method(PrefixRunner(scale=1.0), clock=Ticking()), Ticking()
+    (block,) = method.propose([want], never)
+    whole = method.propose([ahead_of(want, block)], never)
+    for until in range(60):
+        clock = Ticking()
+        method = a_method(PrefixRunner(scale=1.0), clock=clock)
+        method.propose([want], never)
+        began = clock.now
+        found = method.propose([replace(ahead_of(want, block), until=began + until)], never)
+        assert found == [first(guess, len(ours.tokens)) for guess, ours in zip(whole, found, strict=False)]
+        lengths = [len(guess.tokens) for guess in found]
+        if acceptance is RATIO:
+            assert lengths == sorted(lengths, reverse=True), "by the outcome alone, likeliest first"
+    assert max(lengths) == len(whole[0].tokens), "there was time enough at last"
+    assert min(lengths) < max(lengths)
+
+
+@RULES
+def test_after_a_step_without_drafts_there_is_a_block_for_each_likely_token(acceptance, sampling):
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    going_on = replace(want, max_tokens=want.open.max_draft_tokens, unverified=())
+    guesses = a_method(PrefixRunner(scale=1.0)).propose([going_on], never)
+    assert {len(guess.outcome) for guess in guesses} == {1}
+    assert len(guesses) == len({guess.outcome for guess in guesses}) > 1
+    for guess in guesses:
+        (block,) = a_method(PrefixRunner(scale=1.0)).propose(
+            [replace(after(want, *guess.outcome), max_tokens=want.open.max_draft_tokens)], never
+        )
+        assert replace(guess, outcome=()) == block
 
 
 @RULES

@@ -184,7 +184,26 @@ def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, s
     assert len(proposal.tokens) == 1
     assert proposal.draft_probs is None
     ahead = a_method(SpyRunner(), min_confidence=1.0).propose([replace(want, unverified=(5, 6))], never)
-    assert {len(block.tokens) for block in ahead} == {1}
+    assert {len(block.tokens) for block in ahead} == {4}, "nobody waits for these"
+
+
+@pytest.mark.parametrize("unverified", [None, (), (5, 6)])
+@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
+def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, sampling, unverified):
+    want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
+    want = replace(want, unverified=unverified)
+    lengths = [
+        sum(len(block.tokens) for block in a_method(SpyRunner()).propose([replace(want, least_chance=least)], never))
+        for least in (0.0, 0.1, 0.3, 1.0)
+    ]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] > 0 == lengths[-1]
+
+
+def test_under_ratio_no_token_is_left_out_for_what_it_is():
+    want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=RATIO), least_chance=1.0)
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    assert len(proposal.tokens) == 5
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance))

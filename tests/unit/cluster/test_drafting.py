@@ -1,5 +1,6 @@
 """The drafter's book: following verdicts, asking for what was missed, and who wants a block."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.backpressure import LEAST_WINDOW
+from cluster.cadence import Cadence
 from cluster.drafting import DraftBook, DrafterLimits, Proposal, Want
 from cluster.streams import Send
 from protos.messages import (
@@ -41,20 +43,21 @@ class Book:
 
     def __init__(self, draft_ahead: bool = False) -> None:
         self.book = DraftBook(LIMITS, draft_ahead)
+        self.now = 0.0
 
     def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
         return self.book.open(router, an_open(session, **{"tokens": (1, 2), "target_address": TARGET} | changes))
 
     def verdict(self, before: tuple[int, ...], *tokens: int, session: str = "s", **changes: Any) -> list[Send]:
         verdict = Verdict(session, 1, len(before), hash_of(*before), tokens, 0, 0)
-        return self.book.verdict(TARGET, replace(verdict, **changes))
+        return self.book.verdict(TARGET, replace(verdict, **changes), self.now)
 
     def want(self) -> Want:
         (want,) = self.book.wants(9)
         return want
 
     def propose(self, want: Want, *tokens: int) -> list[Send]:
-        return self.book.proposed([Proposal(want.open.session, len(want.tokens), want.prefix_hash, tokens)])
+        return self.book.proposed([Proposal(want.open.session, len(want.tokens), want.prefix_hash, tokens)], self.now)
 
     def ahead(self) -> Want:
         (want,) = self.book.wants_ahead(9)
@@ -63,7 +66,9 @@ class Book:
     def guess(self, want: Want, outcome: tuple[int, ...], *tokens: int) -> list[Send]:
         """A block for the case that the verdict brings just `outcome`."""
         before = (*want.tokens, *outcome)
-        return self.book.proposed([Proposal(want.open.session, len(before), hash_of(*before), tokens, outcome=outcome)])
+        return self.book.proposed(
+            [Proposal(want.open.session, len(before), hash_of(*before), tokens, outcome=outcome)], self.now
+        )
 
 
 def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():
@@ -161,7 +166,7 @@ def test_a_verdict_that_is_not_this_sessions_is_counted_and_changes_nothing(targ
     desk = Book()
     desk.open()
     verdict = replace(Verdict("s", 1, 2, hash_of(1, 2), (5,), 0, 0), **changes)
-    assert desk.book.verdict(target, verdict) == []
+    assert desk.book.verdict(target, verdict, desk.now) == []
     assert desk.book.counts["verdict_unknown"] == 1
     assert desk.want().tokens == (1, 2)
 
@@ -382,11 +387,90 @@ def test_a_right_guess_that_comes_after_a_block_was_wanted_is_not_sent_beside_it
     assert desk.ahead().unverified == (8, 9)
 
 
+def going_on() -> Book:
+    """A session whose target has said that it goes on without a block."""
+    desk = Book(draft_ahead=True)
+    desk.open()
+    desk.propose(desk.want(), 9)
+    desk.verdict((1, 2), 3, waits=False)
+    return desk
+
+
+def test_a_target_that_goes_on_gets_blocks_for_what_its_step_may_bring():
+    desk = going_on()
+    assert desk.book.wants(9) == []
+    want = desk.ahead()
+    assert (want.tokens, want.unverified) == ((1, 2, 3), ())
+    assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), (5, 6)))]
+    desk.verdict((1, 2, 3), 4, waits=False)
+    assert desk.ahead().unverified == (5, 6), "the guess was right: that block is being verified"
+
+
+def test_a_block_for_what_was_guessed_late_is_sent_all_the_same():
+    """The target went on, and what it decides next may be the block's first token."""
+    desk = going_on()
+    want = desk.ahead()
+    desk.verdict((1, 2, 3), 4, waits=False)
+    assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), (5, 6)))]
+    assert desk.guess(want, (8,), 5, 6) == []
+
+
+def test_without_drafting_ahead_a_block_is_drafted_although_nobody_waits():
+    desk = Book(draft_ahead=False)
+    desk.open()
+    desk.propose(desk.want(), 9)
+    desk.verdict((1, 2), 3, waits=False)
+    assert desk.want().tokens == (1, 2, 3)
+
+
+def test_drafting_ahead_is_vain_once_all_its_verdicts_are_in():
+    desk = Book(draft_ahead=True)
+    for name in "ab":
+        desk.open(name)
+        desk.verdict((1, 2), 3, session=name, waits=False)
+    assert desk.book.is_ahead_vain
+    assert len(desk.book.wants_ahead(9)) == 2
+    desk.verdict((1, 2, 3), 4, session="a", waits=False)
+    assert not desk.book.is_ahead_vain
+    desk.verdict((1, 2, 3), 4, session="b", waits=False)
+    assert desk.book.is_ahead_vain
+
+
+def test_a_want_ahead_says_by_when_its_verdict_is_due():
+    """By what earlier steps took, from their beginning: a verdict, or a block that was waited for."""
+    desk = Book(draft_ahead=True)
+    desk.open()
+    desk.propose(desk.want(), 9)
+    desk.now = 0.5
+    desk.verdict((1, 2), 3, waits=False)
+    desk.now = 0.6
+    desk.verdict((1, 2, 3), 4, waits=False)
+    cadence = Cadence().after(0.5).after(0.1)
+    assert cadence.least_s is not None
+    assert desk.ahead().until == pytest.approx(0.6 + cadence.least_s)
+
+
+def test_of_a_target_that_is_new_nothing_is_known():
+    desk = Book(draft_ahead=True)
+    desk.open()
+    desk.verdict((1, 2), 3, waits=False)
+    assert desk.ahead().until == math.inf
+
+
+def test_wants_carry_what_a_token_must_be_worth():
+    desk = Book(draft_ahead=True)
+    desk.open()
+    desk.verdict((1, 2), 3, least_chance=0.25)
+    assert desk.want().least_chance == 0.25
+    desk.verdict((1, 2, 3), 4, least_chance=0.5, waits=False)
+    assert desk.ahead().least_chance == 0.5
+
+
 def test_the_draft_probs_of_a_block_that_was_drafted_ahead_go_with_it():
     desk = under_verification()
     desk.ahead()
     probs = SparseProbs(((7,), (8,)), ((1,), (2,)))
-    ((_, block),) = desk.book.proposed([Proposal("s", 4, hash_of(1, 2, 5, 9), (7, 8), probs, outcome=(5, 9))])
+    ((_, block),) = desk.book.proposed([Proposal("s", 4, hash_of(1, 2, 5, 9), (7, 8), probs, outcome=(5, 9))], desk.now)
     assert isinstance(block, Block)
     assert block.draft_probs == probs
 

@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.costs import ForwardCost
 from cluster.pacing import (
+    ASK_AGAIN,
     FIRST_PAUSE,
     LONGEST_PAUSE,
     POSITIONS,
     PRIOR,
-    PROBE_EVERY,
     PROOF,
     TRIAL_ROUNDS,
     Adaptive,
+    Ask,
+    Awaited,
     Chances,
     Cost,
     Load,
@@ -21,8 +24,9 @@ from cluster.pacing import (
     Yield,
     out_of_step,
 )
+from cluster.step_cost import StepCost
 
-STEP = Cost.profiled([(1, 0.100), (11, 0.110)] * 20)  # 1 ms a token
+STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = Cost.profiled([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
 LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
 PACING = Adaptive()
@@ -36,12 +40,16 @@ def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:
     return Yield(accepted=seen, drafted=whole, delay_s=delay_s)
 
 
+def asked(blocks: Yield, limit: int, load: Load = LOAD) -> Ask:
+    return PACING.ask(blocks, limit, load)[0]
+
+
 # ---------------------------------------------------------------- what is measured
 
 
 def test_costs_are_found_by_least_squares_and_follow_the_machine():
-    assert (STEP.base_s, STEP.token_s) == (pytest.approx(0.099), pytest.approx(0.001))
-    slower = STEP
+    slower = Cost.profiled([(1, 0.100), (11, 0.110)] * 20)
+    assert (slower.base_s, slower.token_s) == (pytest.approx(0.099), pytest.approx(0.001))
     for _ in range(600):
         slower = slower.after(1, 0.2).after(11, 0.4)
     assert (slower.base_s, slower.token_s) == (pytest.approx(0.18, rel=0.02), pytest.approx(0.02, rel=0.02))
@@ -104,102 +112,133 @@ def test_a_block_that_ended_in_doubt_counts_as_asked_for():
 def test_the_rate_follows_the_number_of_sessions_at_once():
     assert LOAD.rate == pytest.approx(15.0)
     assert replace(LOAD, sessions=11).rate == pytest.approx(1.5 * 11 / 0.110)
+    assert replace(LOAD, gain=0.5).rate == pytest.approx(10.0), "a second is worth plain decoding at least"
     assert Load().rate == 0.0
 
 
 # ---------------------------------------------------------------- how long to wait
 
 
-def test_patience_grows_with_what_a_block_brings_and_with_what_a_second_is_worth():
-    good, poor = a_yield(0.9, 0.8), a_yield(0.6, 0.3)
-    assert PACING.patience_s(good, 2, LOAD) > PACING.patience_s(poor, 2, LOAD) > 0
-    assert PACING.patience_s(good, 2, LOAD) > PACING.patience_s(good, 1, LOAD)
-    assert PACING.patience_s(good, 2, replace(LOAD, gain=3.0)) < PACING.patience_s(good, 2, LOAD)
-    assert PACING.patience_s(good, 2, Load()) == 0.0, "nothing is waited before a step was measured"
+def test_a_step_waits_for_what_brings_more_than_the_time_of_all_is_worth():
+    hold_s = PACING.hold_s
+    assert hold_s([Awaited(0.6, in_s=0.03)], LOAD) == pytest.approx(0.6 / 15)
+    assert hold_s([Awaited(0.6, in_s=0.05)], LOAD) == 0.0, "it comes too late"
+    assert hold_s([Awaited(0.6, in_s=0.03)], replace(LOAD, gain=3.0)) == 0.0, "time is worth more"
+    assert hold_s([Awaited(0.6, in_s=0.03)], replace(LOAD, sessions=8)) == 0.0, "seven others would wait too"
+    assert hold_s([Awaited(0.6, in_s=-0.1)], LOAD) > 0, "it may come at any time"
+    assert hold_s([], LOAD) == 0.0
 
 
-def test_a_block_that_is_expected_too_late_is_not_waited_for():
-    late = a_yield(0.5, 0.25, delay_s=0.06)
-    assert PACING.patience_s(late, 2, LOAD) == 0.0
-    assert PACING.patience_s(late, 2, replace(LOAD, gain=0.5)) > 0
+def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not():
+    pair = [Awaited(0.3, in_s=0.03), Awaited(0.3, in_s=0.03)]
+    assert PACING.hold_s(pair[:1], LOAD) == 0.0
+    assert PACING.hold_s(pair, LOAD) == pytest.approx(0.6 / 15)
+    late = Awaited(0.3, in_s=1.0)
+    assert PACING.hold_s([late, *pair], LOAD) == PACING.hold_s(pair, LOAD)
+
+
+def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
+    quick = Cost.profiled([(1, 0.011), (4, 0.014)] * 20)
+    much = replace(a_yield(*[0.98] * 8), hits=0.0)
+    many = replace(LOAD, draft=quick, sessions=4)
+    ask = asked(much, 8, many)
+    assert (ask.waits, ask.sits_out) == (True, True)
+    assert PACING.patience_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
+    little = asked(replace(a_yield(0.9), hits=0.0), 8, many)
+    assert (little.waits, little.sits_out) == (True, False)
+    assert PACING.patience_s(little, many) == 0.0
+    assert not asked(replace(much, hits=0.9), 8, many).sits_out, "there will be a block after the step anyway"
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
     """The sum over all vain rounds, not only each: patience must not be paid for ever."""
-    waited, total = a_yield(0.9, 0.8), 0.0
-    first = PACING.patience_s(waited, 2, LOAD)
-    for _ in range(PROBE_EVERY - 1):
-        total += PACING.patience_s(waited, 2, LOAD)
+    waited, total = replace(a_yield(0.9, 0.8), hits=0.0), 0.0
+    first = asked(waited, 2).worth
+    for _ in range(100):
+        total += asked(waited, 2).worth
         waited = waited.after_plain_round()
-    assert total < 2 * first
-    assert PACING.patience_s(waited.after_plain_round(), 2, LOAD) == STEP.latest_s, "now and then it is tried again"
-    assert PACING.patience_s(waited.after_arrival(0.01), 2, LOAD) == first, "the drafter is back"
+    assert total <= 2 * first
+    assert asked(waited.after_arrival(0.01), 2).worth == first, "the drafter is back"
 
 
 # ---------------------------------------------------------------- how far to draft
 
 
 def test_each_token_is_asked_for_as_long_as_it_is_likely_enough():
-    assert PACING.draft_tokens(a_yield(0.9, 0.8, 0.7, 0.6), 4, LOAD)[0] == 4
-    assert PACING.draft_tokens(a_yield(0.9, 0.8, 0.7, 0.6), 2, LOAD)[0] == 2
-    assert PACING.draft_tokens(a_yield(0.9, 0.5, 0.05, 0.01), 4, LOAD)[0] == 2
+    assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 4).tokens == 4
+    assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 2).tokens == 2
+    assert asked(a_yield(0.9, 0.5, 0.01, 0.001), 4).tokens == 2
+
+
+def test_a_token_that_costs_more_than_it_brings_is_not_wanted_at_all():
+    """What one more token costs a step is what its chance has to be worth."""
+    ask = asked(a_yield(0.9, 0.8), 2)
+    assert ask.least_chance == pytest.approx(15 * 0.001)
+    assert asked(a_yield(0.9, 0.8), 2, replace(LOAD, sessions=20)).least_chance > 5 * ask.least_chance
 
 
 def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
     """In full steps a rejected token takes the place of one that is sure."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
-    full = Cost.profiled([(1, 0.02), (101, 0.22)] * 20)  # 2 ms a token, hardly a base
-    asked = []
-    for sessions in (1, 8, 100):
-        asked.append(PACING.draft_tokens(blocks, 4, Load(full, Cost(), sessions))[0])
-    assert asked == sorted(asked, reverse=True)
-    assert asked[0] == 4
-    assert asked[-1] == 0
+    full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
+    lengths = [asked(blocks, 4, Load(full, Cost(), sessions)).tokens for sessions in (1, 8, 100)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 4
+    assert lengths[-1] == 0
 
 
-def test_blocks_that_are_there_already_cost_no_wait():
-    slow = Cost.profiled([(1, 0.20), (4, 0.30)] * 20)
-    blocks = a_yield(0.5, 0.25)
-    assert PACING.draft_tokens(blocks, 2, replace(LOAD, draft=slow))[0] == 0
-    assert PACING.draft_tokens(replace(blocks, hits=1.0), 2, replace(LOAD, draft=slow))[0] == 2
+def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
+    slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
+    ask = asked(a_yield(0.5, 0.25), 2, slow)
+    assert (ask.tokens, ask.waits) == (2, False)
+    assert asked(replace(a_yield(0.5, 0.25), hits=0.0), 2, slow).tokens == 0, "none ever is"
+    assert asked(a_yield(0.5, 0.25), 2, replace(LOAD, draft=Cost())).waits, "quick ones are"
+
+
+def test_what_is_never_waited_for_is_timed_again_now_and_then():
+    slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
+    blocks, waits = a_yield(0.5, 0.25), []
+    for _ in range(3 * ASK_AGAIN):
+        ask, blocks = PACING.ask(blocks, 2, slow)
+        waits.append(ask.waits)
+    assert 2 <= sum(waits) <= 3
+
+
+def test_nothing_is_asked_for_where_speculation_is_known_to_lose():
+    good = a_yield(0.9, 0.8)
+    assert PACING.ask(good, 2, replace(LOAD, speculates=False)) == (Ask(), good)
 
 
 def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
-    blocks = a_yield(0.01, 0.0)
-    asked = []
+    blocks = a_yield(0.001, 0.0)
+    lengths = []
     for _ in range(3000):
-        length, blocks = PACING.draft_tokens(blocks, 4, LOAD)
-        asked.append(length)
-    trials = [i for i, length in enumerate(asked) if length and not asked[i - 1]]
+        ask, blocks = PACING.ask(blocks, 4, LOAD)
+        lengths.append(ask.tokens)
+    trials = [i for i, length in enumerate(lengths) if length and not lengths[i - 1]]
     assert trials[0] == FIRST_PAUSE
     gaps = [b - a for a, b in itertools.pairwise(trials)]
     assert gaps == sorted(gaps)
     assert gaps[-1] <= LONGEST_PAUSE + TRIAL_ROUNDS
-    assert sum(asked) < len(asked) / 100
-
-
-def test_a_trial_waits_for_its_block_however_little_is_expected_of_it():
-    bad = replace(a_yield(0.01, 0.0), paused=FIRST_PAUSE)
-    assert PACING.patience_s(bad, 1, LOAD) > bad.delay_s
-    assert PACING.patience_s(replace(bad, paused=0), 1, LOAD) == 0.0
+    assert sum(map(bool, lengths)) < len(lengths) / 100
 
 
 def test_drafting_comes_back_when_it_pays_again():
     """A trial goes on while its tokens are accepted, until that is enough."""
-    bad = Yield(delay_s=0.03)
+    bad = replace(Yield(delay_s=0.03), hits=0.1)
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
     load = replace(LOAD, fleet=bad)
-    length, blocks = PACING.draft_tokens(bad, 2, load)
-    assert length == 0
+    ask, blocks = PACING.ask(bad, 2, load)
+    assert ask.tokens == 0
     rounds = 0
-    while not (length and not blocks.paused):
-        length, blocks = PACING.draft_tokens(blocks, 2, load)
-        if length:
-            blocks = blocks.after_block(length, length, length)
+    while not (ask.tokens and not blocks.paused):
+        ask, blocks = PACING.ask(blocks, 2, load)
+        if ask.tokens:
+            blocks = blocks.after_block(ask.tokens, ask.tokens, ask.tokens)
         rounds += 1
         assert rounds < 4 * FIRST_PAUSE
-    assert length >= 1
+    assert ask.tokens >= 1
 
 
 def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
@@ -210,14 +249,14 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     load = replace(LOAD, fleet=blocks)
     for _ in range(4):
         blocks = blocks.after_block(2, 2, 0)
-    assert PACING.draft_tokens(blocks, 2, load)[0] > 0
+    assert asked(blocks, 2, load).tokens > 0
 
 
 def test_the_edge_between_drafting_and_not_has_two_sides():
     """Or noise would switch it to and fro."""
     chances = [step / 1000 for step in range(1, 1000)]
-    gives_up = max(c for c in chances if PACING.draft_tokens(a_yield(c), 1, LOAD)[0] == 0)
-    takes_up = min(c for c in chances if PACING.draft_tokens(replace(a_yield(c), paused=1), 1, LOAD)[0] == 1)
+    gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
+    takes_up = min(c for c in chances if asked(replace(a_yield(c), paused=1), 1).tokens == 1)
     assert gives_up < takes_up
 
 
@@ -226,9 +265,11 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
 
 def test_lock_step_waits_for_all_and_asks_for_all():
     pacing = LockStep(patience=2.0)
-    assert pacing.patience_s(a_yield(0.0), 4, LOAD) == pacing.hold_s(LOAD) == 2.0
-    assert pacing.draft_tokens(a_yield(0.0), 4, LOAD)[0] == 4
-    assert pacing.patience_s(a_yield(0.5).after_plain_round(), 4, LOAD) == 0.0, "but not for a drafter that is gone"
+    ask, _ = pacing.ask(a_yield(0.0), 4, replace(LOAD, speculates=False))
+    assert (ask.tokens, ask.waits) == (4, True)
+    assert pacing.patience_s(ask, LOAD) == pacing.hold_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
+    gone, _ = pacing.ask(a_yield(0.5).after_plain_round(), 4, LOAD)
+    assert pacing.patience_s(gone, LOAD) == pacing.hold_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0
 
 
 def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():

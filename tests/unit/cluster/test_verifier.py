@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.breaker import FIRST_PROBE_STEPS, TRIP_STEPS
-from cluster.pacing import PROOF, Load, Yield
+from cluster.pacing import PROOF, Ask, Awaited, Load, Yield
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
@@ -60,15 +60,16 @@ class Steady:
     patience: Callable[[Yield], float]
     hold: float = 0.0
     asked: int | None = None
+    waits: bool = True
 
-    def patience_s(self, blocks: Yield, asked: int, load: Load) -> float:
-        return self.patience(blocks)
+    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+        return Ask(limit if self.asked is None else self.asked, self.patience(blocks), waits=self.waits), blocks
 
-    def hold_s(self, load: Load) -> float:
+    def patience_s(self, ask: Ask, load: Load) -> float:
+        return ask.worth
+
+    def hold_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         return self.hold
-
-    def draft_tokens(self, blocks: Yield, limit: int, load: Load) -> tuple[int, Yield]:
-        return limit if self.asked is None else self.asked, blocks
 
 
 class Desk:
@@ -79,10 +80,11 @@ class Desk:
         patience: Callable[[Yield], float] = lambda _: 0.0,
         hold: float = 0.0,
         asked: int | None = None,
+        waits: bool = True,
         **limits: Any,
     ) -> None:
         self.limits = replace(LIMITS, **limits)
-        self.verifier = Verifier(self.limits, Steady(patience, hold, asked))
+        self.verifier = Verifier(self.limits, Steady(patience, hold, asked, waits))
         self.now = 0.0
         self.known: dict[str, list[int]] = {}  # all that the engine was told of each session
         self.rows: list[tuple[Row, ...]] = []  # of every step
@@ -578,10 +580,12 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     desk.attach((1, 2))
     for _ in range(4):
         desk.step()
-    assert seen[-1].vain_rounds == 2
+    assert seen[-1].vain_rounds == 3, "of four steps the first one fed the prompt"
     tokens = (1, 2, *text((1, 2), 4))
-    desk.block(tokens, text(tokens, 2))
+    desk.block((1, 2, 0), (9,))
     desk.step()
+    assert seen[-1].vain_rounds == 3, "whoever sends a block that is of no use is alive"
+    desk.block((*tokens, *text(tokens, 1)), text(tokens, 3)[1:])
     desk.step()
     assert seen[-1].vain_rounds == 0
     assert seen[-1].accepted.reached[1] > 0, "and what it brought is remembered, too"
@@ -676,25 +680,35 @@ def test_a_verdict_says_what_came_of_the_block_that_was_asked_for():
     assert answers == [DraftAnswer.NOT_ASKED, DraftAnswer.MISSED, DraftAnswer.GIVEN]
 
 
-def test_sessions_that_are_ready_wait_for_others_whose_blocks_are_expected_but_not_for_long():
-    """A step for both costs less than two; a block that takes longer than that is not waited for."""
-    for expected_s, start in ((0.5, 0.5), (5.0, 0.0)):
-        desk = Desk(patience=lambda _: 9.0, hold=1.0)
-        for name in "ab":
-            desk.open(name, tokens=(1, 2))
-            desk.attach((1, 2), name)
-        decided = text((1, 2), 2)
-        desk.step()
-        desk.now = expected_s
-        desk.block((1, 2, *decided[:1]), decided[1:], "a")  # from here on, blocks are known to take so long
-        desk.block((1, 2, *decided[:1]), decided[1:], "b")
-        desk.step()
-        now = desk.now
-        tokens = (1, 2, *text((1, 2), 3))
-        desk.block(tokens, text(tokens, 1), "a")
-        due = desk.verifier.next_due()
-        assert due is not None
-        assert due > now if start else due == now
+def test_a_step_waits_for_blocks_and_then_goes_on_without_them():
+    """All together: a step for both costs less than two."""
+    desk = Desk(hold=1.0)
+    for name in "ab":
+        desk.open(name, tokens=(1, 2))
+        desk.attach((1, 2), name)
+    decided = text((1, 2), 1)
+    desk.step()
+    desk.block((1, 2, *decided), (5,), "a")
+    assert desk.verifier.next_due() == 1.0
+    desk.now = 1.0
+    desk.step()
+    assert sorted((row.session, row.draft_len) for row in desk.rows[-1]) == [("a", 1), ("b", 0)]
+
+
+def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
+    desk = Desk(hold=1.0, waits=False)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    verdict = only_verdict(desk.step(), DRAFTER)
+    assert (verdict.draft_tokens, verdict.waits) == (4, False)
+    assert desk.verifier.next_due() == desk.now
+    verdict = only_verdict(desk.step(), DRAFTER)
+    assert verdict.answer is DraftAnswer.NOT_ASKED, "nothing was missed"
+    tokens = (1, 2, *text((1, 2), 3))
+    desk.block(tokens, text(tokens, 1))
+    desk.step()
+    desk.step()
+    assert desk.rows[-1][0].draft_len == 1
 
 
 def test_a_step_begins_as_soon_as_the_last_block_that_it_waits_for_is_there():

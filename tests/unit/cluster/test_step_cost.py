@@ -1,0 +1,45 @@
+"""What steps cost: a profile's shape, live steps' scale."""
+
+import pytest
+
+from cluster.costs import ForwardCost
+from cluster.step_cost import StepCost
+
+SHAPE = ForwardCost(by_tokens=((1, 0.020), (8, 0.026), (16, 0.040)), per_row_s=0.001)
+
+
+def test_a_profile_holds_until_steps_say_otherwise():
+    cost = StepCost.profiled(SHAPE)
+    assert cost.plain_s(1) == pytest.approx(0.021)
+    assert cost.drafts_s(2, 8) == pytest.approx(0.028)
+    assert StepCost.profiled(None).plain_s(4) == 0.0, "nothing is known"
+
+
+def test_plain_steps_and_those_with_drafts_are_scaled_apart():
+    """Drafters are busy beside the latter."""
+    cost = StepCost.profiled(SHAPE)
+    for _ in range(100):
+        cost = cost.after_plain(1, 1.2 * SHAPE.seconds(1, 1)).after_drafts(1, 4, 1.5 * SHAPE.seconds(1, 4))
+    assert cost.plain_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1))
+    assert cost.drafts_s(1, 8) == pytest.approx(1.5 * SHAPE.seconds(1, 8))
+
+
+def test_each_number_of_rows_to_the_power_of_two_has_a_scale_of_its_own_and_borrows_one_before():
+    cost = StepCost.profiled(SHAPE).after_plain(1, 1.1 * SHAPE.seconds(1, 1)).after_plain(8, 2 * SHAPE.seconds(8, 8))
+    assert cost.plain_s(1) == pytest.approx(1.1 * SHAPE.seconds(1, 1))
+    assert cost.plain_s(9) == pytest.approx(2 * SHAPE.seconds(9, 9))
+    assert cost.plain_s(4) == pytest.approx(2 * SHAPE.seconds(4, 4)), "of the next that is known"
+    assert cost.plain_s(40) == pytest.approx(2 * SHAPE.seconds(40, 40))
+
+
+def test_one_step_that_hung_does_not_change_the_picture():
+    cost = StepCost.profiled(SHAPE)
+    for _ in range(100):
+        cost = cost.after_plain(1, SHAPE.seconds(1, 1))
+    assert cost.after_plain(1, 100.0).plain_s(1) < 1.1 * cost.plain_s(1)
+
+
+def test_without_a_profile_tokens_are_free_and_the_first_steps_count_in_full():
+    cost = StepCost.profiled(None).after_drafts(1, 1, 0.1).after_drafts(1, 5, 0.2)
+    assert cost.drafts_s(1, 1) == cost.drafts_s(1, 5) == pytest.approx(0.15)
+    assert cost.plain_s(1) == pytest.approx(0.15), "until a plain step was seen"
