@@ -125,6 +125,20 @@ class Yield:
         """Whether blocks are asked for only to see whether they would pay by now."""
         return self.paused >= self.pause
 
+    # What to expect of the next blocks. `fleet` is what all sessions' blocks brought, for where little is known.
+
+    def survival(self, fleet: "Yield") -> tuple[float, ...]:
+        """Chance that the first, second, ... token asked for is accepted, all before it too."""
+        return self.accepted.given(fleet.usual_survival, SESSION_STRENGTH)
+
+    def hoped_survival(self, fleet: "Yield", positions: int) -> tuple[float, ...]:
+        """The same for the first positions, as high as it may well be: a few rejections in a row prove nothing."""
+        return self.accepted.hoped(fleet.usual_survival[:positions], SESSION_STRENGTH)
+
+    def reach(self, fleet: "Yield") -> tuple[float, ...]:
+        """Chance that it is drafted at all."""
+        return self.drafted.given(fleet.usual_reach, SESSION_STRENGTH)
+
     # Kept once computed, because every other session's chances begin with those of all.
 
     @cached_property
@@ -190,7 +204,6 @@ class Load:
     sessions: int = 1  # that are decoding
     gain: float = 1.0  # throughput of late over that of plain decoding
     speculates: bool = True  # whether that is not known to lose
-    fleet: Yield = field(default_factory=Yield)  # of all sessions' blocks: what to expect where little is known
 
     @cached_property
     def plain_rate(self) -> float:
@@ -214,18 +227,6 @@ class Load:
         rows = self.sessions
         steps = [self.step.drafts_s(rows, rows * (1 + length)) for length in range(POSITIONS + 1)]
         return tuple([max(0.0, later - earlier) / rows for earlier, later in pairwise(steps)])
-
-    def survival(self, blocks: Yield) -> tuple[float, ...]:
-        """Chance that the first, second, ... token asked for is accepted, all before it too."""
-        return blocks.accepted.given(self.fleet.usual_survival, SESSION_STRENGTH)
-
-    def hoped_survival(self, blocks: Yield, positions: int) -> tuple[float, ...]:
-        """The same for the first positions, as high as it may well be: a few rejections in a row prove nothing."""
-        return blocks.accepted.hoped(self.fleet.usual_survival[:positions], SESSION_STRENGTH)
-
-    def reach(self, blocks: Yield) -> tuple[float, ...]:
-        """Chance that it is drafted at all."""
-        return blocks.drafted.given(self.fleet.usual_reach, SESSION_STRENGTH)
 
 
 # ---------------------------------------------------------------- what is decided
@@ -253,8 +254,11 @@ class Awaited:
 class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
-    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
-        """How long a block to ask for next, up to `limit`, and what to remember of the decision."""
+    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+        """How long a block to ask for next, up to `limit`, and what to remember of the decision.
+
+        `fleet` is what all sessions' blocks brought.
+        """
         ...
 
     def patience_s(self, ask: Ask, load: Load) -> float:
@@ -269,21 +273,21 @@ class Pacing(Protocol):
 class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
-    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
         What does not pay is tried again after a pause, by few tokens and for as long as they are accepted.
         """
         if not load.speculates:
             return Ask(), blocks
-        ask = self._paying(blocks, limit, load)
+        ask = self._paying(blocks, fleet, limit, load)
         if ask.tokens:
             return ask, replace(blocks.after_paying(), unawaited=0 if ask.waits else blocks.unawaited + 1)
         if not blocks.is_on_trial:
             return Ask(), replace(blocks, paused=blocks.paused + 1)
         if blocks.trial < TRIAL_ROUNDS:
             length = min(TRIAL_TOKENS, limit)
-            worth = sum(load.hoped_survival(blocks, length))
+            worth = sum(blocks.hoped_survival(fleet, length))
             return Ask(length, worth, waits=True), replace(blocks, trial=blocks.trial + 1, vain_rounds=0)
         return Ask(), replace(blocks, paused=1, pause=min(2 * blocks.pause, LONGEST_PAUSE), trial=0)
 
@@ -304,7 +308,7 @@ class Adaptive:
                 best, worth = gain, total
         return worth / load.rate if worth and load.rate else 0.0  # nothing is waited before a step was measured
 
-    def _paying(self, blocks: Yield, limit: int, load: Load) -> Ask:
+    def _paying(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> Ask:
         """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
 
         Each token brings its survival and costs its part of the step; a wait is shared by those that wait.
@@ -312,24 +316,24 @@ class Adaptive:
         second = load.rate * (TAKEN_UP if blocks.paused else KEPT_UP)  # what one is worth, in tokens
         waiting = second / max(1.0, load.sessions * (1 - blocks.hits))
         least_chance = min(1.0, second * load.token_s[0])
-        timely = Ask(least_chance=least_chance)
-        awaited = replace(timely, waits=True)
+        tokens = waited_for = 0
+        worth = waited_worth = 0.0
         gain = -waiting * load.draft.base_s
         for survival, reach, token_s in zip(
-            load.hoped_survival(blocks, limit), load.reach(blocks), load.token_s, strict=False
+            blocks.hoped_survival(fleet, limit), blocks.reach(fleet), load.token_s, strict=False
         ):
             brings = survival - second * reach * token_s
             if brings <= 0:
                 break
-            timely = replace(timely, tokens=timely.tokens + 1, worth=timely.worth + brings)
             wait = waiting * reach * load.draft.token_s
-            if awaited.tokens == timely.tokens - 1 and brings > wait:
-                awaited, gain = replace(timely, waits=True), gain + brings - wait
-        if blocks.unawaited >= ASK_AGAIN and timely.tokens:
-            return replace(timely, waits=True)
-        if gain > GOING_ON * timely.worth:
-            return self._awaited(awaited, blocks, load)
-        return timely if blocks.hits * timely.worth > LEAST_GAIN else Ask()
+            if waited_for == tokens and brings > wait:
+                waited_for, waited_worth, gain = waited_for + 1, waited_worth + brings, gain + brings - wait
+            tokens, worth = tokens + 1, worth + brings
+        if blocks.unawaited >= ASK_AGAIN and tokens:
+            return Ask(tokens, worth, least_chance, waits=True)
+        if gain > GOING_ON * worth:
+            return self._awaited(Ask(waited_for, waited_worth, least_chance, waits=True), blocks, load)
+        return Ask(tokens, worth, least_chance) if blocks.hits * worth > LEAST_GAIN else Ask()
 
     def _awaited(self, ask: Ask, blocks: Yield, load: Load) -> Ask:
         """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
@@ -351,7 +355,7 @@ class LockStep:
 
     patience: float = 2.0
 
-    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
         return Ask(limit, worth=float(blocks.vain_rounds == 0), waits=True, sits_out=True), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:

@@ -1,8 +1,9 @@
 """How long a target's steps take: their shape by a profile at start, their scale by the steps themselves.
 
 Live steps are much alike, so a curve fitted to them alone would say little of steps of another size, least of all of
-the plain steps that speculation is compared with. Steps with and without drafts are scaled apart: drafters are busy
-beside the former. Pure arithmetic.
+the plain steps that speculation is compared with. Those are rare where speculation pays, and a machine's pace drifts
+meanwhile: so what is kept of them is how long they take at the pace of the steps with drafts around them. Pure
+arithmetic.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from cluster.costs import ForwardCost
 
 MEMORY = 0.05  # weight of the latest step
+COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
 
 
@@ -31,36 +33,37 @@ class StepCost:
     """Seconds of a step over its rows and tokens; 0 while nothing is known."""
 
     shape: ForwardCost
-    is_profiled: bool
-    plain: tuple[tuple[int, Scale], ...] = ()  # by rows, to the power of two: from one plain step's end to the next's
-    drafts: Scale = Scale()  # of steps with drafts alone, without the wait before them
+    pace: Scale  # of late: of steps with drafts alone, without the wait before them
+    plain: tuple[tuple[int, Scale], ...] = ()  # times that, by rows to the power of two: from one step's end to the next
+    plain_run: int = COMPARED  # plain steps since the last one with drafts
 
     @classmethod
     def profiled(cls, profile: ForwardCost | None) -> "StepCost":
-        return cls(profile or UNKNOWN, profile is not None)
+        return cls(profile or UNKNOWN, Scale(0, float(profile is not None)))
 
     def after_plain(self, rows: int, seconds: float) -> "StepCost":
         """A step without drafts, when none were asked for."""
+        ratio, run = seconds / self.shape.seconds(rows, rows), self.plain_run + 1
+        if run > COMPARED:
+            return replace(self, pace=self.pace.after(ratio / self._plain_scale(rows)), plain_run=run)
         scales, size = dict(self.plain), rows.bit_length()
-        scales[size] = scales.get(size, Scale()).after(seconds / self.shape.seconds(rows, rows))
-        return replace(self, plain=tuple(sorted(scales.items())))
+        scales[size] = scales.get(size, Scale()).after(ratio / self.pace.mean)
+        return replace(self, plain=tuple(sorted(scales.items())), plain_run=run)
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
         """A step while there were drafters at work."""
-        return replace(self, drafts=self.drafts.after(seconds / self.shape.seconds(rows, tokens)))
+        return replace(self, pace=self.pace.after(seconds / self.shape.seconds(rows, tokens)), plain_run=0)
 
     def plain_s(self, rows: int) -> float:
         """One token a row, with nobody drafting."""
-        scale = next((scale.mean for size, scale in self.plain if size >= rows.bit_length()), None)
-        if scale is None:
-            scale = self.plain[-1][1].mean if self.plain else self._unmeasured
-        return scale * self.shape.seconds(rows, rows)
+        return self._plain_scale(rows) * self.pace.mean * self.shape.seconds(rows, rows)
 
     def drafts_s(self, rows: int, tokens: float) -> float:
         """So many tokens in all, drafts among them."""
-        scale = self.drafts.mean or (self.plain[-1][1].mean if self.plain else self._unmeasured)
-        return scale * self.shape.seconds(rows, tokens)
+        return self.pace.mean * self.shape.seconds(rows, tokens)
 
-    @property
-    def _unmeasured(self) -> float:
-        return self.drafts.mean or float(self.is_profiled)
+    def _plain_scale(self, rows: int) -> float:
+        scale = next((scale.mean for size, scale in self.plain if size >= rows.bit_length()), None)
+        if scale is None:
+            scale = self.plain[-1][1].mean if self.plain else 1.0
+        return scale

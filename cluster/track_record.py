@@ -19,24 +19,38 @@ CLOSE = 0.2  # gains less than this above or below 1
 
 @dataclass(slots=True)
 class _AtLoad:
-    """Decayed sums over steps: how many, their gain, and its square."""
+    """Decayed sums over steps: how many, tokens, what plain decoding would have brought, and their products."""
 
     weight: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
+    tokens: float = 0.0
+    plain: float = 0.0
+    tokens_squared: float = 0.0
+    plain_squared: float = 0.0
+    product: float = 0.0
     steps: int = 0  # since it was last taken up
     looks: int = 0  # at what plain steps cost
     off_for: int = 0  # steps that are still to be made without
     pause: int = FIRST_PAUSE
 
+    def add(self, tokens: float, plain: float) -> None:
+        keep = 1 - MEMORY
+        self.weight = keep * self.weight + 1
+        self.tokens = keep * self.tokens + tokens
+        self.plain = keep * self.plain + plain
+        self.tokens_squared = keep * self.tokens_squared + tokens * tokens
+        self.plain_squared = keep * self.plain_squared + plain * plain
+        self.product = keep * self.product + tokens * plain
+
     @property
-    def mean(self) -> float:
-        return self.total / self.weight if self.weight else 1.0
+    def gain(self) -> float:
+        return self.tokens / self.plain if self.plain else 1.0
 
     @property
     def error(self) -> float:
-        """Standard error of the mean."""
-        return math.sqrt(max(0.0, self.squares / self.weight - self.mean**2) / self.weight)
+        """Standard error of the gain, as that of a ratio of sums."""
+        gain = self.gain
+        squares = self.tokens_squared - 2 * gain * self.product + gain * gain * self.plain_squared
+        return math.sqrt(max(0.0, squares)) / self.plain if self.plain else 0.0
 
 
 class TrackRecord:
@@ -51,28 +65,26 @@ class TrackRecord:
 
     def gain(self, sessions: int) -> float:
         """Throughput with speculation over that of plain decoding; 1 while nothing is known."""
-        return self._at(sessions).mean
+        return self._at(sessions).gain
 
     def plain_step(self, sessions: int) -> None:
         """A step was made without."""
         at = self._at(sessions)
         at.off_for = max(0, at.off_for - 1)
 
-    def step(self, sessions: int, gain: float) -> None:
-        """A step was made with speculation: `gain` is its tokens over those of plain decoding in the same time."""
-        at, keep = self._at(sessions), 1 - MEMORY
+    def step(self, sessions: int, tokens: float, plain_tokens: float) -> None:
+        """A step with speculation brought `tokens`; plain decoding would have brought `plain_tokens` meanwhile."""
+        at = self._at(sessions)
+        at.steps += 1
         if at.looks == 0:
-            at.steps += 1
             if at.steps == FIRST_LOOK:
                 self._look(at)
             return
-        at.weight, at.total = keep * at.weight + 1, keep * at.total + gain
-        at.squares = keep * at.squares + gain * gain
-        at.steps += 1
-        if at.steps >= PROOF and at.mean + at.error < 1.0:
+        at.add(tokens, plain_tokens)
+        if at.steps >= PROOF and at.gain + at.error < 1.0:
             pause = min(2 * at.pause, LONGEST_PAUSE)
             self._loads[_bucket(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, pause=pause)
-        elif at.steps % (LOOK_AGAIN_SOON if abs(at.mean - 1) < CLOSE else LOOK_AGAIN) == 0:
+        elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:
             at.pause = FIRST_PAUSE
             self._look(at)
 

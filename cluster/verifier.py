@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
 from cluster.costs import ForwardCost
-from cluster.pacing import Adaptive, Load, Pacing, out_of_step
+from cluster.pacing import Adaptive, Load, Pacing, Yield, out_of_step
 from cluster.pages import PageBook, PageCopy
 from cluster.seats import Seats
 from cluster.step_cost import StepCost
@@ -69,8 +69,10 @@ class Verifier:
         self._counts = RoomCounts()
         self._unopened = WaitingRoom(limits.room, self._counts.dropped)
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._is_drafted_for = False  # whether drafters were asked for blocks for the latest step
+        self._decoding = 0  # sessions whose next token could have been decided in the latest step: those in it, or waiting
+        self._is_drafted_for = False  # whether drafters were asked for blocks for it
         self._load = Load(StepCost.profiled(step_cost))
+        self._fleet = Yield()  # of all sessions' blocks
         self._record = TrackRecord()
         self._busy_until = 0.0  # end of the latest step after which there was more to do
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
@@ -330,6 +332,7 @@ class Verifier:
             self._in_step.append((session, replace(row, pages=self._pages.table(name))))
             self._seats.turn.remove(name)
             self._seats.turn.append(name)
+        self._decoding = sum(session.unfed == 1 for session in self._seats.admitted.values())
         self._is_drafted_for = any(session.asked for session, _ in self._in_step)
         return copies
 
@@ -348,8 +351,8 @@ class Verifier:
         took_s = max(1e-6, took_s)
         if self._is_drafted_for:
             tokens = sum(len(row.tokens) for _, row in self._in_step)
-            if load.plain_rate:
-                self._record.step(load.sessions, committed / took_s / load.plain_rate)
+            if plain_s := load.step.plain_s(self._decoding):
+                self._record.step(load.sessions, committed, took_s / plain_s * self._decoding)
             self._load = replace(load, step=load.step.after_drafts(rows, tokens, seconds))
         else:
             self._record.plain_step(load.sessions)
@@ -357,8 +360,7 @@ class Verifier:
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
         if row.draft_len > 0:
-            fleet = self._load.fleet.after_block(session.asked, row.draft_len, outcome.accepted)
-            self._load = replace(self._load, fleet=fleet)
+            self._fleet = self._fleet.after_block(session.asked, row.draft_len, outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)
         verdict = Verdict(
@@ -391,7 +393,7 @@ class Verifier:
         if (sessions, gain, speculates) != (load.sessions, load.gain, load.speculates):
             self._load = load = replace(load, sessions=sessions, gain=gain, speculates=speculates)
         if limit > 0:
-            session.ask, session.blocks = self._pacing.ask(session.blocks, limit, load)
+            session.ask, session.blocks = self._pacing.ask(session.blocks, self._fleet, limit, load)
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
         """Has a drafter begin the session anew whose blocks were good and are all rejected now."""

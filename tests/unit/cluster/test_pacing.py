@@ -30,6 +30,7 @@ STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = Cost.profiled([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
 LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
 PACING = Adaptive()
+NOBODY = Yield()  # whose blocks say what to expect
 MUCH = 1e6  # blocks: what is known of others does not count any more
 
 
@@ -40,8 +41,8 @@ def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:
     return Yield(accepted=seen, drafted=whole, delay_s=delay_s)
 
 
-def asked(blocks: Yield, limit: int, load: Load = LOAD) -> Ask:
-    return PACING.ask(blocks, limit, load)[0]
+def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Yield = NOBODY) -> Ask:
+    return PACING.ask(blocks, fleet, limit, load)[0]
 
 
 # ---------------------------------------------------------------- what is measured
@@ -69,10 +70,10 @@ def test_a_noisy_machine_makes_no_cost_negative():
 
 def test_survival_is_learnt_by_position_from_few_blocks():
     blocks = Yield()
-    assert LOAD.survival(blocks)[:2] == PRIOR[:2], "before anything was seen"
+    assert blocks.survival(NOBODY)[:2] == PRIOR[:2], "before anything was seen"
     for _ in range(8):
         blocks = blocks.after_block(asked=2, drafted=2, accepted=1)
-    first, second, third, *_ = LOAD.survival(blocks)
+    first, second, third, *_ = blocks.survival(NOBODY)
     assert first > 0.7
     assert second < 0.15
     assert third == PRIOR[2], "nothing was asked for there"
@@ -82,12 +83,11 @@ def test_little_known_sessions_are_taken_to_fare_like_the_others():
     fleet = Yield()
     for _ in range(30):
         fleet = fleet.after_block(asked=4, drafted=4, accepted=0)
-    load = replace(LOAD, fleet=fleet)
-    assert load.survival(Yield())[0] < 0.1
+    assert Yield().survival(fleet)[0] < 0.1
     good = Yield()
     for _ in range(20):
         good = good.after_block(asked=4, drafted=4, accepted=4)
-    assert load.survival(good)[0] > 0.6, "but what a session shows itself counts for more"
+    assert good.survival(fleet)[0] > 0.6, "but what a session shows itself counts for more"
 
 
 def test_positions_that_were_not_asked_for_for_long_are_unknown_again():
@@ -95,18 +95,18 @@ def test_positions_that_were_not_asked_for_for_long_are_unknown_again():
     blocks = Yield()
     for _ in range(20):
         blocks = blocks.after_block(asked=3, drafted=3, accepted=1)
-    pessimistic = LOAD.survival(blocks)[2]
+    pessimistic = blocks.survival(NOBODY)[2]
     for _ in range(100):
         blocks = blocks.after_block(asked=1, drafted=1, accepted=1)
     assert pessimistic < PRIOR[2] / 2
-    assert LOAD.survival(blocks)[2] == pytest.approx(PRIOR[2], abs=0.01)
+    assert blocks.survival(NOBODY)[2] == pytest.approx(PRIOR[2], abs=0.01)
 
 
 def test_a_block_that_ended_in_doubt_counts_as_asked_for():
     """Otherwise the tokens that were drafted with confidence would stand for all."""
     blocks = Yield().after_block(asked=2, drafted=1, accepted=1)
-    assert LOAD.survival(blocks)[1] < PRIOR[1]
-    assert LOAD.reach(blocks)[1] < 1.0
+    assert blocks.survival(NOBODY)[1] < PRIOR[1]
+    assert blocks.reach(NOBODY)[1] < 1.0
 
 
 def test_the_rate_follows_the_number_of_sessions_at_once():
@@ -199,21 +199,21 @@ def test_what_is_never_waited_for_is_timed_again_now_and_then():
     slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
     blocks, waits = a_yield(0.5, 0.25), []
     for _ in range(3 * ASK_AGAIN):
-        ask, blocks = PACING.ask(blocks, 2, slow)
+        ask, blocks = PACING.ask(blocks, NOBODY, 2, slow)
         waits.append(ask.waits)
     assert 2 <= sum(waits) <= 3
 
 
 def test_nothing_is_asked_for_where_speculation_is_known_to_lose():
     good = a_yield(0.9, 0.8)
-    assert PACING.ask(good, 2, replace(LOAD, speculates=False)) == (Ask(), good)
+    assert PACING.ask(good, NOBODY, 2, replace(LOAD, speculates=False)) == (Ask(), good)
 
 
 def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
     blocks = a_yield(0.001, 0.0)
     lengths = []
     for _ in range(3000):
-        ask, blocks = PACING.ask(blocks, 4, LOAD)
+        ask, blocks = PACING.ask(blocks, NOBODY, 4, LOAD)
         lengths.append(ask.tokens)
     trials = [i for i, length in enumerate(lengths) if length and not lengths[i - 1]]
     assert trials[0] == FIRST_PAUSE
@@ -228,12 +228,12 @@ def test_drafting_comes_back_when_it_pays_again():
     bad = replace(Yield(delay_s=0.03), hits=0.1)
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
-    load = replace(LOAD, fleet=bad)
-    ask, blocks = PACING.ask(bad, 2, load)
+    fleet = bad
+    ask, blocks = PACING.ask(bad, fleet, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
     while not (ask.tokens and not blocks.paused):
-        ask, blocks = PACING.ask(blocks, 2, load)
+        ask, blocks = PACING.ask(blocks, fleet, 2, LOAD)
         if ask.tokens:
             blocks = blocks.after_block(ask.tokens, ask.tokens, ask.tokens)
         rounds += 1
@@ -246,10 +246,10 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     blocks = Yield(delay_s=0.03)
     for _ in range(10):
         blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
-    load = replace(LOAD, fleet=blocks)
+    fleet = blocks
     for _ in range(4):
         blocks = blocks.after_block(2, 2, 0)
-    assert asked(blocks, 2, load).tokens > 0
+    assert asked(blocks, 2, fleet=fleet).tokens > 0
 
 
 def test_the_edge_between_drafting_and_not_has_two_sides():
@@ -265,10 +265,10 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
 
 def test_lock_step_waits_for_all_and_asks_for_all():
     pacing = LockStep(patience=2.0)
-    ask, _ = pacing.ask(a_yield(0.0), 4, replace(LOAD, speculates=False))
+    ask, _ = pacing.ask(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False))
     assert (ask.tokens, ask.waits) == (4, True)
     assert pacing.patience_s(ask, LOAD) == pacing.hold_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
-    gone, _ = pacing.ask(a_yield(0.5).after_plain_round(), 4, LOAD)
+    gone, _ = pacing.ask(a_yield(0.5).after_plain_round(), NOBODY, 4, LOAD)
     assert pacing.patience_s(gone, LOAD) == pacing.hold_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.step_cost import StepCost
+from cluster.step_cost import COMPARED, StepCost
 
 SHAPE = ForwardCost(by_tokens=((1, 0.020), (8, 0.026), (16, 0.040)), per_row_s=0.001)
 
@@ -19,13 +19,37 @@ def test_plain_steps_and_those_with_drafts_are_scaled_apart():
     """Drafters are busy beside the latter."""
     cost = StepCost.profiled(SHAPE)
     for _ in range(100):
-        cost = cost.after_plain(1, 1.2 * SHAPE.seconds(1, 1)).after_drafts(1, 4, 1.5 * SHAPE.seconds(1, 4))
+        cost = cost.after_drafts(1, 4, 1.5 * SHAPE.seconds(1, 4)).after_plain(1, 1.2 * SHAPE.seconds(1, 1))
     assert cost.plain_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1))
     assert cost.drafts_s(1, 8) == pytest.approx(1.5 * SHAPE.seconds(1, 8))
 
 
+def test_what_is_known_of_plain_steps_follows_the_pace_of_those_with_drafts():
+    """A machine that has become slower since the last plain step is no merit and no fault of speculation."""
+    cost = StepCost.profiled(SHAPE)
+    for slower in (1.0, 1.3):
+        for _ in range(200):
+            cost = cost.after_drafts(1, 4, slower * SHAPE.seconds(1, 4))
+        assert cost.plain_s(1) == pytest.approx(slower * SHAPE.seconds(1, 1), rel=0.001)
+        for _ in range(COMPARED):
+            cost = cost.after_plain(1, slower * SHAPE.seconds(1, 1))
+
+
+def test_so_do_drafts_follow_the_pace_of_many_plain_steps():
+    cost = StepCost.profiled(SHAPE)
+    for _ in range(100):
+        cost = cost.after_drafts(1, 4, SHAPE.seconds(1, 4))
+    for _ in range(COMPARED):
+        cost = cost.after_plain(1, 0.8 * SHAPE.seconds(1, 1))
+    for _ in range(200):
+        cost = cost.after_plain(1, 1.2 * SHAPE.seconds(1, 1))
+    assert cost.plain_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1), rel=0.001)
+    assert cost.drafts_s(1, 4) == pytest.approx(1.2 / 0.8 * SHAPE.seconds(1, 4), rel=0.001)
+
+
 def test_each_number_of_rows_to_the_power_of_two_has_a_scale_of_its_own_and_borrows_one_before():
-    cost = StepCost.profiled(SHAPE).after_plain(1, 1.1 * SHAPE.seconds(1, 1)).after_plain(8, 2 * SHAPE.seconds(8, 8))
+    cost = StepCost.profiled(SHAPE).after_drafts(1, 4, SHAPE.seconds(1, 4))
+    cost = cost.after_plain(1, 1.1 * SHAPE.seconds(1, 1)).after_plain(8, 2 * SHAPE.seconds(8, 8))
     assert cost.plain_s(1) == pytest.approx(1.1 * SHAPE.seconds(1, 1))
     assert cost.plain_s(9) == pytest.approx(2 * SHAPE.seconds(9, 9))
     assert cost.plain_s(4) == pytest.approx(2 * SHAPE.seconds(4, 4)), "of the next that is known"

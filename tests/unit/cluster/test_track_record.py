@@ -11,7 +11,7 @@ def run(record: TrackRecord, sessions: int, gain: float, steps: int, spread: flo
     for _ in range(steps):
         on.append(record.is_on(sessions))
         if on[-1]:
-            record.step(sessions, drawn.gauss(gain, spread))
+            record.step(sessions, sessions * drawn.gauss(gain, spread), sessions)
         else:
             record.plain_step(sessions)
     return on

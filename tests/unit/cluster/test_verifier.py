@@ -62,7 +62,7 @@ class Steady:
     asked: int | None = None
     waits: bool = True
 
-    def ask(self, blocks: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
         return Ask(limit if self.asked is None else self.asked, self.patience(blocks), waits=self.waits), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:
