@@ -69,7 +69,7 @@ class Verifier:
         self._counts = RoomCounts()
         self._unopened = WaitingRoom(limits.room, self._counts.dropped)
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._decoding = 0  # sessions whose next token could have been decided in the latest step: those in it, or waiting
+        self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
         self._is_drafted_for = False  # whether drafters were asked for blocks for it
         self._load = Load(StepCost.profiled(step_cost))
         self._fleet = Yield()  # of all sessions' blocks

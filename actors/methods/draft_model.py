@@ -5,7 +5,6 @@ accepting and each likely token there, by the draft model's own probabilities (a
 arXiv 2603.03251). Knows nothing of streams or verification.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from actors.memory import page_bytes, page_count
 from actors.methods import TargetNeeds
 from actors.methods.draft_cache import Branch, DraftCache
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
+from actors.methods.outcomes import Choice, Choices, Outcome, accepted_chance, continuations, rejections
 from actors.models import load_model
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
 from actors.runner import ModelRunner, Runner
@@ -31,16 +31,9 @@ from protos.prefix import extend_hash
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
-AHEAD_ROWS = 8  # outcomes drafted for together
-LEAST_CHANCE = 0.005  # an outcome less likely is not drafted for
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A token that may come at some position, and how likely the draft model finds it."""
-
-    token: int
-    chance: float
+AHEAD_ROWS = 8  # rows of a forward for what may be wanted
+OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
+LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +59,21 @@ class _Draft:
     want: Want
     branch: Branch
     pending: list[int]  # tokens to feed next
-    prefix_hash: int  # of all tokens so far, drafted ones included
+    base_hash: int  # of the tokens that the block comes after
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
-    is_root: bool = False  # drafted only for the choices after the tokens under verification
+    is_root: bool = False  # reads the tokens under verification, for the choices after them
     tokens: list[int] = field(default_factory=list)  # drafted so far
-    choices: list[tuple[Choice, ...]] = field(default_factory=list)  # at each of them
+    choices: list[Choices] = field(default_factory=list)  # at each of them
     ids: list[tuple[int, ...]] = field(default_factory=list)  # draft_probs, under ratio
     weights: list[tuple[int, ...]] = field(default_factory=list)
     survival: float = 1.0  # chance that all tokens so far are accepted, by the draft model's own probabilities
     done: bool = False
+    prefix_hash: int = field(init=False)  # of all tokens so far, drafted ones included
+
+    def __post_init__(self) -> None:
+        self.prefix_hash = self.base_hash
 
     @property
     def ratio(self) -> bool:
@@ -89,7 +86,8 @@ class _Draft:
 
     @property
     def urgency(self) -> float:
-        """How likely the next token is to be of use; under ratio whatever was drafted so far."""
+        """How likely the next token is to be of use; under ratio whatever was drafted so far, for use must not depend
+        on it."""
         return self.chance if self.ratio else self.chance * self.survival
 
     @property
@@ -107,14 +105,14 @@ class _Draft:
         """Base length and tokens."""
         return len(self.want.tokens) + len(self.outcome), tuple(self.tokens)
 
-    def proposal(self, base_hash: int) -> Proposal:
+    def proposal(self) -> Proposal:
         want = self.want
         probs = SparseProbs(tuple(self.ids), tuple(self.weights)) if self.ratio else None
         base_len, tokens = self.address
-        return Proposal(want.open.session, base_len, base_hash, tokens, probs, self.outcome)
+        return Proposal(want.open.session, base_len, self.base_hash, tokens, probs, self.outcome)
 
 
-_Considered = dict[tuple[int, tuple[int, ...]], list[tuple[Choice, ...]]]
+_Considered = dict[tuple[int, tuple[int, ...]], list[Choices]]
 """By base length and tokens of a block: what else the model thought of at each of its positions."""
 
 
@@ -160,11 +158,13 @@ class DraftModel:
 
     def _propose_now(self, wants: Sequence[Want]) -> list[Proposal]:
         drafts = [self._begin(want, want.tokens, want.max_tokens) for want in wants]
-        self._draft(drafts, lambda: False)
+        active, busy = drafts, _sessions(wants)
+        while active:
+            active = [draft for draft in self._advance(active, busy) if not draft.done]
         for draft in drafts:
             self._cache.publish(draft.branch, len(draft.want.tokens))
             self._considered[draft.want.open.session] = {draft.address: draft.choices}
-        return [draft.proposal(draft.want.prefix_hash) for draft in drafts]
+        return [draft.proposal() for draft in drafts]
 
     def _begin(self, want: Want, tokens: tuple[int, ...], max_tokens: int) -> _Draft:
         branch = self._cache.resume(want.open.session, tokens)
@@ -173,87 +173,82 @@ class DraftModel:
     # ------------------------------------------------------------ blocks that may be wanted
 
     def _propose_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
-        drafts = self._branch_out(wants)
-        hashes = [draft.prefix_hash for draft in drafts]
-        self._draft(drafts, interrupted, min(want.until for want in wants))
-        found = []
-        for draft, base_hash in zip(drafts, hashes, strict=True):
-            if draft.tokens:
-                self._considered[draft.want.open.session][draft.address] = draft.choices
-                found.append(draft.proposal(base_hash))
-        return found
-
-    def _branch_out(self, wants: Sequence[Want]) -> list[_Draft]:
-        """A draft for each likely outcome; the last token of the block is fed first, for what may come after it."""
-        roots = [self._begin(want, (*want.tokens, *(want.unverified or ())), 1) for want in wants]
-        for root in roots:
-            root.outcome, root.is_root = root.want.unverified or (), True
-        self._draft(roots, lambda: False)
-        each = max(1, AHEAD_ROWS // len(roots))
-        # Without choices there was no room for the root: its branch may be too short to fork.
-        drafts = [draft for root in roots if root.choices for draft in self._branches_of(root, each)]
+        guesses = self._draft_ahead(wants, interrupted)
         self._considered |= {want.open.session: {} for want in wants}
-        return drafts
+        for draft in guesses:
+            self._considered[draft.want.open.session][draft.address] = draft.choices
+        return [draft.proposal() for draft in guesses]
 
-    def _branches_of(self, root: _Draft, limit: int) -> list[_Draft]:
-        want, base, block = root.want, len(root.want.tokens), root.outcome
-        known = self._considered.get(want.open.session, {}).get((base, block), [])
-        outcomes = likely_outcomes(block, (*known, *root.choices), skipped=len(block) - len(known))
+    def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[_Draft]:
+        """Blocks for what the verdicts may bring, by the likeliest tokens first, until the first verdict is due."""
+        begun = [draft for want in wants for draft in self._begin_ahead(want)]
+        open_ends, busy, until = begun, _sessions(wants), min(want.until for want in wants)
+        began = ended = self._clock()
+        while open_ends and not interrupted() and ended + (ended - began) <= until:  # the next forward takes as long
+            began = ended
+            open_ends = sorted(open_ends, key=lambda draft: -draft.urgency)
+            chosen, open_ends = open_ends[:AHEAD_ROWS], open_ends[AHEAD_ROWS:]
+            for draft in self._advance(chosen, busy):
+                if draft.is_root:
+                    after = self._branch_out(draft, continuations(draft.outcome, draft.chance, draft.choices[0]))
+                    begun, open_ends = begun + after, open_ends + after
+                elif not draft.done:
+                    open_ends.append(draft)
+            ended = self._clock()
+        guesses = [draft for draft in begun if draft.tokens and not draft.is_root]
+        return sorted(guesses, key=lambda draft: -draft.chance)
+
+    def _begin_ahead(self, want: Want) -> list[_Draft]:
+        """The root, and drafts for a rejection: what may follow the tokens before it is known already."""
+        block = want.unverified or ()
+        known = self._considered.get(want.open.session, {}).get((len(want.tokens), block), ())
+        root = self._begin(want, (*want.tokens, *block), 1)
+        root.outcome, root.is_root, root.chance = block, True, accepted_chance(block, known)
+        return [root, *self._branch_out(root, rejections(block, known))]
+
+    def _branch_out(self, root: _Draft, outcomes: list[Outcome]) -> list[_Draft]:
+        """A draft for each of the likeliest outcomes whose tokens, but for the last, are cached."""
+        want, base = root.want, len(root.want.tokens)
         stops = frozenset(want.open.stop_ids)  # no block follows the end
         drafts: list[_Draft] = []
-        for outcome, chance in outcomes:
+        for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[:OUTCOMES]:
             room = min(want.max_tokens, block_room(want.open, base + len(outcome)))
-            if len(drafts) == limit or chance < LEAST_CHANCE:
-                break
-            if room <= 0 or not stops.isdisjoint(outcome):
+            cached = base + len(outcome) - 1
+            if chance < LEAST_CHANCE or room <= 0 or not stops.isdisjoint(outcome) or cached > len(root.branch.tokens):
                 continue
-            branch = self._cache.fork(root.branch, base + len(outcome) - 1)
-            prefix_hash = want.prefix_hash
+            base_hash = want.prefix_hash
             for token in outcome:
-                prefix_hash = extend_hash(prefix_hash, token)
-            drafts.append(_Draft(want, branch, [outcome[-1]], prefix_hash, room, outcome, chance))
+                base_hash = extend_hash(base_hash, token)
+            branch = self._cache.fork(root.branch, cached)
+            drafts.append(_Draft(want, branch, [outcome[-1]], base_hash, room, outcome, chance))
         return drafts
 
     # ------------------------------------------------------------ drafting
 
-    def _draft(
-        self,
-        drafts: Sequence[_Draft],
-        interrupted: Callable[[], bool],
-        until: float = math.inf,
-    ) -> None:
-        """Extends all drafts together until each is done, something more urgent interrupts or the time is up.
+    def _advance(self, drafts: Sequence[_Draft], busy: set[str]) -> list[_Draft]:
+        """One forward for all of them; those that were read to their end and so have a token more, or are done.
 
-        Where time is short only the likelier half goes on after each token, so that further tokens come sooner.
-
-        What is not read to its end by then, or has no room in the pool, goes without; the next want goes on from there.
+        What is not read to its end, or has no room in the pool, goes without; the next want goes on from there.
         """
-        busy = {draft.want.open.session for draft in drafts}
-        active = sorted(drafts, key=lambda draft: len(draft.pending))
-        began = ended = self._clock()
-        while active and not interrupted() and ended + (ended - began) <= until:  # the next forward takes as long
-            began = ended
-            rows: list[FeedRow] = []
-            copies: list[PageCopy] = []
-            fed: list[_Draft] = []
-            budget = self._limits.pass_tokens
-            for draft in active:
-                part, rest = draft.pending[:budget], draft.pending[budget:]
-                if part and (feed := self._cache.feed(draft.branch, part, busy)) is not None:
-                    rows.append(feed[0])
-                    copies += feed[1]
-                    fed.append(draft)
-                    draft.pending, budget = rest, budget - len(part)
-            if not rows:
-                return
-            logits = self._runner.forward(rows, copies)
-            read = [index for index, draft in enumerate(fed) if not draft.pending]
-            if read:
-                self._extend([fed[index] for index in read], logits if len(read) == len(fed) else logits[read])
-            active = [fed[index] for index in read if not fed[index].done]
-            if until < math.inf:
-                active = sorted(active, key=lambda draft: -draft.urgency)[: -(-len(fed) // 2)]
-            ended = self._clock()
+        rows: list[FeedRow] = []
+        copies: list[PageCopy] = []
+        fed: list[_Draft] = []
+        budget = self._limits.pass_tokens
+        for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
+            part, rest = draft.pending[:budget], draft.pending[budget:]
+            if part and (feed := self._cache.feed(draft.branch, part, busy)) is not None:
+                rows.append(feed[0])
+                copies += feed[1]
+                fed.append(draft)
+                draft.pending, budget = rest, budget - len(part)
+        if not rows:
+            return []
+        logits = self._runner.forward(rows, copies)
+        read = [index for index, draft in enumerate(fed) if not draft.pending]
+        found = [fed[index] for index in read]
+        if found:
+            self._extend(found, logits if len(read) == len(fed) else logits[read])
+        return found
 
     def _extend(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
         """Adds a token to each draft, or ends it; logits (drafts, columns)."""
@@ -266,7 +261,7 @@ class DraftModel:
             if index not in simple:
                 self._extend_by_sampling(draft, logits[index])
 
-    def _greedy_choices(self, logits: Tensor) -> list[tuple[Choice, ...]]:
+    def _greedy_choices(self, logits: Tensor) -> list[Choices]:
         logits = logits.float()
         values, columns = logits.topk(min(CHOICES, logits.shape[-1]), dim=-1)
         chances = (values - logits.logsumexp(dim=-1, keepdim=True)).exp().tolist()
@@ -288,7 +283,7 @@ class DraftModel:
             token, choices = self._draw_coupled(draft, row)
             self._append(draft, token, choices)
 
-    def _append(self, draft: _Draft, token: int, choices: tuple[Choice, ...]) -> None:
+    def _append(self, draft: _Draft, token: int, choices: Choices) -> None:
         draft.survival *= choices[0].chance
         if draft.survival < draft.least_chance:
             draft.done = True
@@ -302,7 +297,7 @@ class DraftModel:
         in_doubt = is_awaited and not draft.ratio and draft.survival < self._limits.min_confidence
         draft.done |= in_doubt or len(draft.tokens) == draft.max_tokens
 
-    def _draw_coupled(self, draft: _Draft, logits: Tensor) -> tuple[int, tuple[Choice, ...]]:
+    def _draw_coupled(self, draft: _Draft, logits: Tensor) -> tuple[int, Choices]:
         """The token that the target would draw from these logits: with the same noise, at the same address."""
         request = draft.want.open
         if request.sampling.greedy:
@@ -334,29 +329,14 @@ class DraftModel:
         return token
 
 
-def _choices(logits: Tensor) -> tuple[Choice, ...]:
+def _choices(logits: Tensor) -> Choices:
     """The likeliest tokens, likeliest first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
     return tuple(Choice(*row) for row in zip(ids.tolist(), chances.tolist(), strict=True))
 
 
-def likely_outcomes(
-    block: Sequence[int], choices: Sequence[tuple[Choice, ...]], skipped: int
-) -> list[tuple[tuple[int, ...], float]]:
-    """What a verdict on `block` may bring and how likely, likeliest first.
-
-    `choices` are those at each position of the block and after its end, but for the first `skipped` positions, of
-    which nothing is known: they are taken for accepted.
-    """
-    found = []
-    accepted_chance = 1.0
-    for position, there in enumerate(choices, start=skipped):
-        drafted = block[position] if position < len(block) else None
-        for choice in there:
-            if choice.token != drafted:
-                found.append(((*block[:position], choice.token), accepted_chance * choice.chance))
-        accepted_chance *= next((choice.chance for choice in there if choice.token == drafted), 0.0)
-    return sorted(found, key=lambda outcome: -outcome[1])
+def _sessions(wants: Sequence[Want]) -> set[str]:
+    return {want.open.session for want in wants}
 
 
 def load_draft_model(

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.methods.draft_model import AHEAD_ROWS, Choice, DraftModel, likely_outcomes
+from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, DraftModel
+from actors.methods.outcomes import Choice, accepted_chance, continuations, rejections
 from cluster.drafting import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 from protos.prefix import Prefix
@@ -58,20 +59,26 @@ AT_BLOCK = ((Choice(5, 0.7), Choice(1, 0.3)), (Choice(6, 0.5), Choice(2, 0.4), C
 AT_END = (Choice(7, 0.9), Choice(8, 0.1))
 
 
-def test_outcomes_are_every_place_to_stop_at_with_every_other_choice_likeliest_first():
-    found = likely_outcomes((5, 6), (*AT_BLOCK, AT_END), skipped=0)
-    assert [outcome for outcome, _ in found] == [(5, 6, 7), (1,), (5, 2), (5, 3), (5, 6, 8)]
-    assert [chance for _, chance in found] == pytest.approx([0.315, 0.3, 0.28, 0.07, 0.035])
+def test_outcomes_are_every_place_to_stop_at_with_every_other_choice():
+    found = rejections((5, 6), AT_BLOCK)
+    assert [outcome for outcome, _ in found] == [(1,), (5, 2), (5, 3)]
+    assert [chance for _, chance in found] == pytest.approx([0.3, 0.28, 0.07])
+    accepted = accepted_chance((5, 6), AT_BLOCK)
+    assert accepted == pytest.approx(0.35)
+    found = continuations((5, 6), accepted, AT_END)
+    assert [outcome for outcome, _ in found] == [(5, 6, 7), (5, 6, 8)]
+    assert [chance for _, chance in found] == pytest.approx([0.315, 0.035])
 
 
 def test_of_a_block_of_unknown_origin_only_what_follows_it_is_guessed():
-    assert likely_outcomes((5, 6), (AT_END,), skipped=2) == [((5, 6, 7), 0.9), ((5, 6, 8), 0.1)]
+    assert rejections((5, 6), ()) == []
+    assert accepted_chance((5, 6), ()) == 1.0
 
 
 def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
-    found = dict(likely_outcomes((5, 6), ((Choice(1, 0.6),), AT_BLOCK[1], AT_END), skipped=0))
-    assert found[(1,)] == 0.6
-    assert {found[outcome] for outcome in found if len(outcome) > 1} == {0.0}
+    known = ((Choice(1, 0.6),), AT_BLOCK[1])
+    assert rejections((5, 6), known) == [((1,), 0.6), ((5, 2), 0.0), ((5, 3), 0.0)]
+    assert accepted_chance((5, 6), known) == 0.0
 
 
 # ---------------------------------------------------------------- which are drafted for
@@ -83,7 +90,7 @@ def test_each_likely_outcome_gets_one_block_at_its_own_address(acceptance, sampl
     for prefix in PREFIXES:
         want = a_want(prefix, 3, sampling=sampling, acceptance=acceptance)
         block, guesses = drafted_ahead(a_method(PrefixRunner(scale=3.0)), want)
-        assert 1 < len({guess.outcome for guess in guesses}) == len(guesses) <= AHEAD_ROWS
+        assert 1 < len({guess.outcome for guess in guesses}) == len(guesses) <= 2 * OUTCOMES
         for guess in guesses:
             *stands, new = guess.outcome
             assert tuple(stands) == block.tokens[: len(stands)]
@@ -103,21 +110,17 @@ def test_what_is_hardly_likely_is_not_drafted_for():
     assert best.outcome[:-1] == block.tokens
 
 
-def test_sessions_share_what_is_drafted_for_and_each_gets_its_likeliest():
+def test_sessions_share_each_forward_and_get_what_they_would_get_alone():
     runner = PrefixRunner(scale=1.0)
     method = a_method(runner)
     wants = [a_want((4, i), session=f"s{i}") for i in range(3)]
     blocks = method.propose(wants, never)
-    pairs = list(zip(wants, blocks, strict=True))
-    guesses = method.propose([ahead_of(want, block) for want, block in pairs], never)
-    each = AHEAD_ROWS // len(wants)
-    assert [guess.session for guess in guesses] == ["s0"] * each + ["s1"] * each + ["s2"] * each
-    for want, block in pairs:
+    begun = len(runner.fed)
+    guesses = method.propose([ahead_of(want, block) for want, block in zip(wants, blocks, strict=True)], never)
+    assert {len(rows) for rows in runner.fed[begun:-1]} == {AHEAD_ROWS}
+    for want in wants:
         _, alone = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
-        together = [guess for guess in guesses if guess.session == block.session]
-        assert together == [guess for guess in alone if guess.outcome in {g.outcome for g in together}]
-        assert {guess.outcome for guess in together} == {guess.outcome for guess in alone[:each]}
-        assert len(alone) > each
+        assert [guess for guess in guesses if guess.session == want.open.session] == alone
 
 
 def test_nothing_is_drafted_past_the_end():
@@ -192,16 +195,27 @@ def test_a_miss_leaves_nothing_behind_that_shows(acceptance, sampling):
 
 @RULES
 def test_branches_are_fed_only_what_is_new(acceptance, sampling):
-    """The end of the block once, for what may come after it; then each outcome's own last token and its drafts."""
+    """The end of the block once, for what may come after it; each outcome's own last token and its drafts."""
     runner = PrefixRunner(scale=1.0)
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     block, guesses = drafted_ahead(a_method(runner), want)
-    root, first, *rest = runner.fed[3:]
-    assert [(row.start, row.tokens) for row in root] == [(5, block.tokens[-1:])]
-    assert [(row.start, row.tokens) for row in first] == [(g.base_len - 1, g.outcome[-1:]) for g in guesses]
-    for step, rows in enumerate(rest):
-        assert [(row.start, row.tokens) for row in rows] == [(g.base_len + step, (g.tokens[step],)) for g in guesses]
-    assert len(rest) == 3
+    fed = [(row.start, row.tokens) for rows in runner.fed[3:] for row in rows]
+    due = [(5, block.tokens[-1:])]
+    for guess in guesses:
+        path = (guess.outcome[-1], *guess.tokens[:-1])
+        due += [(guess.base_len - 1 + step, (token,)) for step, token in enumerate(path)]
+    assert sorted(fed) == sorted(due)
+
+
+@RULES
+def test_outcomes_that_are_known_do_not_wait_for_the_end_of_the_block_to_be_read(acceptance, sampling):
+    runner = PrefixRunner(scale=1.0)
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    _, guesses = drafted_ahead(a_method(runner), want, after_checks(1))
+    (rows,) = runner.fed[3:]
+    assert {len(guess.tokens) for guess in guesses} == {1}
+    assert {len(guess.outcome) for guess in guesses} <= {1, 2, 3}, "each has another token in the place of one"
+    assert len(guesses) >= len(rows) - 1 > 1, "all but the root's"
 
 
 @RULES
@@ -232,6 +246,12 @@ def first(guess: Proposal, tokens: int) -> Proposal:
     return replace(guess, tokens=guess.tokens[:tokens], draft_probs=cut)
 
 
+def are_beginnings(found: list[Proposal], whole: list[Proposal]) -> bool:
+    """Whether each of `found` is how the one of `whole` for its outcome begins."""
+    by_outcome = {guess.outcome: guess for guess in whole}
+    return found == [first(by_outcome[guess.outcome], len(guess.tokens)) for guess in found]
+
+
 @RULES
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_an_interruption_returns_what_there_is(acceptance, sampling, passes):
@@ -240,8 +260,9 @@ def test_an_interruption_returns_what_there_is(acceptance, sampling, passes):
     _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
     runner = PrefixRunner(scale=1.0)
     _, found = drafted_ahead(a_method(runner), want, after_checks(passes))
-    assert found == ([first(guess, passes) for guess in whole] if passes else [])
-    assert len(runner.fed) == 3 + 1 + passes
+    assert are_beginnings(found, whole)
+    assert max((len(guess.tokens) for guess in found), default=0) == passes
+    assert len(runner.fed) == 3 + passes
 
 
 class Ticking:
@@ -258,21 +279,22 @@ class Ticking:
 @RULES
 def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcomes_get_further(acceptance, sampling):
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    method, clock = a_method(PrefixRunner(scale=1.0), clock=Ticking()), Ticking()
-    (block,) = method.propose([want], never)
-    whole = method.propose([ahead_of(want, block)], never)
+    block, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+    tokens = []
     for until in range(60):
         clock = Ticking()
         method = a_method(PrefixRunner(scale=1.0), clock=clock)
         method.propose([want], never)
-        began = clock.now
-        found = method.propose([replace(ahead_of(want, block), until=began + until)], never)
-        assert found == [first(guess, len(ours.tokens)) for guess, ours in zip(whole, found, strict=False)]
-        lengths = [len(guess.tokens) for guess in found]
-        if acceptance is RATIO:
-            assert lengths == sorted(lengths, reverse=True), "by the outcome alone, likeliest first"
-    assert max(lengths) == len(whole[0].tokens), "there was time enough at last"
-    assert min(lengths) < max(lengths)
+        found = method.propose([replace(ahead_of(want, block), until=clock.now + until)], never)
+        assert are_beginnings(found, whole)
+        tokens.append(sum(len(guess.tokens) for guess in found))
+        if acceptance is RATIO:  # by the outcome alone; those after all of the block are begun later
+            for is_last in (False, True):
+                lengths = [len(guess.tokens) for guess in found if (len(guess.outcome) == 4) == is_last]
+                assert lengths == sorted(lengths, reverse=True)
+    assert tokens == sorted(tokens)
+    assert tokens[0] == 0
+    assert found == whole, "there was time enough at last"
 
 
 @RULES
