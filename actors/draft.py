@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from actors.methods import DraftingMethod
 from actors.streams import Link, Outbox
+from cluster.costs import DraftCost, ForwardCost
+from cluster.draft_timing import DraftTiming
 from cluster.drafting import DraftBook, DrafterLimits
 from cluster.streams import Send, stream_name
 from cluster.timeline import Timeline
@@ -24,6 +26,8 @@ from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Resync, 
 from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
+
+UNKNOWN = DraftCost(forward=ForwardCost.linear(0.0))
 
 
 class Drafter:
@@ -38,11 +42,13 @@ class Drafter:
         draft_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
+        profile: DraftCost = UNKNOWN,
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary, self.target_model = vocabulary, target_model
         self.book = DraftBook(limits, draft_ahead)
         self.timeline = Timeline(clock)
+        self.timing = DraftTiming(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self._method, self._limits, self._clock = method, limits, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
@@ -61,6 +67,7 @@ class Drafter:
             closed = self.book.take_closed()
             if closed:
                 await loop.run_in_executor(self._thread, self._method.close, closed)
+                self.timing = self.timing.without(closed)
                 await self._drop_unused_targets()
                 continue  # sessions may have been closed and opened meanwhile: slots come back before new ones go
             wants = self.book.wants(limit) or self.book.wants_ahead(limit)
@@ -69,11 +76,16 @@ class Drafter:
                 await self._changed.wait()
                 continue
             names = [want.open.session for want in wants]
-            self.timeline.record("draft" if wants[0].unverified is None else "draft ahead", *names)
+            ahead, began = wants[0].unverified is not None, self._clock()
+            self.timeline.record("draft ahead" if ahead else "draft", *names)
             self._wanted.clear()
             proposals = await loop.run_in_executor(self._thread, self._method.propose, wants, self._wanted.is_set)
             self.timeline.record("drafted", *names)
-            self._send(self.book.proposed(proposals, self._clock()))
+            ended = self._clock()
+            if not ahead:
+                longest = max((len(proposal.tokens) for proposal in proposals), default=0)
+                self.timing = self.timing.after(names, longest, ended - began)
+            self._send(self.book.proposed(proposals, ended))
             await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
 
     async def close(self) -> None:

@@ -37,6 +37,16 @@ class ForwardCost(_Frozen):
     def linear(cls, base_s: float, per_row_s: float = 0.0, per_token_s: float = 0.0) -> Self:
         return cls(by_tokens=((0, base_s), (1, base_s + per_token_s)), per_row_s=per_row_s)
 
+    def times(self, factor: float) -> Self:
+        """The same shape, so many times as slow."""
+        points = tuple((tokens, factor * seconds) for tokens, seconds in self.by_tokens)
+        return type(self)(by_tokens=points, per_row_s=factor * self.per_row_s)
+
+    def plus(self, seconds: float) -> Self:
+        """With so much more for each forward."""
+        points = tuple((tokens, at + seconds) for tokens, at in self.by_tokens)
+        return type(self)(by_tokens=points, per_row_s=self.per_row_s)
+
     def seconds(self, rows: float, tokens: float) -> float:
         """Beyond the last point the curve goes on as between the last two; below the first it is level."""
         return self._at(tokens) + self.per_row_s * rows
@@ -55,6 +65,10 @@ class DraftCost(_Frozen):
 
     forward: ForwardCost
     per_pass_s: float = Field(0.0, ge=0)
+
+    def times(self, factor: float) -> Self:
+        """The same shape, so many times as slow."""
+        return type(self)(forward=self.forward.times(factor), per_pass_s=factor * self.per_pass_s)
 
     def seconds(self, rows: float, tokens: float) -> float:
         """`tokens` is the length of the longest block of the pass."""

@@ -25,11 +25,6 @@ class ServeMembership:
         return Members(_endpoints(self._targets), _endpoints(self._drafters))
 
 
-def published_costs(handle: DeploymentHandle[Any]) -> list[str]:
-    """The costs of every running replica, once the handle has heard of them: after any call on it."""
-    return [replica.replica_metadata[COSTS] for replica in _replicas(handle)]
-
-
 def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
     return tuple(Endpoint(str(r.replica_id), r.replica_metadata[ADDRESS]) for r in _replicas(handle))
 

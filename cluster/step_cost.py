@@ -62,6 +62,11 @@ class StepCost:
         """So many tokens in all, drafts among them."""
         return self.pace.mean * self.shape.seconds(rows, tokens)
 
+    @property
+    def cost(self) -> ForwardCost:
+        """What steps with drafts cost by now."""
+        return self.shape.times(self.pace.mean) if self.pace.steps else self.shape
+
     def _plain_scale(self, rows: int) -> float:
         scale = next((scale.mean for size, scale in self.plain if size >= rows.bit_length()), None)
         if scale is None:

@@ -269,6 +269,11 @@ class Verifier:
         load = self._load
         return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
 
+    @property
+    def step_cost(self) -> ForwardCost:
+        """What steps cost by now."""
+        return self._load.step.cost
+
     # ------------------------------------------------------------ helpers
 
     def _refuse(self, request: Open) -> Refusal | None:

@@ -121,6 +121,7 @@ class TargetDeployment:
             "preempted": self._replica.verifier.preempted,
             "pages": self._replica.verifier.pages,
             "speculation": self._replica.verifier.speculation,
+            "costs": self._replica.verifier.step_cost.model_dump_json(),
             "refused": dict(self._replica.refused),
             **self._replica.verifier.load(),
         }
@@ -155,6 +156,7 @@ class DraftDeployment:
             target_model,
             ahead,
             prepare_thread=compute_in_background if config.draft.resources.background else None,
+            profile=self._costs,
         )
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
         self._work = asyncio.create_task(self._drafter.run())
@@ -175,6 +177,7 @@ class DraftDeployment:
             "pid": os.getpid(),
             "idle": self._drafter.is_idle,
             "counts": dict(self._drafter.book.counts),
+            "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),
             **self._drafter.book.load(),
         }

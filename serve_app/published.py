@@ -1,15 +1,16 @@
-"""The costs of a running deployment, as its replicas publish them: what `slipstream plan --costs` reads.
+"""The costs of a running deployment, as its replicas have found them by now: what `slipstream plan --costs` reads.
 
-Knows nothing of how they were measured.
+What replicas measured at their start is in their Serve metadata, which does not change. Knows nothing of how costs
+are measured.
 """
 
 from collections.abc import Iterable, Sequence
-from statistics import median
+from itertools import pairwise
+from statistics import median, quantiles
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.ray_membership import published_costs
-from cluster.timeline import Actor, spans
-from serve_app.ray_cluster import ClusterError, connected, deployed
+from cluster.timeline import Actor, Span, spans
+from serve_app.ray_cluster import ClusterError, broadcast, connected, deployed
 from serve_app.trace import recordings
 
 HOPS = ("send", "return")  # spans that are a message's way
@@ -19,23 +20,39 @@ def live_costs(address: str, application: str) -> CostModel:
     """Raises ClusterError when the cluster or the application cannot be reached."""
     with connected(address):
         actors = recordings(application)
-        targets = published_costs(deployed("Target", application))
-        drafters = published_costs(deployed("Drafter", application))
+        targets, drafters = (
+            [replica["costs"] for replica in broadcast(deployed(pool, application), "inspect")]
+            for pool in ("Target", "Drafter")
+        )
     return cost_model(targets, drafters, actors)
 
 
 def cost_model(targets: Iterable[str], drafters: Iterable[str], actors: Sequence[Actor]) -> CostModel:
-    """One model of a fleet: the replica in the middle of each pool, and the messages' median time."""
+    """One model of a fleet: the replica in the middle of each pool, and the messages' median time.
+
+    What lies between two steps counts as part of a step.
+    """
     target_costs = [ForwardCost.model_validate_json(text) for text in targets]
     draft_costs = [DraftCost.model_validate_json(text) for text in drafters]
     if not (target_costs and draft_costs):
         raise ClusterError("no replica has published its costs yet; expected a target and a drafter that run")
     target = sorted(target_costs, key=_one_token_s)[len(target_costs) // 2]
     draft = sorted(draft_costs, key=_one_token_s)[len(draft_costs) // 2]
-    hops = [span.ended_s - span.began_s for span in spans(actors) if span.name in HOPS]
+    found = spans(actors)
+    target = target.plus(_between_steps_s(found))
+    hops = [span.ended_s - span.began_s for span in found if span.name in HOPS]
     if not hops:
         return CostModel(target=target, draft=draft)
     return CostModel(target=target, draft=draft, hop_s=max(0.0, median(hops)))
+
+
+def _between_steps_s(found: Sequence[Span]) -> float:
+    """From one step's end to the next's beginning where nothing is waited for: the lower quartile."""
+    gaps: list[float] = []
+    for actor in {span.actor for span in found}:
+        steps = [span for span in found if span.actor == actor and span.name == "verify"]
+        gaps += [max(0.0, later.began_s - earlier.ended_s) for earlier, later in pairwise(steps)]
+    return quantiles(gaps, n=4)[0] if len(gaps) > 1 else 0.0
 
 
 def _one_token_s(cost: ForwardCost | DraftCost) -> float:

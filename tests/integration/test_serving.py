@@ -10,7 +10,6 @@ from pathlib import Path
 import openai
 import pytest
 
-from cluster.ray_membership import published_costs
 from serve_app.app import APPLICATION
 from serve_app.published import cost_model
 from serve_app.ray_cluster import broadcast, deployed
@@ -231,11 +230,9 @@ def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Ref
     eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica", 120)
 
 
-def test_replicas_publish_what_they_cost(served: Served) -> None:
+def test_replicas_say_what_they_cost(served: Served) -> None:
     assert ask(served, PROMPTS[0])
-    for deployment in ("Target", "Drafter"):
-        served.inspect(deployment)  # the handle hears of its replicas
-    targets, drafters = (published_costs(deployed(name, APPLICATION)) for name in ("Target", "Drafter"))
+    targets, drafters = ([one["costs"] for one in served.inspect(name)] for name in ("Target", "Drafter"))
     costs = cost_model(targets, drafters, recordings(APPLICATION))
     assert costs.target.seconds(1, 1) > costs.draft.seconds(1, 1) > 0, "the draft is the smaller model"
     assert 0 < costs.hop_s < 0.1

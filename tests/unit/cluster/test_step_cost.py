@@ -67,3 +67,9 @@ def test_without_a_profile_tokens_are_free_and_the_first_steps_count_in_full():
     cost = StepCost.profiled(None).after_drafts(1, 1, 0.1).after_drafts(1, 5, 0.2)
     assert cost.drafts_s(1, 1) == cost.drafts_s(1, 5) == pytest.approx(0.15)
     assert cost.plain_s(1) == pytest.approx(0.15), "until a plain step was seen"
+
+
+def test_what_steps_cost_by_now_is_the_profile_at_their_pace():
+    cost = StepCost.profiled(SHAPE)
+    assert cost.cost == SHAPE
+    assert cost.after_drafts(1, 4, 2 * SHAPE.seconds(1, 4)).cost.seconds(3, 9) == pytest.approx(2 * SHAPE.seconds(3, 9))

@@ -32,6 +32,15 @@ def test_messages_are_as_slow_as_the_timelines_say():
     assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
 
 
+def test_what_lies_between_two_steps_is_part_of_a_step():
+    """The shortest gaps: in the others a block was waited for, or there was nothing to do."""
+    times = [(1.0, 1.1), (1.103, 1.2), (1.203, 1.3), (1.4, 1.5), (2.5, 2.6)]
+    events = [(at, name) for began, ended in times for at, name in ((began, "verify"), (ended, "decided"))]
+    recorded = tuple(Event(order, at, name, ("s",)) for order, (at, name) in enumerate(events))
+    costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [Actor("target", "target 1", Recording(0.0, recorded))])
+    assert costs.target.seconds(1, 1) == pytest.approx(0.101 + 0.003)
+
+
 @pytest.mark.parametrize(("targets", "drafters"), [([], [a_drafter(1)]), ([a_target(1)], [])])
 def test_a_pool_without_replicas_is_named(targets, drafters):
     with pytest.raises(ClusterError, match="no replica has published"):
