@@ -69,38 +69,63 @@ def hash_after(prefix_hash: int, tokens: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Due:
+    """A block of a pass, and how many of the pass's forwards come before it."""
+
+    proposal: Proposal
+    after: int = 0
+
+    @property
+    def forwards(self) -> int:
+        return self.after + len(self.proposal.tokens)
+
+    def cut(self, forwards: int) -> "_Due":
+        """As far as so many forwards of the pass bring it."""
+        return _Due(replace(self.proposal, tokens=self.proposal.tokens[: max(0, forwards - self.after)]), self.after)
+
+
+@dataclass(frozen=True, slots=True)
 class _Pass:
-    """A drafting pass under way. One ahead begins with a token for each session, then come the outcomes' blocks."""
+    """A drafting pass under way."""
 
     began_s: float
     per_pass_s: float
     token_s: float
-    proposals: tuple[Proposal, ...]
+    blocks: tuple[_Due, ...]
     ahead: bool
 
     @property
-    def tokens(self) -> int:
-        """Forwards one after the other."""
-        return self.ahead + max((len(proposal.tokens) for proposal in self.proposals), default=0)
+    def forwards(self) -> int:
+        """One after the other; one ahead reads the block under verification with the first."""
+        return max((block.forwards for block in self.blocks), default=int(self.ahead))
 
     @property
     def ends_s(self) -> float:
-        return self.began_s + self.per_pass_s + self.tokens * self.token_s
+        return self.began_s + self.per_pass_s + self.forwards * self.token_s
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """What there is at the end; ahead, no block is no answer."""
+        return [block.proposal for block in self.blocks if block.proposal.tokens or not self.ahead]
 
     def within(self, until: float) -> "_Pass":
-        """With no forward that ends later, but for the first one and the one after it."""
+        """With no forward that ends later, but for the first one."""
         if self.ends_s <= until or not self.token_s:
             return self
-        kept = max(1, int((until - self.began_s - self.per_pass_s) / self.token_s) - 1)
-        return self._cut(kept)
+        return self._cut(max(1, int((until - self.began_s - self.per_pass_s) / self.token_s)))
 
     def interrupted(self, now: float) -> "_Pass":
         """It ends after the forward that is under way, with what there is by then; its first one is always made."""
-        made = math.ceil((now - self.began_s - self.per_pass_s) / self.token_s) if self.token_s else self.tokens
-        return self._cut(max(0, made - 1))
+        made = math.ceil((now - self.began_s - self.per_pass_s) / self.token_s) if self.token_s else self.forwards
+        return self._cut(max(1, made))
 
-    def _cut(self, kept: int) -> "_Pass":
-        return replace(self, proposals=tuple(replace(p, tokens=p.tokens[:kept]) for p in self.proposals))
+    def _cut(self, forwards: int) -> "_Pass":
+        return replace(self, blocks=tuple(block.cut(forwards) for block in self.blocks))
+
+
+def _after_reading(want: Want, guess: Proposal) -> _Due:
+    """What may follow all of the block under verification is known once that was read."""
+    return _Due(guess, after=int(len(guess.outcome) > len(want.unverified or ())))
 
 
 class SimulatedDrafter:
@@ -135,18 +160,18 @@ class SimulatedDrafter:
         if self.book.take_closed():
             self._drop_unused_targets()
         if wants := self.book.wants(self._limit):
-            self._begin(self._new_pass(len(wants), [self._method.block(want) for want in wants], ahead=False))
+            self._begin(self._new_pass(len(wants), [_Due(self._method.block(want)) for want in wants], ahead=False))
         elif wants := self.book.wants_ahead(self._limit):
             each = max(1, AHEAD_ROWS // len(wants))
-            proposals = [proposal for want in wants for proposal in self._method.ahead(want, each)]
-            drafting = self._new_pass(len(wants), proposals, ahead=True)
+            blocks = [_after_reading(want, guess) for want in wants for guess in self._method.ahead(want, each)]
+            drafting = self._new_pass(len(wants), blocks, ahead=True)
             self._begin(drafting.within(min(want.until for want in wants)))
 
-    def _new_pass(self, sessions: int, proposals: Sequence[Proposal], ahead: bool) -> _Pass:
-        rows = max(sessions, len(proposals))
+    def _new_pass(self, sessions: int, blocks: Sequence[_Due], ahead: bool) -> _Pass:
+        rows = max(sessions, len(blocks))
         process, cost = self.process, self._cost
         per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        return _Pass(process.clock.now, per_pass_s, process.slowness * cost.token_s(rows), tuple(proposals), ahead)
+        return _Pass(process.clock.now, per_pass_s, process.slowness * cost.token_s(rows), tuple(blocks), ahead)
 
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""
@@ -157,11 +182,7 @@ class SimulatedDrafter:
         if drafting is not self._pass:
             return  # it was interrupted
         self.busy_s += drafting.ends_s - drafting.began_s
-        self._send(
-            self.book.proposed(
-                [p for p in drafting.proposals if p.tokens or not drafting.ahead], self.process.clock.now
-            )
-        )
+        self._send(self.book.proposed(drafting.proposals, self.process.clock.now))
         self._pass = None
         self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
 
