@@ -7,7 +7,9 @@ half of the prompts, in lock step at the longest block, says how often each posi
 are those that the replicas publish. The other half is asked over HTTP at every point (mode, concurrency, block length),
 all points interleaved. The simulator is told no speed: it runs such batches under these costs and this acceptance.
 
-A batch begins with all its prompts at once, which are in the prefix caches, and ends with the last answer.
+A batch keeps so many requests at once going and ends with the last answer; its prompts are in the prefix caches. What
+pacing has learnt stays from batch to batch, so the simulator runs many of them in a row. Blocks do not end in doubt
+here (`min_confidence` is 0): the simulator knows how often tokens are accepted, not how sure of them the model is.
 """
 
 import argparse
@@ -46,7 +48,8 @@ from serve_app.tables import shown
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
 UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew
 WARM_UP_TOKENS = 16
-SIMULATED_BATCHES = 40  # of one point
+TURNOVER = 3  # prompts of a batch for each that is asked at once
+SIMULATED_BATCHES = 20  # of one point, one after the other
 BOUND, DIFFERENT = 0.15, 0.10  # the error that is allowed; modes closer than this count as equal
 
 
@@ -126,16 +129,13 @@ def acceptances(accepted: Sequence[int], block_len: int) -> tuple[float, ...]:
 
 
 def predict(point: Point, costs: CostModel, draft: DraftModel, tokens: int) -> Rate:
-    """The mean of many simulated batches, each of them the measured one: all at once, until the last has ended."""
-    load = Load(ClosedLoop(point.concurrency), point.concurrency, UNCACHED_TOKENS, tokens)
+    """Many simulated batches in a row."""
+    sessions = TURNOVER * point.concurrency * SIMULATED_BATCHES
+    load = Load(ClosedLoop(point.concurrency), sessions, UNCACHED_TOKENS, tokens)
     speculation, fleet = Speculation(point.block_len, draft, point.mode), roomy_fleet(1, 1, load)
-    seconds, made, verifies = 0.0, 0, 0
-    for seed in range(SIMULATED_BATCHES):
-        world = World(Setting(costs, speculation, load, fleet, seed=seed))
-        report = world.run()
-        seconds += max(flight.ended_s or 0.0 for flight in world.over) - min(flight.arrived_s for flight in world.over)
-        made, verifies = made + report.tokens, verifies + report.verifies
-    return Rate(made / seconds, made / verifies, point.concurrency * seconds / verifies)
+    report = World(Setting(costs, speculation, load, fleet)).run()
+    seconds = report.tokens / report.tokens_per_s
+    return Rate(report.tokens_per_s, report.tokens / report.verifies, point.concurrency * seconds / report.verifies)
 
 
 # ---------------------------------------------------------------- what is measured
@@ -173,11 +173,16 @@ class Experiment:
         return found
 
     async def batch(self, point: Point, prompts: Sequence[Prompt], tokens: int) -> Batch:
-        """All prompts at once, until the last answer."""
-        endpoint = self._endpoints[SERVERS[point.mode]]
+        """All prompts, so many at once, until the last answer."""
+        endpoint, places = self._endpoints[SERVERS[point.mode]], asyncio.Semaphore(point.concurrency)
+
+        async def ask(question: Question) -> None:
+            async with places:
+                await endpoint.ask(self._model, question)
+
         questions = [Question(prompt.prompt, tokens, True, point.block_len) for prompt in prompts]
         before, began = (await endpoint.counters()).tally, time.perf_counter()
-        await asyncio.gather(*(endpoint.ask(self._model, question) for question in questions))
+        await asyncio.gather(*map(ask, questions))
         seconds = time.perf_counter() - began
         return Batch(point, seconds, (await endpoint.counters()).tally - before)
 
@@ -234,9 +239,8 @@ async def run(
     async with AsyncExitStack() as stack:
         endpoints = {name: await stack.enter_async_context(Endpoint.at(server.url)) for name, server in servers.items()}
         experiment = Experiment(await endpoints["adaptive"].model(), endpoints)
-        await experiment.warm_up(prompts[:2])
-        costs = await asyncio.to_thread(live_costs, servers["adaptive"].url)  # while recordings are short
         await experiment.warm_up(prompts)
+        costs = await asyncio.to_thread(live_costs, servers["adaptive"].url)
         longest = max(arguments.block_len)
         accepted = await experiment.accepted(known[: arguments.calibrate], arguments.tokens, longest)
         inputs = Inputs(costs, DraftModel(acceptances(accepted, longest)))
@@ -246,7 +250,7 @@ async def run(
             drawn = random.Random(number)
             order = drawn.sample(todo, len(todo))
             for point in track(order, f"Round {number + 1}", console=Console(stderr=True)):
-                chosen = random.Random(f"{number} {point.concurrency}").sample(asked, point.concurrency)
+                chosen = random.Random(f"{number} {point.concurrency}").choices(asked, k=TURNOVER * point.concurrency)
                 batches.append(await experiment.batch(point, chosen, arguments.tokens))
             save(inputs, batches)
     return inputs, batches
@@ -311,9 +315,10 @@ def write_json(path: Path, inputs: Inputs, batches: Sequence[Batch], results: Se
 def main() -> None:
     arguments = _arguments()
     console = Console(stderr=True)
-    config = demo_config(PINNED)
+    settings = [*PINNED, "speculation.min_confidence=0"]
+    config = demo_config(settings)
     prepare_target(Path(config.model.target), console)
-    configs = {"adaptive": config, "lock_step": demo_config([*PINNED, "speculation.pacing=lock_step"])}
+    configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.pacing=lock_step"])}
 
     def save(inputs: Inputs, batches: list[Batch]) -> None:
         if arguments.json is not None:
