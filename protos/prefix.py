@@ -25,41 +25,39 @@ class Prefix:
 
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self._hashes: list[int] = [extend_hash(key & _MASK, 0)]  # _hashes[n] covers the first n tokens
+        self.length = 0  # of the tokens
+        self.hash = extend_hash(key & _MASK, 0)  # over all tokens
+        self._hashes: list[int] = [self.hash]  # _hashes[n] covers the first n tokens
         self.extend(tokens)
 
     def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def hash(self) -> int:
-        """Hash over all tokens."""
-        return self._hashes[-1]
+        return self.length
 
     def hash_at(self, length: int) -> int | None:
         """Hash over the first `length` tokens, or None when there are fewer."""
-        return self._hashes[length] if 0 <= length < len(self._hashes) else None
+        return self._hashes[length] if 0 <= length <= self.length else None
 
     def matches(self, length: int, prefix_hash: int) -> bool:
         """Whether the first `length` tokens have this hash."""
-        return self.hash_at(length) == prefix_hash
+        return 0 <= length <= self.length and self._hashes[length] == prefix_hash
 
     def append(self, token: int) -> None:
-        self.tokens.append(token)
-        self._hashes.append(extend_hash(self._hashes[-1], token))
+        self.extend((token,))
 
     def extend(self, tokens: Iterable[int]) -> None:
-        state = self._hashes[-1]
+        state = self.hash
         for token in tokens:
             state = extend_hash(state, token)
             self.tokens.append(token)
             self._hashes.append(state)
+        self.length, self.hash = len(self.tokens), state
 
     def truncate(self, length: int) -> None:
         """Rolls back to the first `length` tokens."""
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
         del self._hashes[length + 1 :]
+        self.length, self.hash = length, self._hashes[-1]
 
     def hash_after(self, tokens: Iterable[int]) -> int:
         """Hash over all tokens and then `tokens`, were they appended."""
