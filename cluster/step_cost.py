@@ -34,7 +34,9 @@ class StepCost:
 
     shape: ForwardCost
     pace: Scale  # of late: of steps with drafts alone, without the wait before them
-    plain: tuple[tuple[int, Scale], ...] = ()  # times that, by rows to the power of two: from one step's end to the next
+    plain: tuple[
+        tuple[int, Scale], ...
+    ] = ()  # times that, by rows to the power of two: from one step's end to the next
     plain_run: int = COMPARED  # plain steps since the last one with drafts
 
     @classmethod

@@ -36,7 +36,7 @@ class StepTiming:
         """
         first = min(dues.values(), default=math.inf)
         awaited = [
-            Awaited(session.ask.worth, session.waiting_since + session.blocks.delay_s - first)
+            Awaited(session.ask.worth, session.waiting_since + session.blocks.arrivals.delay_s - first)
             for session in sessions.values()
             if self._is_awaited(session)
         ]

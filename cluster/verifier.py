@@ -69,7 +69,9 @@ class Verifier:
         self._counts = RoomCounts()
         self._unopened = WaitingRoom(limits.room, self._counts.dropped)
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._decoding = 0  # sessions whose next token could have been decided in the latest step: those in it, or waiting
+        self._decoding = (
+            0  # sessions whose next token could have been decided in the latest step: those in it, or waiting
+        )
         self._is_drafted_for = False  # whether drafters were asked for blocks for it
         self._load = Load(StepCost.profiled(step_cost))
         self._fleet = Yield()  # of all sessions' blocks
@@ -219,7 +221,7 @@ class Verifier:
             session.cached_len = row.start + len(row.tokens)
             session.waiting_since = now
             # Before the verdict: a session may end with it, and what it was fed stays useful.
-            self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, len(session.prefix)))
+            self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, session.prefix.length))
             if row.decide:
                 sends += self._decide(session, row, decided[row.session], now)
             if self._seats.admitted.get(row.session) is session:
@@ -286,7 +288,7 @@ class Verifier:
 
     def _unfit(self, block: Block) -> str | None:
         rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
-        if max(map(max, (block.tokens, *rows))) >= self._limits.vocabulary:
+        if max(block.tokens) >= self._limits.vocabulary or any(max(row) >= self._limits.vocabulary for row in rows):
             return "out_of_vocabulary"
         if block.base_len + len(block.tokens) > self._limits.max_context:
             return "beyond_context"
@@ -298,7 +300,7 @@ class Verifier:
         delay_s = session.delay_of(block, now)
         if delay_s is not None:
             session.blocks = session.blocks.after_arrival(delay_s)
-            self._load = replace(self._load, draft=self._load.draft.after(len(block.tokens), delay_s))
+            self._load = self._load.after_draft(len(block.tokens), delay_s)
 
     def _forget(self, name: str) -> None:
         self._unopened.ended(name)
@@ -329,7 +331,7 @@ class Verifier:
             copies += reserved
             budget -= len(row.tokens)
             in_step.add(name)
-            self._in_step.append((session, replace(row, pages=self._pages.table(name))))
+            self._in_step.append((session, row.in_pages(self._pages.table(name))))
             self._seats.turn.remove(name)
             self._seats.turn.append(name)
         self._decoding = sum(session.unfed == 1 for session in self._seats.admitted.values())

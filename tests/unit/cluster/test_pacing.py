@@ -15,12 +15,14 @@ from cluster.pacing import (
     PROOF,
     TRIAL_ROUNDS,
     Adaptive,
+    Arrivals,
     Ask,
     Awaited,
     Chances,
     Cost,
     Load,
     LockStep,
+    Trials,
     Yield,
     out_of_step,
 )
@@ -38,7 +40,11 @@ def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:
     chances = [*survival, *[0.0] * (POSITIONS - len(survival))]
     seen = Chances(asked=(MUCH,) * POSITIONS, reached=tuple(MUCH * chance for chance in chances))
     whole = Chances(asked=(MUCH,) * POSITIONS, reached=(MUCH,) * POSITIONS)
-    return Yield(accepted=seen, drafted=whole, delay_s=delay_s)
+    return Yield(accepted=seen, drafted=whole, arrivals=Arrivals(delay_s))
+
+
+def with_hits(blocks: Yield, hits: float) -> Yield:
+    return replace(blocks, arrivals=replace(blocks.arrivals, hits=hits))
 
 
 def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Yield = NOBODY) -> Ask:
@@ -139,20 +145,20 @@ def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not
 
 def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
     quick = Cost.profiled([(1, 0.011), (4, 0.014)] * 20)
-    much = replace(a_yield(*[0.98] * 8), hits=0.0)
+    much = with_hits(a_yield(*[0.98] * 8), 0.0)
     many = replace(LOAD, draft=quick, sessions=4)
     ask = asked(much, 8, many)
     assert (ask.waits, ask.sits_out) == (True, True)
     assert PACING.patience_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
-    little = asked(replace(a_yield(0.9), hits=0.0), 8, many)
+    little = asked(with_hits(a_yield(0.9), 0.0), 8, many)
     assert (little.waits, little.sits_out) == (True, False)
     assert PACING.patience_s(little, many) == 0.0
-    assert not asked(replace(much, hits=0.9), 8, many).sits_out, "there will be a block after the step anyway"
+    assert not asked(with_hits(much, 0.9), 8, many).sits_out, "there will be a block after the step anyway"
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
     """The sum over all vain rounds, not only each: patience must not be paid for ever."""
-    waited, total = replace(a_yield(0.9, 0.8), hits=0.0), 0.0
+    waited, total = with_hits(a_yield(0.9, 0.8), 0.0), 0.0
     first = asked(waited, 2).worth
     for _ in range(100):
         total += asked(waited, 2).worth
@@ -191,7 +197,7 @@ def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
     slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
     ask = asked(a_yield(0.5, 0.25), 2, slow)
     assert (ask.tokens, ask.waits) == (2, False)
-    assert asked(replace(a_yield(0.5, 0.25), hits=0.0), 2, slow).tokens == 0, "none ever is"
+    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, slow).tokens == 0, "none ever is"
     assert asked(a_yield(0.5, 0.25), 2, replace(LOAD, draft=Cost())).waits, "quick ones are"
 
 
@@ -225,14 +231,14 @@ def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
 
 def test_drafting_comes_back_when_it_pays_again():
     """A trial goes on while its tokens are accepted, until that is enough."""
-    bad = replace(Yield(delay_s=0.03), hits=0.1)
+    bad = Yield(arrivals=Arrivals(delay_s=0.03, hits=0.1))
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
     fleet = bad
     ask, blocks = PACING.ask(bad, fleet, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
-    while not (ask.tokens and not blocks.paused):
+    while not (ask.tokens and not blocks.trials.paused):
         ask, blocks = PACING.ask(blocks, fleet, 2, LOAD)
         if ask.tokens:
             blocks = blocks.after_block(ask.tokens, ask.tokens, ask.tokens)
@@ -243,7 +249,7 @@ def test_drafting_comes_back_when_it_pays_again():
 
 def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     """With half of the blocks accepted, three rejections in a row are an everyday thing."""
-    blocks = Yield(delay_s=0.03)
+    blocks = Yield(arrivals=Arrivals(delay_s=0.03))
     for _ in range(10):
         blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
     fleet = blocks
@@ -256,7 +262,7 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
     """Or noise would switch it to and fro."""
     chances = [step / 1000 for step in range(1, 1000)]
     gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
-    takes_up = min(c for c in chances if asked(replace(a_yield(c), paused=1), 1).tokens == 1)
+    takes_up = min(c for c in chances if asked(replace(a_yield(c), trials=Trials(paused=1)), 1).tokens == 1)
     assert gives_up < takes_up
 
 

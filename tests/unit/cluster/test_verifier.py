@@ -580,14 +580,14 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     desk.attach((1, 2))
     for _ in range(4):
         desk.step()
-    assert seen[-1].vain_rounds == 3, "of four steps the first one fed the prompt"
+    assert seen[-1].arrivals.vain_rounds == 3, "of four steps the first one fed the prompt"
     tokens = (1, 2, *text((1, 2), 4))
     desk.block((1, 2, 0), (9,))
     desk.step()
-    assert seen[-1].vain_rounds == 3, "whoever sends a block that is of no use is alive"
+    assert seen[-1].arrivals.vain_rounds == 3, "whoever sends a block that is of no use is alive"
     desk.block((*tokens, *text(tokens, 1)), text(tokens, 3)[1:])
     desk.step()
-    assert seen[-1].vain_rounds == 0
+    assert seen[-1].arrivals.vain_rounds == 0
     assert seen[-1].accepted.reached[1] > 0, "and what it brought is remembered, too"
 
 
