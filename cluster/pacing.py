@@ -36,37 +36,58 @@ ALL_DRAFTED = (1.0,) * POSITIONS
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """How often each position of a block was asked for, and how often it was reached; decayed counts.
+    """How often each position of a block was asked for, was drafted, and was accepted; decayed counts.
 
-    They go as far as was ever asked for, which is a few positions for most sessions.
+    They go as far as was ever asked for, which is a few positions for most sessions; blocks may end in doubt.
     """
 
     asked: tuple[float, ...] = ()
-    reached: tuple[float, ...] = ()  # of as many positions
+    drafted: tuple[float, ...] = ()  # of as many positions, and so below
+    accepted: tuple[float, ...] = ()
 
-    def after(self, asked: int, reached: int) -> "Chances":
-        """What was not asked for for long is forgotten, and so is tried again."""
+    def after(self, asked: int, drafted: int, accepted: int) -> "Chances":
+        """A block was verified. What was not asked for for long is forgotten, and so is tried again."""
         new = (0.0,) * (min(asked, POSITIONS) - len(self.asked))
-        return Chances(_counted(self.asked + new, asked), _counted(self.reached + new, reached))
+        return Chances(
+            _counted(self.asked + new, asked),
+            _counted(self.drafted + new, drafted),
+            _counted(self.accepted + new, accepted),
+        )
 
-    def given(self, prior: tuple[float, ...], strength: float) -> tuple[float, ...]:
-        """The chance of each position of `prior`, which counts for so many blocks, corrected by what was seen."""
-        seen = zip(prior, self.asked, self.reached, strict=False)
-        corrected = [(strength * expected + reached) / (strength + asked) for expected, asked, reached in seen]
-        return (*corrected, *prior[len(corrected) :])
+    # What to expect of the next block's first positions. `fleet` is what all sessions' blocks brought, for where little
+    # is known.
 
-    def hoped(self, prior: tuple[float, ...], strength: float) -> tuple[float, ...]:
-        """The same and its standard error, which is how far luck alone may have moved it."""
-        hoped = []
-        unseen = (0.0,) * (len(prior) - len(self.asked))
-        for chance, asked in zip(self.given(prior, strength), self.asked + unseen, strict=False):
-            hoped.append(chance + math.sqrt(chance * (1 - chance) / (strength + asked)))
-        return tuple(hoped)
+    def survival(self, fleet: "Chances", positions: int = POSITIONS) -> tuple[float, ...]:
+        """Chance that the first, second, ... token asked for is accepted, all before it too."""
+        usual = _given(PRIOR[:positions], FLEET_STRENGTH, fleet.asked, fleet.accepted)
+        return _given(usual, SESSION_STRENGTH, self.asked, self.accepted)
+
+    def hoped_survival(self, fleet: "Chances", positions: int) -> tuple[float, ...]:
+        """The same and its standard error: luck alone may have moved it so far, a few rejections prove nothing."""
+        asked = (*self.asked, *[0.0] * (positions - len(self.asked)))
+        seen = zip(self.survival(fleet, positions), asked, strict=False)
+        return tuple(
+            [chance + math.sqrt(chance * (1 - chance) / (SESSION_STRENGTH + blocks)) for chance, blocks in seen]
+        )
+
+    def reach(self, fleet: "Chances", positions: int = POSITIONS) -> tuple[float, ...]:
+        """Chance that it is drafted at all."""
+        usual = _given(ALL_DRAFTED[:positions], FLEET_STRENGTH, fleet.asked, fleet.drafted)
+        return _given(usual, SESSION_STRENGTH, self.asked, self.drafted)
 
 
 def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
     """Decayed, and one more for each of the first `positions`."""
-    return (*[KEPT * count + 1 for count in counts[:positions]], *[KEPT * count for count in counts[positions:]])
+    return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
+
+
+def _given(
+    prior: tuple[float, ...], strength: float, asked: tuple[float, ...], reached: tuple[float, ...]
+) -> tuple[float, ...]:
+    """The chance of each position of `prior`, which counts for so many blocks, corrected by what was seen."""
+    seen = zip(prior, asked, reached, strict=False)
+    corrected = [(strength * expected + reached) / (strength + asked) for expected, asked, reached in seen]
+    return (*corrected, *prior[len(corrected) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +154,14 @@ class Trials:
 PAYING = Trials()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Yield:
     """What a session's blocks have brought, and how they come.
 
     Of parts, because few of them change at once, and some value changes several times in each round.
     """
 
-    accepted: Chances = Chances()  # of a block's tokens
-    drafted: Chances = Chances()  # the same: blocks may end in doubt
+    chances: Chances = Chances()  # of a block's tokens
     arrivals: Arrivals = Arrivals()
     standing: Standing = Standing()
     trials: Trials = PAYING
@@ -149,8 +169,7 @@ class Yield:
     def after_block(self, asked: int, drafted: int, accepted: int) -> "Yield":
         """A block was verified."""
         return Yield(
-            self.accepted.after(asked, accepted),
-            self.drafted.after(asked, drafted),
+            self.chances.after(asked, drafted, accepted),
             self.arrivals,
             self.standing.after(accepted),
             self.trials.after_success() if accepted else self.trials,
@@ -178,50 +197,24 @@ class Yield:
         arrivals = self.arrivals.asked_for(waits)
         if arrivals is self.arrivals and self.trials == PAYING:
             return self
-        return Yield(self.accepted, self.drafted, arrivals, self.standing, PAYING)
+        return Yield(self.chances, arrivals, self.standing, PAYING)
 
     def after_losing(self, trials: Trials) -> "Yield":
         """Drafting was found not to pay; `trials`: what is done about it."""
-        return Yield(self.accepted, self.drafted, self.arrivals, self.standing, trials)
+        return Yield(self.chances, self.arrivals, self.standing, trials)
 
     def after_trial(self) -> "Yield":
         """A block is asked for that should not pay; it is waited for whatever became of those before it."""
         seen = self.arrivals
         arrivals = Arrivals(seen.delay_s, seen.hits, 0, seen.unawaited)
-        return Yield(self.accepted, self.drafted, arrivals, self.standing, self.trials.after_round())
+        return Yield(self.chances, arrivals, self.standing, self.trials.after_round())
 
     def after_alarm(self) -> "Yield":
         """The drafter was told to begin anew."""
-        return Yield(self.accepted, self.drafted, self.arrivals, Standing(), self.trials)
+        return Yield(self.chances, self.arrivals, Standing(), self.trials)
 
     def _coming(self, arrivals: Arrivals) -> "Yield":
-        return Yield(self.accepted, self.drafted, arrivals, self.standing, self.trials)
-
-    # What to expect of the next blocks. `fleet` is what all sessions' blocks brought, for where little is known.
-
-    def survival(self, fleet: "Yield") -> tuple[float, ...]:
-        """Chance that the first, second, ... token asked for is accepted, all before it too."""
-        return self.accepted.given(fleet.usual_survival, SESSION_STRENGTH)
-
-    def hoped_survival(self, fleet: "Yield", positions: int) -> tuple[float, ...]:
-        """The same for the first positions, as high as it may well be: a few rejections in a row prove nothing."""
-        return self.accepted.hoped(fleet.usual_survival[:positions], SESSION_STRENGTH)
-
-    def reach(self, fleet: "Yield") -> tuple[float, ...]:
-        """Chance that it is drafted at all."""
-        return self.drafted.given(fleet.usual_reach, SESSION_STRENGTH)
-
-    # Kept once computed, because every other session's chances begin with those of all.
-
-    @cached_property
-    def usual_survival(self) -> tuple[float, ...]:
-        """Chance that the first, second, ... token asked for is accepted, all before it too; for one like these."""
-        return self.accepted.given(PRIOR, FLEET_STRENGTH)
-
-    @cached_property
-    def usual_reach(self) -> tuple[float, ...]:
-        """Chance that it is drafted at all."""
-        return self.drafted.given(ALL_DRAFTED, FLEET_STRENGTH)
+        return Yield(self.chances, arrivals, self.standing, self.trials)
 
 
 @dataclass(frozen=True)
@@ -330,7 +323,7 @@ class Awaited:
 class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
         """How long a block to ask for next, up to `limit`, and what to remember of the decision.
 
         `fleet` is what all sessions' blocks brought.
@@ -349,7 +342,7 @@ class Pacing(Protocol):
 class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
         What does not pay is tried again after a pause, by few tokens and for as long as they are accepted.
@@ -363,7 +356,7 @@ class Adaptive:
             return Ask(), blocks.after_losing(blocks.trials.after_pause())
         if blocks.trials.rounds < TRIAL_ROUNDS:
             length = min(TRIAL_TOKENS, limit)
-            worth = sum(blocks.hoped_survival(fleet, length))
+            worth = sum(blocks.chances.hoped_survival(fleet, length))
             return Ask(length, worth, waits=True), blocks.after_trial()
         return Ask(), blocks.after_losing(blocks.trials.after_failure())
 
@@ -384,7 +377,7 @@ class Adaptive:
                 best, worth = gain, total
         return worth / load.rate if worth and load.rate else 0.0  # nothing is waited before a step was measured
 
-    def _paying(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> Ask:
+    def _paying(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> Ask:
         """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
 
         Each token brings its survival and costs its part of the step; a wait is shared by those that wait.
@@ -397,7 +390,7 @@ class Adaptive:
         worth = waited_worth = 0.0
         gain = -waiting * load.draft.base_s
         for survival, reach, token_s in zip(
-            blocks.hoped_survival(fleet, limit), blocks.reach(fleet), load.token_s, strict=False
+            blocks.chances.hoped_survival(fleet, limit), blocks.chances.reach(fleet, limit), load.token_s, strict=False
         ):
             brings = survival - second * reach * token_s
             if brings <= 0:
@@ -432,7 +425,7 @@ class LockStep:
 
     patience: float = 2.0
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
         return Ask(limit, worth=float(blocks.arrivals.vain_rounds == 0), waits=True, sits_out=True), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:
@@ -445,5 +438,7 @@ class LockStep:
 def out_of_step(blocks: Yield) -> bool:
     """Whether a drafter's rejections in a row are too many for the acceptance that it had before them."""
     seen = blocks.standing
+    if seen.proven < PROOF:
+        return False
     usual_failure = (seen.failed + 1) / (seen.proven + seen.failed + 1)
-    return seen.proven >= PROOF and usual_failure**seen.rejected < ALARM
+    return usual_failure**seen.rejected < ALARM

@@ -4,7 +4,7 @@ Knows nothing of other sessions, of the cache's pages or of when a step begins.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cluster.block_room import BlockRoom
@@ -126,17 +126,16 @@ class TargetSession:
 
 
 def settle(
-    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Iterable[int]
+    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
 ) -> tuple[tuple[int, ...], int, Finish]:
     """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
 
     Returns the tokens that stand, how many of them were drafted, and whether the session ended.
     """
-    stops = frozenset(stop_ids)
-    for index, token in enumerate(tokens):
-        count = index + 1
-        if token in stops:
+    room = max_len - base_len
+    for count, token in enumerate(tokens, 1):
+        if token in stop_ids:
             return tuple(tokens[:count]), min(accepted, count), Finish.STOP
-        if base_len + count >= max_len:
+        if count >= room:
             return tuple(tokens[:count]), min(accepted, count), Finish.LENGTH
     return tuple(tokens), accepted, Finish.NONE

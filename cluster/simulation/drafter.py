@@ -77,11 +77,12 @@ class _Pass:
     token_s: float
     proposals: tuple[Proposal, ...]
     ahead: bool
+    longest: int  # of the proposals' blocks
 
     @property
     def tokens(self) -> int:
         """Forwards one after the other."""
-        return self.ahead + max((len(proposal.tokens) for proposal in self.proposals), default=0)
+        return self.ahead + self.longest
 
     @property
     def ends_s(self) -> float:
@@ -100,7 +101,14 @@ class _Pass:
         return self._cut(max(0, made - 1))
 
     def _cut(self, kept: int) -> "_Pass":
-        return replace(self, proposals=tuple(replace(p, tokens=p.tokens[:kept]) for p in self.proposals))
+        proposals = tuple([_cut_proposal(proposal, kept) for proposal in self.proposals])
+        longest = min(self.longest, kept)
+        return _Pass(self.began_s, self.per_pass_s, self.token_s, proposals, self.ahead, longest)
+
+
+def _cut_proposal(proposal: Proposal, kept: int) -> Proposal:
+    """With its first tokens alone; most have no more, so that few need be made anew."""
+    return replace(proposal, tokens=proposal.tokens[:kept]) if len(proposal.tokens) > kept else proposal
 
 
 class SimulatedDrafter:
@@ -146,7 +154,9 @@ class SimulatedDrafter:
         rows = max(sessions, len(proposals))
         process, cost = self.process, self._cost
         per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        return _Pass(process.clock.now, per_pass_s, process.slowness * cost.token_s(rows), tuple(proposals), ahead)
+        token_s = process.slowness * cost.token_s(rows)
+        longest = max([len(proposal.tokens) for proposal in proposals], default=0)
+        return _Pass(process.clock.now, per_pass_s, token_s, tuple(proposals), ahead, longest)
 
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""

@@ -32,22 +32,21 @@ STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = Cost.profiled([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
 LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
 PACING = Adaptive()
-NOBODY = Yield()  # whose blocks say what to expect
+NOBODY = Chances()  # whose blocks say what to expect
 MUCH = 1e6  # blocks: what is known of others does not count any more
 
 
 def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:
     chances = [*survival, *[0.0] * (POSITIONS - len(survival))]
-    seen = Chances(asked=(MUCH,) * POSITIONS, reached=tuple(MUCH * chance for chance in chances))
-    whole = Chances(asked=(MUCH,) * POSITIONS, reached=(MUCH,) * POSITIONS)
-    return Yield(accepted=seen, drafted=whole, arrivals=Arrivals(delay_s))
+    whole = (MUCH,) * POSITIONS
+    return Yield(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), arrivals=Arrivals(delay_s))
 
 
 def with_hits(blocks: Yield, hits: float) -> Yield:
     return replace(blocks, arrivals=replace(blocks.arrivals, hits=hits))
 
 
-def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Yield = NOBODY) -> Ask:
+def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Chances = NOBODY) -> Ask:
     return PACING.ask(blocks, fleet, limit, load)[0]
 
 
@@ -75,10 +74,10 @@ def test_a_noisy_machine_makes_no_cost_negative():
 
 
 def test_survival_is_learnt_by_position_from_few_blocks():
-    blocks = Yield()
+    blocks = Chances()
     assert blocks.survival(NOBODY)[:2] == PRIOR[:2], "before anything was seen"
     for _ in range(8):
-        blocks = blocks.after_block(asked=2, drafted=2, accepted=1)
+        blocks = blocks.after(asked=2, drafted=2, accepted=1)
     first, second, third, *_ = blocks.survival(NOBODY)
     assert first > 0.7
     assert second < 0.15
@@ -86,31 +85,31 @@ def test_survival_is_learnt_by_position_from_few_blocks():
 
 
 def test_little_known_sessions_are_taken_to_fare_like_the_others():
-    fleet = Yield()
+    fleet = Chances()
     for _ in range(30):
-        fleet = fleet.after_block(asked=4, drafted=4, accepted=0)
-    assert Yield().survival(fleet)[0] < 0.1
-    good = Yield()
+        fleet = fleet.after(asked=4, drafted=4, accepted=0)
+    assert Chances().survival(fleet)[0] < 0.1
+    good = Chances()
     for _ in range(20):
-        good = good.after_block(asked=4, drafted=4, accepted=4)
+        good = good.after(asked=4, drafted=4, accepted=4)
     assert good.survival(fleet)[0] > 0.6, "but what a session shows itself counts for more"
 
 
 def test_positions_that_were_not_asked_for_for_long_are_unknown_again():
     """Or a block that was short once would stay short."""
-    blocks = Yield()
+    blocks = Chances()
     for _ in range(20):
-        blocks = blocks.after_block(asked=3, drafted=3, accepted=1)
+        blocks = blocks.after(asked=3, drafted=3, accepted=1)
     pessimistic = blocks.survival(NOBODY)[2]
     for _ in range(100):
-        blocks = blocks.after_block(asked=1, drafted=1, accepted=1)
+        blocks = blocks.after(asked=1, drafted=1, accepted=1)
     assert pessimistic < PRIOR[2] / 2
     assert blocks.survival(NOBODY)[2] == pytest.approx(PRIOR[2], abs=0.01)
 
 
 def test_a_block_that_ended_in_doubt_counts_as_asked_for():
     """Otherwise the tokens that were drafted with confidence would stand for all."""
-    blocks = Yield().after_block(asked=2, drafted=1, accepted=1)
+    blocks = Chances().after(asked=2, drafted=1, accepted=1)
     assert blocks.survival(NOBODY)[1] < PRIOR[1]
     assert blocks.reach(NOBODY)[1] < 1.0
 
@@ -234,7 +233,7 @@ def test_drafting_comes_back_when_it_pays_again():
     bad = Yield(arrivals=Arrivals(delay_s=0.03, hits=0.1))
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
-    fleet = bad
+    fleet = bad.chances
     ask, blocks = PACING.ask(bad, fleet, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
@@ -252,7 +251,7 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     blocks = Yield(arrivals=Arrivals(delay_s=0.03))
     for _ in range(10):
         blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
-    fleet = blocks
+    fleet = blocks.chances
     for _ in range(4):
         blocks = blocks.after_block(2, 2, 0)
     assert asked(blocks, 2, fleet=fleet).tokens > 0
