@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise, zip_longest
 from typing import Protocol
 
 from cluster.step_cost import StepCost
@@ -28,7 +28,6 @@ ALARM = 1e-4  # chance of so many rejections in a row at which a drafter is take
 PROOF = 8  # blocks that must have been good before, or there is no history to fall short of
 POSITIONS = 16  # of a block, that are told apart
 PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))
-ALL_DRAFTED = (1.0,) * POSITIONS
 
 
 # ---------------------------------------------------------------- what is measured
@@ -54,40 +53,27 @@ class Chances:
             _counted(self.accepted + new, accepted),
         )
 
-    # What to expect of the next block's first positions. `fleet` is what all sessions' blocks brought, for where little
-    # is known.
+    def outlook(self, fleet: "Chances", positions: int) -> list[tuple[float, float, float]]:
+        """What to expect of the first positions of the next block: one triple for each.
 
-    def survival(self, fleet: "Chances", positions: int = POSITIONS) -> tuple[float, ...]:
-        """Chance that the first, second, ... token asked for is accepted, all before it too."""
-        usual = _given(PRIOR[:positions], FLEET_STRENGTH, fleet.asked, fleet.accepted)
-        return _given(usual, SESSION_STRENGTH, self.asked, self.accepted)
-
-    def hoped_survival(self, fleet: "Chances", positions: int) -> tuple[float, ...]:
-        """The same and its standard error: luck alone may have moved it so far, a few rejections prove nothing."""
-        asked = (*self.asked, *[0.0] * (positions - len(self.asked)))
-        seen = zip(self.survival(fleet, positions), asked, strict=False)
-        return tuple(
-            [chance + math.sqrt(chance * (1 - chance) / (SESSION_STRENGTH + blocks)) for chance, blocks in seen]
-        )
-
-    def reach(self, fleet: "Chances", positions: int = POSITIONS) -> tuple[float, ...]:
-        """Chance that it is drafted at all."""
-        usual = _given(ALL_DRAFTED[:positions], FLEET_STRENGTH, fleet.asked, fleet.drafted)
-        return _given(usual, SESSION_STRENGTH, self.asked, self.drafted)
+        The chance that its token is accepted, and all before it; how far luck alone may have moved that, for a few
+        rejections in a row prove nothing; and the chance that it is drafted at all. `fleet` is what all sessions'
+        blocks brought, for where little is known.
+        """
+        counts = fleet.asked, fleet.drafted, fleet.accepted, self.asked, self.drafted, self.accepted
+        seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
+        found = []
+        for prior, f_asked, f_drafted, f_accepted, asked, drafted, accepted in seen:
+            others, blocks = FLEET_STRENGTH + f_asked, SESSION_STRENGTH + asked
+            survival = (SESSION_STRENGTH * ((FLEET_STRENGTH * prior + f_accepted) / others) + accepted) / blocks
+            reach = (SESSION_STRENGTH * ((FLEET_STRENGTH + f_drafted) / others) + drafted) / blocks
+            found.append((survival, math.sqrt(survival * (1 - survival) / blocks), reach))
+        return found
 
 
 def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
     """Decayed, and one more for each of the first `positions`."""
     return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
-
-
-def _given(
-    prior: tuple[float, ...], strength: float, asked: tuple[float, ...], reached: tuple[float, ...]
-) -> tuple[float, ...]:
-    """The chance of each position of `prior`, which counts for so many blocks, corrected by what was seen."""
-    seen = zip(prior, asked, reached, strict=False)
-    corrected = [(strength * expected + reached) / (strength + asked) for expected, asked, reached in seen]
-    return (*corrected, *prior[len(corrected) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +342,7 @@ class Adaptive:
             return Ask(), blocks.after_losing(blocks.trials.after_pause())
         if blocks.trials.rounds < TRIAL_ROUNDS:
             length = min(TRIAL_TOKENS, limit)
-            worth = sum(blocks.chances.hoped_survival(fleet, length))
+            worth = sum([survival + luck for survival, luck, _ in blocks.chances.outlook(fleet, length)])
             return Ask(length, worth, waits=True), blocks.after_trial()
         return Ask(), blocks.after_losing(blocks.trials.after_failure())
 
@@ -389,10 +375,8 @@ class Adaptive:
         tokens = waited_for = 0
         worth = waited_worth = 0.0
         gain = -waiting * load.draft.base_s
-        for survival, reach, token_s in zip(
-            blocks.chances.hoped_survival(fleet, limit), blocks.chances.reach(fleet, limit), load.token_s, strict=False
-        ):
-            brings = survival - second * reach * token_s
+        for (survival, luck, reach), token_s in zip(blocks.chances.outlook(fleet, limit), load.token_s, strict=False):
+            brings = survival + luck - second * reach * token_s
             if brings <= 0:
                 break
             wait = waiting * reach * draft_token_s

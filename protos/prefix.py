@@ -11,10 +11,19 @@ _MASK = (1 << 64) - 1
 
 def extend_hash(state: int, token: int) -> int:
     """Hash of a prefix grown by one token: splitmix64's finaliser over the previous state and the token."""
-    x = (state ^ ((token + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9)) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    return hashes_after(state, (token,))[0]
+
+
+def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
+    """The same after each of `tokens`, in one call, because every party hashes every token."""
+    hashes = []
+    for token in tokens:
+        x = (state ^ ((token + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9)) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = x ^ (x >> 31)
+        hashes.append(state)
+    return hashes
 
 
 class Prefix:
@@ -45,12 +54,10 @@ class Prefix:
         self.extend((token,))
 
     def extend(self, tokens: Iterable[int]) -> None:
-        state = self.hash
-        for token in tokens:
-            state = extend_hash(state, token)
-            self.tokens.append(token)
-            self._hashes.append(state)
-        self.length, self.hash = len(self.tokens), state
+        new = tuple(tokens)
+        self.tokens += new
+        self._hashes += hashes_after(self.hash, new)
+        self.length, self.hash = len(self.tokens), self._hashes[-1]
 
     def truncate(self, length: int) -> None:
         """Rolls back to the first `length` tokens."""
@@ -61,7 +68,4 @@ class Prefix:
 
     def hash_after(self, tokens: Iterable[int]) -> int:
         """Hash over all tokens and then `tokens`, were they appended."""
-        state = self.hash
-        for token in tokens:
-            state = extend_hash(state, token)
-        return state
+        return [self.hash, *hashes_after(self.hash, tokens)][-1]

@@ -14,7 +14,7 @@ from cluster.simulation.network import Door, Frame, Link, Process, Wire
 from cluster.simulation.oracle import DraftModel, Script
 from cluster.streams import Send, stream_name
 from protos.messages import Close, Hello, Open, Resync, Verdict
-from protos.prefix import extend_hash
+from protos.prefix import hashes_after
 
 AHEAD_ROWS = 8  # outcomes drafted for together
 
@@ -44,7 +44,7 @@ class OracleMethod:
             room = min(want.max_tokens, block_room(want.open, base))
             if room > 0:
                 tokens = self._scripts[want.open.session].drafted(base, room, self._draft)
-                prefix_hash = hash_after(want.prefix_hash, outcome)
+                prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
                 found.append(Proposal(want.open.session, base, prefix_hash, tokens, outcome=outcome))
         return found
 
@@ -60,12 +60,6 @@ class OracleMethod:
         if block_len not in self._ranked:
             self._ranked[block_len] = self._draft.outcomes(block_len)
         return self._ranked[block_len]
-
-
-def hash_after(prefix_hash: int, tokens: Sequence[int]) -> int:
-    for token in tokens:
-        prefix_hash = extend_hash(prefix_hash, token)
-    return prefix_hash
 
 
 @dataclass(frozen=True, slots=True)
