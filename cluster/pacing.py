@@ -224,11 +224,11 @@ class Cost:
     def after(self, tokens: int, seconds: float) -> "Cost":
         keep = 0.99
         return Cost(
-            weight=keep * self.weight + 1,
-            tokens=keep * self.tokens + tokens,
-            seconds=keep * self.seconds + seconds,
-            tokens_squared=keep * self.tokens_squared + tokens * tokens,
-            product=keep * self.product + tokens * seconds,
+            keep * self.weight + 1,
+            keep * self.tokens + tokens,
+            keep * self.seconds + seconds,
+            keep * self.tokens_squared + tokens * tokens,
+            keep * self.product + tokens * seconds,
         )
 
     @cached_property

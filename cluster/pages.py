@@ -86,9 +86,9 @@ class PageBook:
         """Position n of the session is in page `table[n // page_size]`, at `n % page_size`."""
         return tuple(self._sessions[session].table)
 
-    def held_by(self, session: str) -> int:
-        """Pages in the session's table."""
-        return len(self._sessions[session].table)
+    def missing(self, session: str, length: int) -> int:
+        """Pages that a session has yet to take for so many positions; negative when it has more."""
+        return -(-length // self.page_size) - len(self._sessions[session].table)
 
     # ------------------------------------------------------------ the life of a session
 

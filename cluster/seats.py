@@ -94,7 +94,7 @@ class Seats:
 
     def _missing(self, session: TargetSession) -> int:
         """Pages that a session has yet to take for the tokens that it has, and one more."""
-        return self.pages.pages_for(session.prefix.length + 1) - self.pages.held_by(session.open.session)
+        return self.pages.missing(session.open.session, session.prefix.length + 1)
 
     def _preempt(self, name: str) -> None:
         """Back to the head of the queue; what is lost of its cache is computed again from its tokens."""

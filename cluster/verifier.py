@@ -288,7 +288,7 @@ class Verifier:
 
     def _unfit(self, block: Block) -> str | None:
         rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
-        if max(block.tokens) >= self._limits.vocabulary or any(max(row) >= self._limits.vocabulary for row in rows):
+        if max(block.tokens) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
             return "out_of_vocabulary"
         if block.base_len + len(block.tokens) > self._limits.max_context:
             return "beyond_context"

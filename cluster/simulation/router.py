@@ -159,12 +159,12 @@ class SimulatedRouter:
         """Carries out what the ledger asks for, and counts who has how many sessions now."""
         self._recount(flight)
         for command in commands:
-            if isinstance(command, ToTarget):
+            if isinstance(command, Emit):
+                self._hear(flight, len(command.tokens))
+            elif isinstance(command, ToTarget):
                 self.targets.links[command.address].send(command.message)
             elif isinstance(command, ToDrafter):
                 self.drafters.links[command.address].send(command.message)
-            elif isinstance(command, Emit):
-                self._hear(flight, len(command.tokens))
             else:
                 self._end(flight, command)
 
