@@ -28,7 +28,7 @@ class BlockRoom:
 
     def ready(self, prefix: Prefix) -> Block | None:
         """The block that may go into a step now."""
-        return self._blocks.get((len(prefix), prefix.hash)) if self._blocks else None
+        return self._blocks.get((prefix.length, prefix.hash)) if self._blocks else None
 
     def take(self, base_len: int, prefix_hash: int) -> None:
         """The block for this prefix was verified."""
@@ -36,7 +36,7 @@ class BlockRoom:
 
     def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
         """Lets a block wait; one that can never be verified is dropped and counted."""
-        if block.base_len < len(prefix):
+        if block.base_len < prefix.length:
             late, block = block, self._rebased(block, prefix) or block
             if block is late:
                 self._counts.dropped["stale"] += 1
@@ -56,7 +56,7 @@ class BlockRoom:
         """
         if not self._blocks:
             return False
-        address = (len(prefix), prefix.hash)
+        address = (prefix.length, prefix.hash)
         ready = self._blocks.pop(address, None)
         late = [block for block in self._blocks.values() if prefix.matches(block.base_len, block.prefix_hash)]
         if len(self._blocks) > len(late):
@@ -80,7 +80,7 @@ class BlockRoom:
             return "duplicate"
         if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # guesses never keep out what is due
             return "room_full"
-        if block.base_len == len(prefix) and block.prefix_hash != prefix.hash:
+        if block.base_len == prefix.length and block.prefix_hash != prefix.hash:
             return "other_prefix"
         return None
 
@@ -90,7 +90,7 @@ class BlockRoom:
         Exact under ratio too: given the tokens decided, the rest follows the draft_probs sent, and neither whether
         nor at what length it is used depends on the rest.
         """
-        gap = len(prefix) - block.base_len
+        gap = prefix.length - block.base_len
         decided = tuple(prefix.tokens[block.base_len :])
         agrees = prefix.matches(block.base_len, block.prefix_hash) and block.tokens[:gap] == decided
         if gap >= len(block.tokens) or not agrees:
@@ -98,9 +98,9 @@ class BlockRoom:
         self._counts.rebased += 1
         probs = block.draft_probs
         rest = SparseProbs(probs.token_ids[gap:], probs.weights[gap:]) if probs is not None else None
-        return Block(block.session, len(prefix), prefix.hash, block.tokens[gap:], rest)
+        return Block(block.session, prefix.length, prefix.hash, block.tokens[gap:], rest)
 
 
 def _is_for(block: Block, prefix: Prefix) -> bool:
     """Whether the block continues just this prefix."""
-    return (block.base_len, block.prefix_hash) == (len(prefix), prefix.hash)
+    return block.base_len == prefix.length and block.prefix_hash == prefix.hash

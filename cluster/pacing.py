@@ -7,9 +7,9 @@ of a ratio). Knows nothing of sessions, streams or clocks.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise, zip_longest
 from typing import Protocol
 
 from cluster.step_cost import StepCost
@@ -17,6 +17,7 @@ from cluster.step_cost import StepCost
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts before they are tried again; doubles while they do not pay
 TRIAL_ROUNDS, TRIAL_TOKENS = 2, 2  # that a trial may take until something is accepted, and asks for in each
 MEMORY = 0.06  # weight of the latest block in a session's chances
+KEPT = 1 - MEMORY  # that of all before it
 LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring
 GOING_ON = 0.2  # by so much more often is a block there after a step without drafts than after one with drafts
 ASK_AGAIN = 64  # rounds that were not waited for after which one may be, to see how long blocks take by now
@@ -27,7 +28,6 @@ ALARM = 1e-4  # chance of so many rejections in a row at which a drafter is take
 PROOF = 8  # blocks that must have been good before, or there is no history to fall short of
 POSITIONS = 16  # of a block, that are told apart
 PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))
-ALL_DRAFTED = (1.0,) * POSITIONS
 
 
 # ---------------------------------------------------------------- what is measured
@@ -35,121 +35,172 @@ ALL_DRAFTED = (1.0,) * POSITIONS
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """How often each position of a block was asked for, and how often it was reached; decayed counts."""
+    """How often each position of a block was asked for, was drafted, and was accepted; decayed counts.
 
-    asked: tuple[float, ...] = (0.0,) * POSITIONS
-    reached: tuple[float, ...] = (0.0,) * POSITIONS
+    They go as far as was ever asked for, which is a few positions for most sessions; blocks may end in doubt.
+    """
 
-    def after(self, asked: int, reached: int) -> "Chances":
-        """What was not asked for for long is forgotten, and so is tried again."""
-        return Chances(_counted(self.asked, asked), _counted(self.reached, reached))
+    asked: tuple[float, ...] = ()
+    drafted: tuple[float, ...] = ()  # of as many positions, and so below
+    accepted: tuple[float, ...] = ()
 
-    def given(self, prior: tuple[float, ...], strength: float) -> tuple[float, ...]:
-        """The chance of each position of `prior`, which counts for so many blocks, corrected by what was seen."""
-        seen = zip(prior, self.asked, self.reached, strict=False)
-        return tuple([(strength * expected + reached) / (strength + asked) for expected, asked, reached in seen])
+    def after(self, asked: int, drafted: int, accepted: int) -> "Chances":
+        """A block was verified. What was not asked for for long is forgotten, and so is tried again."""
+        new = (0.0,) * (min(asked, POSITIONS) - len(self.asked))
+        return Chances(
+            _counted(self.asked + new, asked),
+            _counted(self.drafted + new, drafted),
+            _counted(self.accepted + new, accepted),
+        )
 
-    def hoped(self, prior: tuple[float, ...], strength: float) -> tuple[float, ...]:
-        """The same and its standard error, which is how far luck alone may have moved it."""
-        hoped = []
-        for expected, asked, reached in zip(prior, self.asked, self.reached, strict=False):
-            blocks = strength + asked
-            chance = (strength * expected + reached) / blocks
-            hoped.append(chance + math.sqrt(chance * (1 - chance) / blocks))
-        return tuple(hoped)
+    def outlook(self, fleet: "Chances", positions: int) -> list[tuple[float, float, float]]:
+        """What to expect of the first positions of the next block: one triple for each.
+
+        The chance that its token is accepted, and all before it; how far luck alone may have moved that, for a few
+        rejections in a row prove nothing; and the chance that it is drafted at all. `fleet` is what all sessions'
+        blocks brought, for where little is known.
+        """
+        counts = fleet.asked, fleet.drafted, fleet.accepted, self.asked, self.drafted, self.accepted
+        seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
+        found = []
+        for prior, f_asked, f_drafted, f_accepted, asked, drafted, accepted in seen:
+            others, blocks = FLEET_STRENGTH + f_asked, SESSION_STRENGTH + asked
+            survival = (SESSION_STRENGTH * ((FLEET_STRENGTH * prior + f_accepted) / others) + accepted) / blocks
+            reach = (SESSION_STRENGTH * ((FLEET_STRENGTH + f_drafted) / others) + drafted) / blocks
+            found.append((survival, math.sqrt(survival * (1 - survival) / blocks), reach))
+        return found
 
 
 def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
     """Decayed, and one more for each of the first `positions`."""
-    keep = 1 - MEMORY
-    return (*[keep * count + 1 for count in counts[:positions]], *[keep * count for count in counts[positions:]])
+    return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
 
 
-@dataclass(frozen=True)
-class Yield:
-    """What a session's blocks have brought, and how long they take to come."""
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How a session's blocks come."""
 
-    accepted: Chances = field(default_factory=Chances)  # of a block's tokens
-    drafted: Chances = field(default_factory=Chances)  # the same: blocks may end in doubt
     delay_s: float = 0.0  # from a verdict to the arrival of the next block, when it was not there already; decayed
     hits: float = 0.5  # share of verdicts after which a block was there already; decayed
     vain_rounds: int = 0  # plain rounds since a block last arrived
     unawaited: int = 0  # rounds in a row for whose blocks nobody would have waited
+
+    def asked_for(self, waits: bool) -> "Arrivals":
+        """One was asked for; `waits`: and is worth waiting for."""
+        if waits and self.unawaited == 0:
+            return self
+        return Arrivals(self.delay_s, self.hits, self.vain_rounds, 0 if waits else self.unawaited + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whether a drafter's blocks are as good as they were."""
+
     proven: int = 0  # blocks of which something was accepted
     failed: int = 0  # blocks of which nothing was, up to the last that was proven
     rejected: int = 0  # blocks since then
+
+    def after(self, accepted: int) -> "Standing":
+        """A block was verified."""
+        if accepted:
+            return Standing(self.proven + 1, self.failed + self.rejected)
+        return Standing(self.proven, self.failed, self.rejected + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """For how long drafts are left off that do not pay, and how the trials go that are made now and then."""
+
     paused: int = 0  # rounds for which nothing was asked for
     pause: int = FIRST_PAUSE  # rounds after which to try again
-    trial: int = 0  # rounds of the trial that is on since then, or since something was accepted in it
+    rounds: int = 0  # of the trial that is on since then, or since something was accepted in it
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are asked for only to see whether they would pay by now."""
+        return self.paused >= self.pause
+
+    def after_pause(self) -> "Trials":
+        """A round passed for which nothing was asked for."""
+        return Trials(self.paused + 1, self.pause, self.rounds)
+
+    def after_round(self) -> "Trials":
+        """A block is asked for to see what becomes of it."""
+        return Trials(self.paused, self.pause, self.rounds + 1)
+
+    def after_success(self) -> "Trials":
+        """Something was accepted."""
+        return Trials(self.paused, self.pause) if self.rounds else self
+
+    def after_failure(self) -> "Trials":
+        """A trial brought nothing."""
+        return Trials(1, min(2 * self.pause, LONGEST_PAUSE))
+
+
+PAYING = Trials()
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """What a session's blocks have brought, and how they come.
+
+    Of parts, because few of them change at once, and some value changes several times in each round.
+    """
+
+    chances: Chances = Chances()  # of a block's tokens
+    arrivals: Arrivals = Arrivals()
+    standing: Standing = Standing()
+    trials: Trials = PAYING
 
     def after_block(self, asked: int, drafted: int, accepted: int) -> "Yield":
         """A block was verified."""
-        proven, failed, rejected, trial = self.proven, self.failed, self.rejected + 1, self.trial
-        if accepted:
-            proven, failed, rejected, trial = self.proven + 1, self.failed + self.rejected, 0, 0
-        return replace(
-            self,
-            accepted=self.accepted.after(asked, accepted),
-            drafted=self.drafted.after(asked, drafted),
-            proven=proven,
-            failed=failed,
-            rejected=rejected,
-            trial=trial,
+        return Yield(
+            self.chances.after(asked, drafted, accepted),
+            self.arrivals,
+            self.standing.after(accepted),
+            self.trials.after_success() if accepted else self.trials,
         )
 
     def after_arrival(self, delay_s: float) -> "Yield":
         """A block came; the drafter lives."""
-        return replace(self, delay_s=0.7 * self.delay_s + 0.3 * delay_s, vain_rounds=0)
+        seen = self.arrivals
+        return self._coming(Arrivals(0.7 * seen.delay_s + 0.3 * delay_s, seen.hits, 0, seen.unawaited))
 
     def after_verdict(self, hit: bool) -> "Yield":
         """A verdict went out that asked for a block; `hit`: it was there already."""
+        seen = self.arrivals
         if hit:
-            return replace(self, hits=0.9 * self.hits + 0.1, vain_rounds=0)
-        return replace(self, hits=0.9 * self.hits)
+            return self._coming(Arrivals(seen.delay_s, 0.9 * seen.hits + 0.1, 0, seen.unawaited))
+        return self._coming(Arrivals(seen.delay_s, 0.9 * seen.hits, seen.vain_rounds, seen.unawaited))
 
     def after_plain_round(self) -> "Yield":
         """The target went on without a block."""
-        return replace(self, vain_rounds=self.vain_rounds + 1)
+        seen = self.arrivals
+        return self._coming(Arrivals(seen.delay_s, seen.hits, seen.vain_rounds + 1, seen.unawaited))
 
-    def after_paying(self) -> "Yield":
-        """Drafting was found to pay."""
-        was_paying = self.paused == 0 and self.trial == 0 and self.pause == FIRST_PAUSE
-        return self if was_paying else replace(self, paused=0, pause=FIRST_PAUSE, trial=0)
+    def after_paying(self, waits: bool) -> "Yield":
+        """Drafting was found to pay, and a block is asked for; `waits`: and is worth waiting for."""
+        arrivals = self.arrivals.asked_for(waits)
+        if arrivals is self.arrivals and self.trials == PAYING:
+            return self
+        return Yield(self.chances, arrivals, self.standing, PAYING)
+
+    def after_losing(self, trials: Trials) -> "Yield":
+        """Drafting was found not to pay; `trials`: what is done about it."""
+        return Yield(self.chances, self.arrivals, self.standing, trials)
+
+    def after_trial(self) -> "Yield":
+        """A block is asked for that should not pay; it is waited for whatever became of those before it."""
+        seen = self.arrivals
+        arrivals = Arrivals(seen.delay_s, seen.hits, 0, seen.unawaited)
+        return Yield(self.chances, arrivals, self.standing, self.trials.after_round())
 
     def after_alarm(self) -> "Yield":
         """The drafter was told to begin anew."""
-        return replace(self, proven=0, failed=0, rejected=0)
+        return Yield(self.chances, self.arrivals, Standing(), self.trials)
 
-    @property
-    def is_on_trial(self) -> bool:
-        """Whether blocks are asked for only to see whether they would pay by now."""
-        return self.paused >= self.pause
-
-    # What to expect of the next blocks. `fleet` is what all sessions' blocks brought, for where little is known.
-
-    def survival(self, fleet: "Yield") -> tuple[float, ...]:
-        """Chance that the first, second, ... token asked for is accepted, all before it too."""
-        return self.accepted.given(fleet.usual_survival, SESSION_STRENGTH)
-
-    def hoped_survival(self, fleet: "Yield", positions: int) -> tuple[float, ...]:
-        """The same for the first positions, as high as it may well be: a few rejections in a row prove nothing."""
-        return self.accepted.hoped(fleet.usual_survival[:positions], SESSION_STRENGTH)
-
-    def reach(self, fleet: "Yield") -> tuple[float, ...]:
-        """Chance that it is drafted at all."""
-        return self.drafted.given(fleet.usual_reach, SESSION_STRENGTH)
-
-    # Kept once computed, because every other session's chances begin with those of all.
-
-    @cached_property
-    def usual_survival(self) -> tuple[float, ...]:
-        """Chance that the first, second, ... token asked for is accepted, all before it too; for one like these."""
-        return self.accepted.given(PRIOR, FLEET_STRENGTH)
-
-    @cached_property
-    def usual_reach(self) -> tuple[float, ...]:
-        """Chance that it is drafted at all."""
-        return self.drafted.given(ALL_DRAFTED, FLEET_STRENGTH)
+    def _coming(self, arrivals: Arrivals) -> "Yield":
+        return Yield(self.chances, arrivals, self.standing, self.trials)
 
 
 @dataclass(frozen=True)
@@ -173,11 +224,11 @@ class Cost:
     def after(self, tokens: int, seconds: float) -> "Cost":
         keep = 0.99
         return Cost(
-            weight=keep * self.weight + 1,
-            tokens=keep * self.tokens + tokens,
-            seconds=keep * self.seconds + seconds,
-            tokens_squared=keep * self.tokens_squared + tokens * tokens,
-            product=keep * self.product + tokens * seconds,
+            keep * self.weight + 1,
+            keep * self.tokens + tokens,
+            keep * self.seconds + seconds,
+            keep * self.tokens_squared + tokens * tokens,
+            keep * self.product + tokens * seconds,
         )
 
     @cached_property
@@ -204,6 +255,10 @@ class Load:
     sessions: int = 1  # that are decoding
     gain: float = 1.0  # throughput of late over that of plain decoding
     speculates: bool = True  # whether that is not known to lose
+
+    def after_draft(self, tokens: int, delay_s: float) -> "Load":
+        """A block of so many tokens came, so long after the verdict that asked for it."""
+        return Load(self.step, self.draft.after(tokens, delay_s), self.sessions, self.gain, self.speculates)
 
     @cached_property
     def plain_rate(self) -> float:
@@ -254,7 +309,7 @@ class Awaited:
 class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
         """How long a block to ask for next, up to `limit`, and what to remember of the decision.
 
         `fleet` is what all sessions' blocks brought.
@@ -273,7 +328,7 @@ class Pacing(Protocol):
 class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
         What does not pay is tried again after a pause, by few tokens and for as long as they are accepted.
@@ -282,14 +337,14 @@ class Adaptive:
             return Ask(), blocks
         ask = self._paying(blocks, fleet, limit, load)
         if ask.tokens:
-            return ask, replace(blocks.after_paying(), unawaited=0 if ask.waits else blocks.unawaited + 1)
-        if not blocks.is_on_trial:
-            return Ask(), replace(blocks, paused=blocks.paused + 1)
-        if blocks.trial < TRIAL_ROUNDS:
+            return ask, blocks.after_paying(ask.waits)
+        if not blocks.trials.is_on:
+            return Ask(), blocks.after_losing(blocks.trials.after_pause())
+        if blocks.trials.rounds < TRIAL_ROUNDS:
             length = min(TRIAL_TOKENS, limit)
-            worth = sum(blocks.hoped_survival(fleet, length))
-            return Ask(length, worth, waits=True), replace(blocks, trial=blocks.trial + 1, vain_rounds=0)
-        return Ask(), replace(blocks, paused=1, pause=min(2 * blocks.pause, LONGEST_PAUSE), trial=0)
+            worth = sum([survival + luck for survival, luck, _ in blocks.chances.outlook(fleet, length)])
+            return Ask(length, worth, waits=True), blocks.after_trial()
+        return Ask(), blocks.after_losing(blocks.trials.after_failure())
 
     def patience_s(self, ask: Ask, load: Load) -> float:
         """As long as the session's own time is worth less than what the block brings: others go on meanwhile."""
@@ -308,42 +363,41 @@ class Adaptive:
                 best, worth = gain, total
         return worth / load.rate if worth and load.rate else 0.0  # nothing is waited before a step was measured
 
-    def _paying(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> Ask:
+    def _paying(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> Ask:
         """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
 
         Each token brings its survival and costs its part of the step; a wait is shared by those that wait.
         """
-        second = load.rate * (TAKEN_UP if blocks.paused else KEPT_UP)  # what one is worth, in tokens
-        waiting = second / max(1.0, load.sessions * (1 - blocks.hits))
+        arrivals, draft_token_s = blocks.arrivals, load.draft.token_s
+        second = load.rate * (TAKEN_UP if blocks.trials.paused else KEPT_UP)  # what one is worth, in tokens
+        waiting = second / max(1.0, load.sessions * (1 - arrivals.hits))
         least_chance = min(1.0, second * load.token_s[0])
         tokens = waited_for = 0
         worth = waited_worth = 0.0
         gain = -waiting * load.draft.base_s
-        for survival, reach, token_s in zip(
-            blocks.hoped_survival(fleet, limit), blocks.reach(fleet), load.token_s, strict=False
-        ):
-            brings = survival - second * reach * token_s
+        for (survival, luck, reach), token_s in zip(blocks.chances.outlook(fleet, limit), load.token_s, strict=False):
+            brings = survival + luck - second * reach * token_s
             if brings <= 0:
                 break
-            wait = waiting * reach * load.draft.token_s
+            wait = waiting * reach * draft_token_s
             if waited_for == tokens and brings > wait:
                 waited_for, waited_worth, gain = waited_for + 1, waited_worth + brings, gain + brings - wait
             tokens, worth = tokens + 1, worth + brings
-        if blocks.unawaited >= ASK_AGAIN and tokens:
+        if arrivals.unawaited >= ASK_AGAIN and tokens:
             return Ask(tokens, worth, least_chance, waits=True)
         if gain > GOING_ON * worth:
-            return self._awaited(Ask(waited_for, waited_worth, least_chance, waits=True), blocks, load)
-        return Ask(tokens, worth, least_chance) if blocks.hits * worth > LEAST_GAIN else Ask()
+            return self._awaited(waited_for, waited_worth, least_chance, arrivals, load)
+        return Ask(tokens, worth, least_chance) if arrivals.hits * worth > LEAST_GAIN else Ask()
 
-    def _awaited(self, ask: Ask, blocks: Yield, load: Load) -> Ask:
+    def _awaited(self, tokens: int, worth: float, least_chance: float, arrivals: Arrivals, load: Load) -> Ask:
         """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
 
         A session that stays out of a step loses a token now; one that goes along without a block may have none after
         it either.
         """
-        worth = ask.worth * 0.5**blocks.vain_rounds
-        sits_out = (1 - blocks.hits) * worth > 1 - load.rate * load.row_s
-        return replace(ask, worth=worth, sits_out=sits_out)
+        worth *= 0.5**arrivals.vain_rounds
+        sits_out = (1 - arrivals.hits) * worth > 1 - load.rate * load.row_s
+        return Ask(tokens, worth, least_chance, True, sits_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +409,8 @@ class LockStep:
 
     patience: float = 2.0
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
-        return Ask(limit, worth=float(blocks.vain_rounds == 0), waits=True, sits_out=True), blocks
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
+        return Ask(limit, worth=float(blocks.arrivals.vain_rounds == 0), waits=True, sits_out=True), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:
         return self.patience if ask.worth else 0.0
@@ -367,5 +421,8 @@ class LockStep:
 
 def out_of_step(blocks: Yield) -> bool:
     """Whether a drafter's rejections in a row are too many for the acceptance that it had before them."""
-    usual_failure = (blocks.failed + 1) / (blocks.proven + blocks.failed + 1)
-    return blocks.proven >= PROOF and usual_failure**blocks.rejected < ALARM
+    seen = blocks.standing
+    if seen.proven < PROOF:
+        return False
+    usual_failure = (seen.failed + 1) / (seen.proven + seen.failed + 1)
+    return usual_failure**seen.rejected < ALARM

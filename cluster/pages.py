@@ -86,6 +86,10 @@ class PageBook:
         """Position n of the session is in page `table[n // page_size]`, at `n % page_size`."""
         return tuple(self._sessions[session].table)
 
+    def missing(self, session: str, length: int) -> int:
+        """Pages that a session has yet to take for so many positions; negative when it has more."""
+        return -(-length // self.page_size) - len(self._sessions[session].table)
+
     # ------------------------------------------------------------ the life of a session
 
     def open(self, session: str, tokens: Sequence[int]) -> int:
@@ -136,8 +140,8 @@ class PageBook:
 
     def truncate(self, session: str, length: int) -> None:
         """Rolls back to the first `length` positions."""
-        held = self._sessions[session]
-        while len(held.table) > self.pages_for(length):  # the last page first: a chain is evicted from its end
+        held, kept = self._sessions[session], self.pages_for(length)
+        while len(held.table) > kept:  # the last page first: a chain is evicted from its end
             self._release(held.table.pop())
         held.published = min(held.published, len(held.table))
 

@@ -45,7 +45,7 @@ class Seats:
             name, session = next(iter(self.queue.items()))
             session.cached_len = self.pages.open(name, session.prefix.tokens)
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
-            owed = sum(max(1, self._missing(running)) for running in self.admitted.values())
+            owed = sum([max(1, self._missing(running)) for running in self.admitted.values()])
             if self.admitted and self._missing(session) + owed > self.pages.available:
                 self.pages.close(name)
                 return
@@ -94,7 +94,7 @@ class Seats:
 
     def _missing(self, session: TargetSession) -> int:
         """Pages that a session has yet to take for the tokens that it has, and one more."""
-        return self.pages.pages_for(len(session.prefix) + 1) - len(self.pages.table(session.open.session))
+        return self.pages.missing(session.open.session, session.prefix.length + 1)
 
     def _preempt(self, name: str) -> None:
         """Back to the head of the queue; what is lost of its cache is computed again from its tokens."""

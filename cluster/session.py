@@ -145,7 +145,7 @@ class Session:
     def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
         """Commits what the current attempt decided at exactly this length and hash; all else is void."""
         current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
-        here = verdict.base_len == len(self._prefix) and verdict.prefix_hash == self._prefix.hash
+        here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if not (current and here):
             self.counts.void += 1
             return []

@@ -36,13 +36,13 @@ class StepTiming:
         """
         first = min(dues.values(), default=math.inf)
         awaited = [
-            Awaited(session.ask.worth, session.waiting_since + session.blocks.delay_s - first)
+            Awaited(session.ask.worth, session.waiting_since + session.blocks.arrivals.delay_s - first)
             for session in sessions.values()
-            if self._is_awaited(session)
+            if session.ask.waits and self._is_awaited(session)
         ]
         return first + self._pacing.hold_s(awaited, load) if awaited else first
 
     def _is_awaited(self, session: TargetSession) -> bool:
-        if not session.ask.waits or not session.expects_block or session.ready_block() is not None:
+        if not session.expects_block or session.ready_block() is not None:
             return False
         return session.drafter is not None and not self._silent.is_silent(session.drafter)

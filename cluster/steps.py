@@ -26,6 +26,10 @@ class Row:
     draft_len: int = 0
     draft_probs: SparseProbs | None = None
 
+    def in_pages(self, pages: tuple[int, ...]) -> "Row":
+        """The same with these pages."""
+        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft_len, self.draft_probs)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -4,7 +4,7 @@ Knows nothing of other sessions, of the cache's pages or of when a step begins.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cluster.block_room import BlockRoom
@@ -53,7 +53,7 @@ class TargetSession:
 
     @property
     def unfed(self) -> int:
-        return len(self.prefix) - self.cached_len
+        return self.prefix.length - self.cached_len
 
     @property
     def expects_block(self) -> bool:
@@ -62,9 +62,9 @@ class TargetSession:
 
     @property
     def _wants_block(self) -> bool:
-        if self.asked == 0:
+        if self.ask.tokens == 0:
             return False
-        length = len(self.prefix)
+        length = self.prefix.length
         return length - self.cached_len == 1 and length + 1 < self.open.max_len and self.no_draft_len != length
 
     @property
@@ -77,10 +77,12 @@ class TargetSession:
 
     def delay_of(self, block: Block, now: float) -> float | None:
         """How long after its verdict a block came; None for one drafted ahead, and for a guess that proved wrong."""
-        decided = next((at for length, at in self.decided_at if length == block.base_len), None)
-        if decided is None or not self.prefix.matches(block.base_len, block.prefix_hash):
+        if not self.prefix.matches(block.base_len, block.prefix_hash):
             return None
-        return now - decided
+        for length, decided in reversed(self.decided_at):
+            if length == block.base_len:
+                return now - decided
+        return None
 
     def row(self, budget: int) -> Row:
         """What to feed next, with at most `budget` tokens; a block only as a whole. The pages are left open.
@@ -91,50 +93,49 @@ class TargetSession:
         self.answer = DraftAnswer.NOT_ASKED
         if len(tail) > budget:
             return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
-        block = self.ready_block() if self.asked else None
-        if block is not None or self.no_draft_len == len(self.prefix):
+        block = self.ready_block() if self.ask.tokens else None
+        if block is not None or self.no_draft_len == self.prefix.length:
             self.answer = DraftAnswer.GIVEN
-        elif self._wants_block and (self.ask.waits or self.blocks.vain_rounds >= VAIN_ROUNDS):
+        elif self._wants_block and (self.ask.waits or self.blocks.arrivals.vain_rounds >= VAIN_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
         if block is None or len(tail) + len(block.tokens) > max(budget, len(tail)):
             return Row(name, tail, self.cached_len, decide=True, pages=())
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
-        block = block.first(self.asked)
+        block = block.first(self.ask.tokens)
         return Row(name, tail + block.tokens, self.cached_len, True, (), len(block.tokens), block.draft_probs)
 
     def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
         """Takes over what the engine computed for `row`."""
-        request, base_len, base_hash = self.open, len(self.prefix), self.prefix.hash
+        request, base_len, base_hash = self.open, self.prefix.length, self.prefix.hash
         drafted = row.tokens[len(row.tokens) - row.draft_len :]
         raw = (*drafted[: outcome.accepted], outcome.next_token)
         tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
         if row.draft_len > 0:
             self.room.take(base_len, base_hash)
-            self.blocks = self.blocks.after_block(self.asked, row.draft_len, outcome.accepted)
+            self.blocks = self.blocks.after_block(self.ask.tokens, row.draft_len, outcome.accepted)
         elif len(row.tokens) == 1 and self.drafter is not None and not self.is_heard:
             self.blocks = self.blocks.after_plain_round()
         self.is_heard = False
         self.prefix.extend(tokens)
-        self.decided_at.append((len(self.prefix), now))
+        self.decided_at.append((self.prefix.length, now))
         self.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
         hit = self.room.move_on(self.prefix, now)
-        if self.asked:
+        if self.ask.tokens:
             self.blocks = self.blocks.after_verdict(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 
 
 def settle(
-    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Iterable[int]
+    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
 ) -> tuple[tuple[int, ...], int, Finish]:
     """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
 
     Returns the tokens that stand, how many of them were drafted, and whether the session ended.
     """
-    stops = frozenset(stop_ids)
-    for index, token in enumerate(tokens):
-        count = index + 1
-        if token in stops:
+    room = max_len - base_len
+    for count, token in enumerate(tokens, 1):
+        if token in stop_ids:
             return tuple(tokens[:count]), min(accepted, count), Finish.STOP
-        if base_len + count >= max_len:
+        if count >= room:
             return tuple(tokens[:count]), min(accepted, count), Finish.LENGTH
     return tuple(tokens), accepted, Finish.NONE

@@ -92,7 +92,10 @@ class TrackRecord:
         at.off_for, at.steps, at.looks = LOOK_STEPS, 0, at.looks + 1
 
     def _at(self, sessions: int) -> _AtLoad:
-        return self._loads.setdefault(_bucket(sessions), _AtLoad())
+        bucket = _bucket(sessions)
+        if bucket not in self._loads:
+            self._loads[bucket] = _AtLoad()
+        return self._loads[bucket]
 
 
 def _bucket(sessions: int) -> int:

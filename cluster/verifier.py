@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
 from cluster.costs import ForwardCost
-from cluster.pacing import Adaptive, Load, Pacing, Yield, out_of_step
+from cluster.pacing import Adaptive, Chances, Load, Pacing, out_of_step
 from cluster.pages import PageBook, PageCopy
 from cluster.seats import Seats
 from cluster.step_cost import StepCost
@@ -72,7 +72,7 @@ class Verifier:
         self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
         self._is_drafted_for = False  # whether drafters were asked for blocks for it
         self._load = Load(StepCost.profiled(step_cost))
-        self._fleet = Yield()  # of all sessions' blocks
+        self._fleet = Chances()  # of all sessions' blocks
         self._record = TrackRecord()
         self._busy_until = 0.0  # end of the latest step after which there was more to do
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
@@ -219,7 +219,7 @@ class Verifier:
             session.cached_len = row.start + len(row.tokens)
             session.waiting_since = now
             # Before the verdict: a session may end with it, and what it was fed stays useful.
-            self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, len(session.prefix)))
+            self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, session.prefix.length))
             if row.decide:
                 sends += self._decide(session, row, decided[row.session], now)
             if self._seats.admitted.get(row.session) is session:
@@ -291,7 +291,7 @@ class Verifier:
 
     def _unfit(self, block: Block) -> str | None:
         rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
-        if max(map(max, (block.tokens, *rows))) >= self._limits.vocabulary:
+        if max(block.tokens) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
             return "out_of_vocabulary"
         if block.base_len + len(block.tokens) > self._limits.max_context:
             return "beyond_context"
@@ -303,7 +303,7 @@ class Verifier:
         delay_s = session.delay_of(block, now)
         if delay_s is not None:
             session.blocks = session.blocks.after_arrival(delay_s)
-            self._load = replace(self._load, draft=self._load.draft.after(len(block.tokens), delay_s))
+            self._load = self._load.after_draft(len(block.tokens), delay_s)
 
     def _forget(self, name: str) -> None:
         self._unopened.ended(name)
@@ -334,7 +334,7 @@ class Verifier:
             copies += reserved
             budget -= len(row.tokens)
             in_step.add(name)
-            self._in_step.append((session, replace(row, pages=self._pages.table(name))))
+            self._in_step.append((session, row.in_pages(self._pages.table(name))))
             self._seats.turn.remove(name)
             self._seats.turn.append(name)
         self._decoding = sum(session.unfed == 1 for session in self._seats.admitted.values())
@@ -365,7 +365,7 @@ class Verifier:
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
         if row.draft_len > 0:
-            self._fleet = self._fleet.after_block(session.asked, row.draft_len, outcome.accepted)
+            self._fleet = self._fleet.after(session.asked, row.draft_len, outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)
         verdict = Verdict(

@@ -11,10 +11,19 @@ _MASK = (1 << 64) - 1
 
 def extend_hash(state: int, token: int) -> int:
     """Hash of a prefix grown by one token: splitmix64's finaliser over the previous state and the token."""
-    x = (state ^ ((token + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9)) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    return hashes_after(state, (token,))[0]
+
+
+def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
+    """The same after each of `tokens`, in one call, because every party hashes every token."""
+    hashes = []
+    for token in tokens:
+        x = (state ^ ((token + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9)) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = x ^ (x >> 31)
+        hashes.append(state)
+    return hashes
 
 
 class Prefix:
@@ -25,45 +34,38 @@ class Prefix:
 
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self._hashes: list[int] = [extend_hash(key & _MASK, 0)]  # _hashes[n] covers the first n tokens
+        self.length = 0  # of the tokens
+        self.hash = extend_hash(key & _MASK, 0)  # over all tokens
+        self._hashes: list[int] = [self.hash]  # _hashes[n] covers the first n tokens
         self.extend(tokens)
 
     def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def hash(self) -> int:
-        """Hash over all tokens."""
-        return self._hashes[-1]
+        return self.length
 
     def hash_at(self, length: int) -> int | None:
         """Hash over the first `length` tokens, or None when there are fewer."""
-        return self._hashes[length] if 0 <= length < len(self._hashes) else None
+        return self._hashes[length] if 0 <= length <= self.length else None
 
     def matches(self, length: int, prefix_hash: int) -> bool:
         """Whether the first `length` tokens have this hash."""
-        return self.hash_at(length) == prefix_hash
+        return 0 <= length <= self.length and self._hashes[length] == prefix_hash
 
     def append(self, token: int) -> None:
-        self.tokens.append(token)
-        self._hashes.append(extend_hash(self._hashes[-1], token))
+        self.extend((token,))
 
     def extend(self, tokens: Iterable[int]) -> None:
-        state = self._hashes[-1]
-        for token in tokens:
-            state = extend_hash(state, token)
-            self.tokens.append(token)
-            self._hashes.append(state)
+        new = tuple(tokens)
+        self.tokens += new
+        self._hashes += hashes_after(self.hash, new)
+        self.length, self.hash = len(self.tokens), self._hashes[-1]
 
     def truncate(self, length: int) -> None:
         """Rolls back to the first `length` tokens."""
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
         del self._hashes[length + 1 :]
+        self.length, self.hash = length, self._hashes[-1]
 
     def hash_after(self, tokens: Iterable[int]) -> int:
         """Hash over all tokens and then `tokens`, were they appended."""
-        state = self.hash
-        for token in tokens:
-            state = extend_hash(state, token)
-        return state
+        return [self.hash, *hashes_after(self.hash, tokens)][-1]

@@ -14,7 +14,7 @@ from cluster.simulation.network import Door, Frame, Link, Process, Wire
 from cluster.simulation.oracle import DraftModel, Script
 from cluster.streams import Send, stream_name
 from protos.messages import Close, Hello, Open, Resync, Verdict
-from protos.prefix import extend_hash
+from protos.prefix import hashes_after
 
 AHEAD_ROWS = 8  # outcomes drafted for together
 
@@ -44,7 +44,7 @@ class OracleMethod:
             room = min(want.max_tokens, block_room(want.open, base))
             if room > 0:
                 tokens = self._scripts[want.open.session].drafted(base, room, self._draft)
-                prefix_hash = hash_after(want.prefix_hash, outcome)
+                prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
                 found.append(Proposal(want.open.session, base, prefix_hash, tokens, outcome=outcome))
         return found
 
@@ -62,12 +62,6 @@ class OracleMethod:
         return self._ranked[block_len]
 
 
-def hash_after(prefix_hash: int, tokens: Sequence[int]) -> int:
-    for token in tokens:
-        prefix_hash = extend_hash(prefix_hash, token)
-    return prefix_hash
-
-
 @dataclass(frozen=True, slots=True)
 class _Due:
     """A block of a pass, and how many of the pass's forwards come before it."""
@@ -80,7 +74,9 @@ class _Due:
         return self.after + len(self.proposal.tokens)
 
     def cut(self, forwards: int) -> "_Due":
-        """As far as so many forwards of the pass bring it."""
+        """As far as so many forwards of the pass bring it; most have no more, so that few need be made anew."""
+        if self.forwards <= forwards:
+            return self
         return _Due(replace(self.proposal, tokens=self.proposal.tokens[: max(0, forwards - self.after)]), self.after)
 
 
@@ -93,11 +89,7 @@ class _Pass:
     token_s: float
     blocks: tuple[_Due, ...]
     ahead: bool
-
-    @property
-    def forwards(self) -> int:
-        """One after the other; one ahead reads the block under verification with the first."""
-        return max((block.forwards for block in self.blocks), default=int(self.ahead))
+    forwards: int  # one after the other; one ahead reads the block under verification with the first
 
     @property
     def ends_s(self) -> float:
@@ -120,7 +112,9 @@ class _Pass:
         return self._cut(max(1, made))
 
     def _cut(self, forwards: int) -> "_Pass":
-        return replace(self, blocks=tuple(block.cut(forwards) for block in self.blocks))
+        blocks = tuple([block.cut(forwards) for block in self.blocks])
+        left = min(self.forwards, forwards)
+        return _Pass(self.began_s, self.per_pass_s, self.token_s, blocks, self.ahead, left)
 
 
 def _after_reading(want: Want, guess: Proposal) -> _Due:
@@ -171,7 +165,9 @@ class SimulatedDrafter:
         rows = max(sessions, len(blocks))
         process, cost = self.process, self._cost
         per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        return _Pass(process.clock.now, per_pass_s, process.slowness * cost.token_s(rows), tuple(blocks), ahead)
+        token_s = process.slowness * cost.token_s(rows)
+        forwards = max([block.forwards for block in blocks], default=int(ahead))
+        return _Pass(process.clock.now, per_pass_s, token_s, tuple(blocks), ahead, forwards)
 
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""

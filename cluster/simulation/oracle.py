@@ -45,7 +45,9 @@ class Script:
 
     def drafted(self, start: int, count: int, draft: "DraftModel") -> tuple[int, ...]:
         """The draft model's block from position `start` on."""
-        return tuple([self.choice(start + index, draft.acceptance(index)) for index in range(count)])
+        end = start + count
+        said = zip(self.tokens[start:end], self.hardness[start:end], draft.first_acceptances(count), strict=True)
+        return tuple([token if hardness < acceptance else _other(token) for token, hardness, acceptance in said])
 
     def choice(self, position: int, acceptance: float) -> int:
         """What the draft model says there."""
@@ -77,6 +79,11 @@ class DraftModel:
 
     def acceptance(self, index: int) -> float:
         return self.acceptances[min(index, len(self.acceptances) - 1)]
+
+    def first_acceptances(self, count: int) -> tuple[float, ...]:
+        """Of a block's first tokens."""
+        stated = self.acceptances[:count]
+        return stated + self.acceptances[-1:] * (count - len(stated))
 
     def outcomes(self, block_len: int) -> list[int | None]:
         """Places in a block, or just after it, where the second choice may come; None where all is as drafted.

@@ -3,8 +3,9 @@
 The counterpart of `serve_app/router.py`.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.breaker import Breakers
@@ -50,12 +51,17 @@ class Peers:
         self.links: dict[str, Link] = {}  # by address
         self._sessions: Counter[str] = Counter()
         self._up: dict[str, Candidate] = {}
+        self._ranked: list[Candidate] = []  # the same, least loaded first
 
     def up(self, address: str) -> None:
-        self._up[address] = Candidate(address, self._sessions[address])
+        self.down(address)
+        self._up[address] = candidate = Candidate(address, self._sessions[address])
+        insort(self._ranked, candidate, key=_rank)
 
     def down(self, address: str) -> None:
-        self._up.pop(address, None)
+        candidate = self._up.pop(address, None)
+        if candidate is not None:
+            del self._ranked[bisect_left(self._ranked, _rank(candidate), key=_rank)]
 
     def moved(self, old: str | None, new: str | None) -> None:
         """A session left one peer for another."""
@@ -67,7 +73,19 @@ class Peers:
 
     def choose(self, takes: Callable[[str], bool], avoid: frozenset[str] = frozenset()) -> str | None:
         """One of those that take sessions now."""
-        return choose((c for c in self._up.values() if takes(c.address)), avoid)
+        return choose(self._contenders(takes, avoid), avoid)
+
+    def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
+        """Up to the first that need not be avoided: a large fleet is not looked through for every session."""
+        for candidate in self._ranked:
+            if takes(candidate.address):
+                yield candidate
+                if candidate.address not in avoid:
+                    return
+
+
+def _rank(candidate: Candidate) -> tuple[int, str]:
+    return candidate.sessions, candidate.address
 
 
 class SimulatedRouter:
@@ -141,12 +159,12 @@ class SimulatedRouter:
         """Carries out what the ledger asks for, and counts who has how many sessions now."""
         self._recount(flight)
         for command in commands:
-            if isinstance(command, ToTarget):
+            if isinstance(command, Emit):
+                self._hear(flight, len(command.tokens))
+            elif isinstance(command, ToTarget):
                 self.targets.links[command.address].send(command.message)
             elif isinstance(command, ToDrafter):
                 self.drafters.links[command.address].send(command.message)
-            elif isinstance(command, Emit):
-                self._hear(flight, len(command.tokens))
             else:
                 self._end(flight, command)
 

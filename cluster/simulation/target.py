@@ -5,7 +5,7 @@ The counterpart of `actors/target.py`. The engine checks what it is asked for as
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from cluster.costs import ForwardCost
 from cluster.simulation.network import Door, Frame, Process, Wire
@@ -46,16 +46,21 @@ class OracleEngine:
         script = self._scripts[row.session]
         base = row.start + len(row.tokens) - row.draft_len
         self._write(row)
-        cached = [*chain.from_iterable(self._pages[page] for page in row.pages)]
-        assert tuple(cached[:base]) == script.tokens[:base], f"{row.session}: its cache is not what was decided"
+        cached = islice(chain.from_iterable([self._pages[page] for page in row.pages]), base)
+        assert tuple(cached) == script.tokens[:base], f"{row.session}: its cache is not what was decided"
         accepted = script.agreed(base, row.tokens[len(row.tokens) - row.draft_len :])
         return Outcome(row.session, accepted, script.tokens[base + accepted])
 
     def _write(self, row: Row) -> None:
-        size = self._page_size
-        for position, token in enumerate(row.tokens, row.start):
-            page = self._pages.setdefault(row.pages[position // size], [NOTHING] * size)
-            page[position % size] = token
+        """Page by page, as far as the tokens go."""
+        size, tokens, written = self._page_size, row.tokens, 0
+        while written < len(tokens):
+            index, offset = divmod(row.start + written, size)
+            name, part = row.pages[index], tokens[written : written + size - offset]
+            if name not in self._pages:
+                self._pages[name] = [NOTHING] * size
+            self._pages[name][offset : offset + len(part)] = part
+            written += len(part)
 
 
 class SimulatedTarget:

@@ -15,12 +15,14 @@ from cluster.pacing import (
     PROOF,
     TRIAL_ROUNDS,
     Adaptive,
+    Arrivals,
     Ask,
     Awaited,
     Chances,
     Cost,
     Load,
     LockStep,
+    Trials,
     Yield,
     out_of_step,
 )
@@ -30,18 +32,25 @@ STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = Cost.profiled([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
 LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
 PACING = Adaptive()
-NOBODY = Yield()  # whose blocks say what to expect
+NOBODY = Chances()  # whose blocks say what to expect
 MUCH = 1e6  # blocks: what is known of others does not count any more
 
 
 def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:
     chances = [*survival, *[0.0] * (POSITIONS - len(survival))]
-    seen = Chances(asked=(MUCH,) * POSITIONS, reached=tuple(MUCH * chance for chance in chances))
-    whole = Chances(asked=(MUCH,) * POSITIONS, reached=(MUCH,) * POSITIONS)
-    return Yield(accepted=seen, drafted=whole, delay_s=delay_s)
+    whole = (MUCH,) * POSITIONS
+    return Yield(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), arrivals=Arrivals(delay_s))
 
 
-def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Yield = NOBODY) -> Ask:
+def survival(blocks: Chances, fleet: Chances) -> list[float]:
+    return [chance for chance, _, _ in blocks.outlook(fleet, POSITIONS)]
+
+
+def with_hits(blocks: Yield, hits: float) -> Yield:
+    return replace(blocks, arrivals=replace(blocks.arrivals, hits=hits))
+
+
+def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Chances = NOBODY) -> Ask:
     return PACING.ask(blocks, fleet, limit, load)[0]
 
 
@@ -69,44 +78,44 @@ def test_a_noisy_machine_makes_no_cost_negative():
 
 
 def test_survival_is_learnt_by_position_from_few_blocks():
-    blocks = Yield()
-    assert blocks.survival(NOBODY)[:2] == PRIOR[:2], "before anything was seen"
+    blocks = Chances()
+    assert survival(blocks, NOBODY)[:2] == list(PRIOR[:2]), "before anything was seen"
     for _ in range(8):
-        blocks = blocks.after_block(asked=2, drafted=2, accepted=1)
-    first, second, third, *_ = blocks.survival(NOBODY)
+        blocks = blocks.after(asked=2, drafted=2, accepted=1)
+    first, second, third, *_ = survival(blocks, NOBODY)
     assert first > 0.7
     assert second < 0.15
     assert third == PRIOR[2], "nothing was asked for there"
 
 
 def test_little_known_sessions_are_taken_to_fare_like_the_others():
-    fleet = Yield()
+    fleet = Chances()
     for _ in range(30):
-        fleet = fleet.after_block(asked=4, drafted=4, accepted=0)
-    assert Yield().survival(fleet)[0] < 0.1
-    good = Yield()
+        fleet = fleet.after(asked=4, drafted=4, accepted=0)
+    assert survival(Chances(), fleet)[0] < 0.1
+    good = Chances()
     for _ in range(20):
-        good = good.after_block(asked=4, drafted=4, accepted=4)
-    assert good.survival(fleet)[0] > 0.6, "but what a session shows itself counts for more"
+        good = good.after(asked=4, drafted=4, accepted=4)
+    assert survival(good, fleet)[0] > 0.6, "but what a session shows itself counts for more"
 
 
 def test_positions_that_were_not_asked_for_for_long_are_unknown_again():
     """Or a block that was short once would stay short."""
-    blocks = Yield()
+    blocks = Chances()
     for _ in range(20):
-        blocks = blocks.after_block(asked=3, drafted=3, accepted=1)
-    pessimistic = blocks.survival(NOBODY)[2]
+        blocks = blocks.after(asked=3, drafted=3, accepted=1)
+    pessimistic = survival(blocks, NOBODY)[2]
     for _ in range(100):
-        blocks = blocks.after_block(asked=1, drafted=1, accepted=1)
+        blocks = blocks.after(asked=1, drafted=1, accepted=1)
     assert pessimistic < PRIOR[2] / 2
-    assert blocks.survival(NOBODY)[2] == pytest.approx(PRIOR[2], abs=0.01)
+    assert survival(blocks, NOBODY)[2] == pytest.approx(PRIOR[2], abs=0.01)
 
 
 def test_a_block_that_ended_in_doubt_counts_as_asked_for():
     """Otherwise the tokens that were drafted with confidence would stand for all."""
-    blocks = Yield().after_block(asked=2, drafted=1, accepted=1)
-    assert blocks.survival(NOBODY)[1] < PRIOR[1]
-    assert blocks.reach(NOBODY)[1] < 1.0
+    blocks = Chances().after(asked=2, drafted=1, accepted=1)
+    assert survival(blocks, NOBODY)[1] < PRIOR[1]
+    assert blocks.outlook(NOBODY, 2)[1][2] < 1.0
 
 
 def test_the_rate_follows_the_number_of_sessions_at_once():
@@ -139,20 +148,20 @@ def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not
 
 def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
     quick = Cost.profiled([(1, 0.011), (4, 0.014)] * 20)
-    much = replace(a_yield(*[0.98] * 8), hits=0.0)
+    much = with_hits(a_yield(*[0.98] * 8), 0.0)
     many = replace(LOAD, draft=quick, sessions=4)
     ask = asked(much, 8, many)
     assert (ask.waits, ask.sits_out) == (True, True)
     assert PACING.patience_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
-    little = asked(replace(a_yield(0.9), hits=0.0), 8, many)
+    little = asked(with_hits(a_yield(0.9), 0.0), 8, many)
     assert (little.waits, little.sits_out) == (True, False)
     assert PACING.patience_s(little, many) == 0.0
-    assert not asked(replace(much, hits=0.9), 8, many).sits_out, "there will be a block after the step anyway"
+    assert not asked(with_hits(much, 0.9), 8, many).sits_out, "there will be a block after the step anyway"
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
     """The sum over all vain rounds, not only each: patience must not be paid for ever."""
-    waited, total = replace(a_yield(0.9, 0.8), hits=0.0), 0.0
+    waited, total = with_hits(a_yield(0.9, 0.8), 0.0), 0.0
     first = asked(waited, 2).worth
     for _ in range(100):
         total += asked(waited, 2).worth
@@ -191,7 +200,7 @@ def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
     slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
     ask = asked(a_yield(0.5, 0.25), 2, slow)
     assert (ask.tokens, ask.waits) == (2, False)
-    assert asked(replace(a_yield(0.5, 0.25), hits=0.0), 2, slow).tokens == 0, "none ever is"
+    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, slow).tokens == 0, "none ever is"
     assert asked(a_yield(0.5, 0.25), 2, replace(LOAD, draft=Cost())).waits, "quick ones are"
 
 
@@ -225,14 +234,14 @@ def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
 
 def test_drafting_comes_back_when_it_pays_again():
     """A trial goes on while its tokens are accepted, until that is enough."""
-    bad = replace(Yield(delay_s=0.03), hits=0.1)
+    bad = Yield(arrivals=Arrivals(delay_s=0.03, hits=0.1))
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
-    fleet = bad
+    fleet = bad.chances
     ask, blocks = PACING.ask(bad, fleet, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
-    while not (ask.tokens and not blocks.paused):
+    while not (ask.tokens and not blocks.trials.paused):
         ask, blocks = PACING.ask(blocks, fleet, 2, LOAD)
         if ask.tokens:
             blocks = blocks.after_block(ask.tokens, ask.tokens, ask.tokens)
@@ -243,10 +252,10 @@ def test_drafting_comes_back_when_it_pays_again():
 
 def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     """With half of the blocks accepted, three rejections in a row are an everyday thing."""
-    blocks = Yield(delay_s=0.03)
+    blocks = Yield(arrivals=Arrivals(delay_s=0.03))
     for _ in range(10):
         blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
-    fleet = blocks
+    fleet = blocks.chances
     for _ in range(4):
         blocks = blocks.after_block(2, 2, 0)
     assert asked(blocks, 2, fleet=fleet).tokens > 0
@@ -256,7 +265,7 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
     """Or noise would switch it to and fro."""
     chances = [step / 1000 for step in range(1, 1000)]
     gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
-    takes_up = min(c for c in chances if asked(replace(a_yield(c), paused=1), 1).tokens == 1)
+    takes_up = min(c for c in chances if asked(replace(a_yield(c), trials=Trials(paused=1)), 1).tokens == 1)
     assert gives_up < takes_up
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.breaker import FIRST_PROBE_STEPS, TRIP_STEPS
-from cluster.pacing import PROOF, Ask, Awaited, Load, Yield
+from cluster.pacing import PROOF, Ask, Awaited, Chances, Load, Yield
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
@@ -62,7 +62,7 @@ class Steady:
     asked: int | None = None
     waits: bool = True
 
-    def ask(self, blocks: Yield, fleet: Yield, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
         return Ask(limit if self.asked is None else self.asked, self.patience(blocks), waits=self.waits), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:
@@ -580,15 +580,15 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     desk.attach((1, 2))
     for _ in range(4):
         desk.step()
-    assert seen[-1].vain_rounds == 3, "of four steps the first one fed the prompt"
+    assert seen[-1].arrivals.vain_rounds == 3, "of four steps the first one fed the prompt"
     tokens = (1, 2, *text((1, 2), 4))
     desk.block((1, 2, 0), (9,))
     desk.step()
-    assert seen[-1].vain_rounds == 3, "whoever sends a block that is of no use is alive"
+    assert seen[-1].arrivals.vain_rounds == 3, "whoever sends a block that is of no use is alive"
     desk.block((*tokens, *text(tokens, 1)), text(tokens, 3)[1:])
     desk.step()
-    assert seen[-1].vain_rounds == 0
-    assert seen[-1].accepted.reached[1] > 0, "and what it brought is remembered, too"
+    assert seen[-1].arrivals.vain_rounds == 0
+    assert seen[-1].chances.accepted[1] > 0, "and what it brought is remembered, too"
 
 
 def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
