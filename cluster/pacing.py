@@ -16,6 +16,7 @@ from cluster.step_cost import StepCost
 
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts before they are tried again; doubles while they do not pay
 TRIAL_ROUNDS, TRIAL_TOKENS = 2, 2  # that a trial may take until something is accepted, and asks for in each
+TRIED_ONE_IN = 100  # of all sessions' rounds, for all share what trials cost
 MEMORY = 0.06  # weight of the latest block in a session's chances
 KEPT = 1 - MEMORY  # that of all before it
 LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring
@@ -53,20 +54,20 @@ class Chances:
             _counted(self.accepted + new, accepted),
         )
 
-    def outlook(self, fleet: "Chances", positions: int) -> list[tuple[float, float, float]]:
+    def outlook(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
         """What to expect of the first positions of the next block: one triple for each.
 
         The chance that its token is accepted, and all before it; how far luck alone may have moved that, for a few
-        rejections in a row prove nothing; and the chance that it is drafted at all. `fleet` is what all sessions'
+        rejections in a row prove nothing; and the chance that it is drafted at all. `others` is what all sessions'
         blocks brought, for where little is known.
         """
-        counts = fleet.asked, fleet.drafted, fleet.accepted, self.asked, self.drafted, self.accepted
+        counts = others.asked, others.drafted, others.accepted, self.asked, self.drafted, self.accepted
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
         found = []
-        for prior, f_asked, f_drafted, f_accepted, asked, drafted, accepted in seen:
-            others, blocks = FLEET_STRENGTH + f_asked, SESSION_STRENGTH + asked
-            survival = (SESSION_STRENGTH * ((FLEET_STRENGTH * prior + f_accepted) / others) + accepted) / blocks
-            reach = (SESSION_STRENGTH * ((FLEET_STRENGTH + f_drafted) / others) + drafted) / blocks
+        for prior, o_asked, o_drafted, o_accepted, asked, drafted, accepted in seen:
+            usual, blocks = FLEET_STRENGTH + o_asked, SESSION_STRENGTH + asked
+            survival = (SESSION_STRENGTH * ((FLEET_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
+            reach = (SESSION_STRENGTH * ((FLEET_STRENGTH + o_drafted) / usual) + drafted) / blocks
             found.append((survival, math.sqrt(survival * (1 - survival) / blocks), reach))
         return found
 
@@ -113,7 +114,7 @@ class Trials:
 
     paused: int = 0  # rounds for which nothing was asked for
     pause: int = FIRST_PAUSE  # rounds after which to try again
-    rounds: int = 0  # of the trial that is on since then, or since something was accepted in it
+    rounds: int = 0  # of the trial that is on since then, or since something was accepted in it; 0: none has begun
 
     @property
     def is_on(self) -> bool:
@@ -130,7 +131,7 @@ class Trials:
 
     def after_success(self) -> "Trials":
         """Something was accepted."""
-        return Trials(self.paused, self.pause) if self.rounds else self
+        return Trials(self.paused, self.pause, 1) if self.rounds else self
 
     def after_failure(self) -> "Trials":
         """A trial brought nothing."""
@@ -138,6 +139,24 @@ class Trials:
 
 
 PAYING = Trials()
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What all sessions of a replica have shown, for what little is known of one."""
+
+    chances: Chances = Chances()
+    too_soon: int = 0  # rounds of any sessions before the next trial may begin
+
+    def after_block(self, asked: int, drafted: int, accepted: int) -> "Fleet":
+        """A block was verified."""
+        return Fleet(self.chances.after(asked, drafted, accepted), self.too_soon)
+
+    def after_round(self, is_trial: bool) -> "Fleet":
+        """A session was decided about."""
+        if is_trial:
+            return Fleet(self.chances, self.too_soon + TRIED_ONE_IN)
+        return Fleet(self.chances, self.too_soon - 1) if self.too_soon else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +328,8 @@ class Awaited:
 class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
-    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
-        """How long a block to ask for next, up to `limit`, and what to remember of the decision.
-
-        `fleet` is what all sessions' blocks brought.
-        """
+    def ask(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> tuple[Ask, Yield]:
+        """How long a block to ask for next, up to `limit`, and what to remember of the decision."""
         ...
 
     def patience_s(self, ask: Ask, load: Load) -> float:
@@ -328,21 +344,22 @@ class Pacing(Protocol):
 class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
-    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> tuple[Ask, Yield]:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
-        What does not pay is tried again after a pause, by few tokens and for as long as they are accepted.
+        What does not pay is tried again after a pause, by few tokens and for as long as they are accepted; of many
+        sessions few try.
         """
         if not load.speculates:
             return Ask(), blocks
         ask = self._paying(blocks, fleet, limit, load)
         if ask.tokens:
             return ask, blocks.after_paying(ask.waits)
-        if not blocks.trials.is_on:
+        if not blocks.trials.is_on or (fleet.too_soon and not blocks.trials.rounds):
             return Ask(), blocks.after_losing(blocks.trials.after_pause())
         if blocks.trials.rounds < TRIAL_ROUNDS:
             length = min(TRIAL_TOKENS, limit)
-            worth = sum([survival + luck for survival, luck, _ in blocks.chances.outlook(fleet, length)])
+            worth = sum([survival + luck for survival, luck, _ in blocks.chances.outlook(fleet.chances, length)])
             return Ask(length, worth, waits=True), blocks.after_trial()
         return Ask(), blocks.after_losing(blocks.trials.after_failure())
 
@@ -363,7 +380,7 @@ class Adaptive:
                 best, worth = gain, total
         return worth / load.rate if worth and load.rate else 0.0  # nothing is waited before a step was measured
 
-    def _paying(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> Ask:
+    def _paying(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> Ask:
         """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
 
         Each token brings its survival and costs its part of the step; a wait is shared by those that wait.
@@ -375,7 +392,9 @@ class Adaptive:
         tokens = waited_for = 0
         worth = waited_worth = 0.0
         gain = -waiting * load.draft.base_s
-        for (survival, luck, reach), token_s in zip(blocks.chances.outlook(fleet, limit), load.token_s, strict=False):
+        for (survival, luck, reach), token_s in zip(
+            blocks.chances.outlook(fleet.chances, limit), load.token_s, strict=False
+        ):
             brings = survival + luck - second * reach * token_s
             if brings <= 0:
                 break
@@ -409,7 +428,7 @@ class LockStep:
 
     patience: float = 2.0
 
-    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> tuple[Ask, Yield]:
         return Ask(limit, worth=float(blocks.arrivals.vain_rounds == 0), waits=True, sits_out=True), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
 from cluster.costs import ForwardCost
-from cluster.pacing import Adaptive, Chances, Load, Pacing, out_of_step
+from cluster.pacing import Adaptive, Fleet, Load, Pacing, out_of_step
 from cluster.pages import PageBook, PageCopy
 from cluster.seats import Seats
 from cluster.step_cost import StepCost
@@ -72,7 +72,7 @@ class Verifier:
         self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
         self._is_drafted_for = False  # whether drafters were asked for blocks for it
         self._load = Load(StepCost.profiled(step_cost))
-        self._fleet = Chances()  # of all sessions' blocks
+        self._fleet = Fleet()
         self._record = TrackRecord()
         self._busy_until = 0.0  # end of the latest step after which there was more to do
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
@@ -365,7 +365,7 @@ class Verifier:
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
         if row.draft_len > 0:
-            self._fleet = self._fleet.after(session.asked, row.draft_len, outcome.accepted)
+            self._fleet = self._fleet.after_block(session.asked, row.draft_len, outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)
         verdict = Verdict(
@@ -399,6 +399,7 @@ class Verifier:
             self._load = load = replace(load, sessions=sessions, gain=gain, speculates=speculates)
         if limit > 0:
             session.ask, session.blocks = self._pacing.ask(session.blocks, self._fleet, limit, load)
+            self._fleet = self._fleet.after_round(session.asked > 0 and session.blocks.trials.is_on)
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
         """Has a drafter begin the session anew whose blocks were good and are all rejected now."""

@@ -14,12 +14,14 @@ from cluster.pacing import (
     PRIOR,
     PROOF,
     TRIAL_ROUNDS,
+    TRIED_ONE_IN,
     Adaptive,
     Arrivals,
     Ask,
     Awaited,
     Chances,
     Cost,
+    Fleet,
     Load,
     LockStep,
     Trials,
@@ -32,7 +34,7 @@ STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = Cost.profiled([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
 LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
 PACING = Adaptive()
-NOBODY = Chances()  # whose blocks say what to expect
+NOBODY = Fleet()  # whose blocks say what to expect
 MUCH = 1e6  # blocks: what is known of others does not count any more
 
 
@@ -50,7 +52,7 @@ def with_hits(blocks: Yield, hits: float) -> Yield:
     return replace(blocks, arrivals=replace(blocks.arrivals, hits=hits))
 
 
-def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Chances = NOBODY) -> Ask:
+def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Fleet = NOBODY) -> Ask:
     return PACING.ask(blocks, fleet, limit, load)[0]
 
 
@@ -79,10 +81,10 @@ def test_a_noisy_machine_makes_no_cost_negative():
 
 def test_survival_is_learnt_by_position_from_few_blocks():
     blocks = Chances()
-    assert survival(blocks, NOBODY)[:2] == list(PRIOR[:2]), "before anything was seen"
+    assert survival(blocks, NOBODY.chances)[:2] == list(PRIOR[:2]), "before anything was seen"
     for _ in range(8):
         blocks = blocks.after(asked=2, drafted=2, accepted=1)
-    first, second, third, *_ = survival(blocks, NOBODY)
+    first, second, third, *_ = survival(blocks, NOBODY.chances)
     assert first > 0.7
     assert second < 0.15
     assert third == PRIOR[2], "nothing was asked for there"
@@ -104,18 +106,18 @@ def test_positions_that_were_not_asked_for_for_long_are_unknown_again():
     blocks = Chances()
     for _ in range(20):
         blocks = blocks.after(asked=3, drafted=3, accepted=1)
-    pessimistic = survival(blocks, NOBODY)[2]
+    pessimistic = survival(blocks, NOBODY.chances)[2]
     for _ in range(100):
         blocks = blocks.after(asked=1, drafted=1, accepted=1)
     assert pessimistic < PRIOR[2] / 2
-    assert survival(blocks, NOBODY)[2] == pytest.approx(PRIOR[2], abs=0.01)
+    assert survival(blocks, NOBODY.chances)[2] == pytest.approx(PRIOR[2], abs=0.01)
 
 
 def test_a_block_that_ended_in_doubt_counts_as_asked_for():
     """Otherwise the tokens that were drafted with confidence would stand for all."""
     blocks = Chances().after(asked=2, drafted=1, accepted=1)
-    assert survival(blocks, NOBODY)[1] < PRIOR[1]
-    assert blocks.outlook(NOBODY, 2)[1][2] < 1.0
+    assert survival(blocks, NOBODY.chances)[1] < PRIOR[1]
+    assert blocks.outlook(NOBODY.chances, 2)[1][2] < 1.0
 
 
 def test_the_rate_follows_the_number_of_sessions_at_once():
@@ -232,12 +234,23 @@ def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
     assert sum(map(bool, lengths)) < len(lengths) / 100
 
 
+def test_of_many_sessions_few_try_what_does_not_pay():
+    """What a trial costs, all pay."""
+    sessions, fleet, trials, rounds = [a_yield(0.001, 0.0)] * 50, Fleet(), 0, 0
+    for _ in range(100):
+        for index, blocks in enumerate(sessions):
+            ask, sessions[index] = PACING.ask(blocks, fleet, 4, LOAD)
+            fleet = fleet.after_round(is_trial=ask.tokens > 0)
+            trials, rounds = trials + bool(ask.tokens), rounds + 1
+    assert 0.5 * rounds / TRIED_ONE_IN < trials <= rounds / TRIED_ONE_IN + TRIAL_ROUNDS
+
+
 def test_drafting_comes_back_when_it_pays_again():
     """A trial goes on while its tokens are accepted, until that is enough."""
     bad = Yield(arrivals=Arrivals(delay_s=0.03, hits=0.1))
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
-    fleet = bad.chances
+    fleet = Fleet(bad.chances)
     ask, blocks = PACING.ask(bad, fleet, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
@@ -255,7 +268,7 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     blocks = Yield(arrivals=Arrivals(delay_s=0.03))
     for _ in range(10):
         blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
-    fleet = blocks.chances
+    fleet = Fleet(blocks.chances)
     for _ in range(4):
         blocks = blocks.after_block(2, 2, 0)
     assert asked(blocks, 2, fleet=fleet).tokens > 0

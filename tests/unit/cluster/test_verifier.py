@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.breaker import FIRST_PROBE_STEPS, TRIP_STEPS
-from cluster.pacing import PROOF, Ask, Awaited, Chances, Load, Yield
+from cluster.pacing import PROOF, Ask, Awaited, Fleet, Load, Yield
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
@@ -62,7 +62,7 @@ class Steady:
     asked: int | None = None
     waits: bool = True
 
-    def ask(self, blocks: Yield, fleet: Chances, limit: int, load: Load) -> tuple[Ask, Yield]:
+    def ask(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> tuple[Ask, Yield]:
         return Ask(limit if self.asked is None else self.asked, self.patience(blocks), waits=self.waits), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:
