@@ -172,14 +172,14 @@ class DraftBook:
         if session is None or session.open.target_address != target or verdict.attempt < session.open.attempt:
             self.counts["verdict_unknown"] += 1
             return []
-        if verdict.base_len > len(session.prefix):
+        if verdict.base_len > session.prefix.length:
             self.counts["verdict_gap"] += 1
             return [self._attach(session)]
         if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
             self.counts["verdict_mismatch"] += 1
             return [self._resync(session)]
         was_sent = session.sent_len == verdict.base_len
-        new = verdict.tokens[len(session.prefix) - verdict.base_len :]
+        new = verdict.tokens[session.prefix.length - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
             return []  # heard before
         if new and max(new) >= self._limits.vocabulary:
@@ -190,12 +190,12 @@ class DraftBook:
         session.asked, session.least_chance = verdict.draft_tokens, verdict.least_chance
         self._ahead.discard(verdict.session)
         if session.step_began is not None:
-            self._cadences[target] = self._cadences.get(target, Cadence()).after(now - session.step_began)
+            self._cadences[target] = self._cadence(target).after(now - session.step_began)
         hit = self._settle_guesses(session)
         goes_on = hit or not verdict.waits  # at once, with a block or without
         session.step_began = now if goes_on else None
         if goes_on and not hit and self._draft_ahead:
-            session.unverified, session.passed_len = (), len(session.prefix)
+            session.unverified, session.passed_len = (), session.prefix.length
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
@@ -222,7 +222,7 @@ class DraftBook:
                 break
             if not self._wants_block(session):
                 continue
-            session.proposed_len = length = len(session.prefix)
+            session.proposed_len = length = session.prefix.length
             self._sessions.move_to_end(name)
             tokens = tuple(session.prefix.tokens)
             max_tokens = min(session.asked, block_room(session.open, length))
@@ -237,7 +237,7 @@ class DraftBook:
         """
         found: list[Want] = []
         for session in self._sessions.values() if self._draft_ahead else ():
-            room = min(session.asked, block_room(session.open, len(session.prefix) + 1))
+            room = min(session.asked, block_room(session.open, session.prefix.length + 1))
             if session.unverified is not None and room > 0 and len(found) < limit:
                 want = Want(
                     session.open,
@@ -278,7 +278,7 @@ class DraftBook:
                 sends += _no_draft(session, proposal) if session is not None else []
             elif proposal.outcome:
                 sends += self._send_ahead(session, proposal)
-            elif (len(session.prefix), session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
+            elif (session.prefix.length, session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
                 sends += self._note_block(late=True)
             else:
@@ -307,27 +307,30 @@ class DraftBook:
 
     def _wants_block(self, session: _Session) -> bool:
         """Whether one should be drafted now."""
-        return session.passed_len != len(session.prefix) and self._lacks_block(session)
+        return session.passed_len != session.prefix.length and self._lacks_block(session)
 
     def _lacks_block(self, session: _Session) -> bool:
         """Whether none was drafted for the current length, where one could be of use."""
-        length = len(session.prefix)
+        length = session.prefix.length
         is_served = session.proposed_len == length or session.asked == 0
         return session.attached and not is_served and block_room(session.open, length) > 0
 
     def _verdict_due(self, session: _Session) -> float:
-        least_s = self._cadences.get(session.open.target_address, Cadence()).least_s
+        least_s = self._cadence(session.open.target_address).least_s
         return math.inf if least_s is None or session.step_began is None else session.step_began + least_s
+
+    def _cadence(self, target: str) -> Cadence:
+        return self._cadences.get(target) or Cadence()
 
     def _send_ahead(self, session: _Session, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile."""
         address = (proposal.base_len, proposal.prefix_hash)
         self.counts["guesses"] += 1
-        if address == (len(session.prefix), session.prefix.hash):
+        if address == (session.prefix.length, session.prefix.hash):
             if not self._lacks_block(session):
                 return []
             self._hit(session, proposal)
-        elif len(session.prefix) > proposal.base_len - len(proposal.outcome):
+        elif session.prefix.length > proposal.base_len - len(proposal.outcome):
             return []  # the verdict is in, and it is another
         else:
             session.guesses[address] = proposal
@@ -348,7 +351,7 @@ class DraftBook:
     def _settle_guesses(self, session: _Session) -> bool:
         """The verdict is in: the block for it may be at the target already."""
         session.unverified = None
-        hit = session.guesses.get((len(session.prefix), session.prefix.hash))
+        hit = session.guesses.get((session.prefix.length, session.prefix.hash))
         if hit is not None:
             self._hit(session, hit)
         elif session.guesses:
@@ -372,10 +375,10 @@ class DraftBook:
         session.attached, session.proposed_len, session.passed_len = True, -1, -1  # what was sent may have been lost
         session.guesses, session.unverified, session.step_began = {}, None, None
         name, prefix = session.open.session, session.prefix
-        return session.open.target_address, Attach(name, len(prefix), prefix.hash)
+        return session.open.target_address, Attach(name, prefix.length, prefix.hash)
 
     def _resync(self, session: _Session) -> Send:
-        return session.router, Resync(session.open.session, len(session.prefix), session.prefix.hash)
+        return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 
 MEMORY = 0.02  # weight of the latest step
-PROOF = 48  # steps before anything is concluded
+PROOF, CLEAR_PROOF = 48, 16  # steps before anything is concluded; the latter where it is beyond doubt
 FIRST_PAUSE, LONGEST_PAUSE = 256, 8192  # steps; doubles while speculation keeps losing
-FIRST_LOOK = 16  # steps of speculation before it is known what plain ones cost
+FIRST_LOOK = 8  # steps of speculation before it is known what plain ones cost
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now
 LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 256  # steps of speculation between; the latter where it is a close call
 CLOSE = 0.2  # gains less than this above or below 1
@@ -52,6 +52,13 @@ class _AtLoad:
         squares = self.tokens_squared - 2 * gain * self.product + gain * gain * self.plain_squared
         return math.sqrt(max(0.0, squares)) / self.plain if self.plain else 0.0
 
+    @property
+    def is_losing(self) -> bool:
+        """By more than luck explains; twice that where little was seen."""
+        if self.steps < CLEAR_PROOF:
+            return False
+        return self.gain + (1 if self.steps >= PROOF else 2) * self.error < 1.0
+
 
 class TrackRecord:
     """By the number of sessions at once, to the power of two."""
@@ -81,7 +88,7 @@ class TrackRecord:
                 self._look(at)
             return
         at.add(tokens, plain_tokens)
-        if at.steps >= PROOF and at.gain + at.error < 1.0:
+        if at.is_losing:
             pause = min(2 * at.pause, LONGEST_PAUSE)
             self._loads[_bucket(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, pause=pause)
         elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:
