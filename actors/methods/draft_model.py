@@ -31,7 +31,7 @@ from protos.prefix import extend_hash
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
-AHEAD_ROWS = 8  # rows of a forward for what may be wanted
+AHEAD_ROWS, ROWS_EACH = 8, 2  # rows of a forward for what may be wanted: so many at least, so many for each session
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
@@ -183,11 +183,12 @@ class DraftModel:
         """Blocks for what the verdicts may bring, by the likeliest tokens first, until the first verdict is due."""
         begun = [draft for want in wants for draft in self._begin_ahead(want)]
         open_ends, busy, until = begun, _sessions(wants), min(want.until for want in wants)
+        rows = max(AHEAD_ROWS, ROWS_EACH * len(wants))
         began = ended = self._clock()
         while open_ends and not interrupted() and ended + (ended - began) <= until:  # the next forward takes as long
             began = ended
             open_ends = sorted(open_ends, key=lambda draft: -draft.urgency)
-            chosen, open_ends = open_ends[:AHEAD_ROWS], open_ends[AHEAD_ROWS:]
+            chosen, open_ends = open_ends[:rows], open_ends[rows:]
             for draft in self._advance(chosen, busy):
                 if draft.is_root:
                     after = self._branch_out(draft, continuations(draft.outcome, draft.chance, draft.choices[0]))

@@ -4,6 +4,7 @@ A seed that fails is printed with what did not hold, and is the whole of what is
 """
 
 import argparse
+import gc
 import time
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
@@ -49,6 +50,7 @@ def _scale(arguments: argparse.Namespace) -> None:
     )
     load = Load(ClosedLoop(arguments.sessions), arguments.sessions)
     fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
+    gc.disable()  # a run makes no cycles, and looking for some among millions of objects takes its time
     began, cpu = time.perf_counter(), time.process_time()
     report = World(Setting(costs, Speculation(5, DraftModel((0.8,)), arguments.mode), load, fleet)).run()
     print(report)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, DraftModel
+from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, ROWS_EACH, DraftModel
 from actors.methods.outcomes import Choice, accepted_chance, continuations, rejections
 from cluster.drafting import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
@@ -110,14 +110,15 @@ def test_what_is_hardly_likely_is_not_drafted_for():
     assert best.outcome[:-1] == block.tokens
 
 
-def test_sessions_share_each_forward_and_get_what_they_would_get_alone():
+@pytest.mark.parametrize("sessions", [3, 6])
+def test_sessions_share_each_forward_and_get_what_they_would_get_alone(sessions):
     runner = PrefixRunner(scale=1.0)
-    method = a_method(runner)
-    wants = [a_want((4, i), session=f"s{i}") for i in range(3)]
+    method = a_method(runner, pages=256)
+    wants = [a_want((4, i), session=f"s{i}") for i in range(sessions)]
     blocks = method.propose(wants, never)
     begun = len(runner.fed)
     guesses = method.propose([ahead_of(want, block) for want, block in zip(wants, blocks, strict=True)], never)
-    assert {len(rows) for rows in runner.fed[begun:-1]} == {AHEAD_ROWS}
+    assert {len(rows) for rows in runner.fed[begun:-1]} == {max(AHEAD_ROWS, ROWS_EACH * sessions)}
     for want in wants:
         _, alone = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
         assert [guess for guess in guesses if guess.session == want.open.session] == alone
