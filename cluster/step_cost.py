@@ -28,13 +28,18 @@ class Scale:
         return Scale(self.steps + 1, (1 - weight) * self.mean + weight * min(ratio, 2 * self.mean or ratio))
 
 
+def octave(count: int) -> int:
+    """Which power of two it is nearest to: 3 to 5, 6 to 11, 12 to 22 are alike."""
+    return (count * count).bit_length() // 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step over its rows and tokens; 0 while nothing is known."""
 
     shape: ForwardCost
     pace: Scale  # of late: of steps with drafts alone, without the wait before them
-    plain: tuple[tuple[int, Scale], ...] = ()  # times that, by log2 of rows: from one step's end to the next's
+    plain: tuple[tuple[int, Scale], ...] = ()  # times that, by octaves of rows: from one step's end to the next's
     plain_run: int = COMPARED  # plain steps since the last one with drafts
 
     @classmethod
@@ -46,7 +51,7 @@ class StepCost:
         ratio, run = seconds / self.shape.seconds(rows, rows), self.plain_run + 1
         if run > COMPARED:
             return replace(self, pace=self.pace.after(ratio / self._plain_scale(rows)), plain_run=run)
-        scales, size = dict(self.plain), rows.bit_length()
+        scales, size = dict(self.plain), octave(rows)
         scales[size] = scales.get(size, Scale()).after(ratio / self.pace.mean)
         return replace(self, plain=tuple(sorted(scales.items())), plain_run=run)
 
@@ -68,7 +73,7 @@ class StepCost:
         return self.shape.times(self.pace.mean) if self.pace.steps else self.shape
 
     def _plain_scale(self, rows: int) -> float:
-        scale = next((scale.mean for size, scale in self.plain if size >= rows.bit_length()), None)
+        scale = next((scale.mean for size, scale in self.plain if size >= octave(rows)), None)
         if scale is None:
             scale = self.plain[-1][1].mean if self.plain else 1.0
         return scale

@@ -8,6 +8,8 @@ however well it should have paid. Knows nothing of sessions, steps or clocks.
 import math
 from dataclasses import dataclass
 
+from cluster.step_cost import octave
+
 MEMORY = 0.02  # weight of the latest step
 PROOF, CLEAR_PROOF = 48, 16  # steps before anything is concluded; the latter where it is beyond doubt
 FIRST_PAUSE, LONGEST_PAUSE = 256, 8192  # steps; doubles while speculation keeps losing
@@ -61,7 +63,7 @@ class _AtLoad:
 
 
 class TrackRecord:
-    """By the number of sessions at once, to the power of two."""
+    """By the number of sessions at once, in octaves."""
 
     def __init__(self) -> None:
         self._loads: dict[int, _AtLoad] = {}
@@ -90,7 +92,7 @@ class TrackRecord:
         at.add(tokens, plain_tokens)
         if at.is_losing:
             pause = min(2 * at.pause, LONGEST_PAUSE)
-            self._loads[_bucket(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, pause=pause)
+            self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, pause=pause)
         elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:
             at.pause = FIRST_PAUSE
             self._look(at)
@@ -99,11 +101,7 @@ class TrackRecord:
         at.off_for, at.steps, at.looks = LOOK_STEPS, 0, at.looks + 1
 
     def _at(self, sessions: int) -> _AtLoad:
-        bucket = _bucket(sessions)
-        if bucket not in self._loads:
-            self._loads[bucket] = _AtLoad()
-        return self._loads[bucket]
-
-
-def _bucket(sessions: int) -> int:
-    return sessions.bit_length()
+        load = octave(sessions)
+        if load not in self._loads:
+            self._loads[load] = _AtLoad()
+        return self._loads[load]

@@ -47,7 +47,7 @@ def test_so_do_drafts_follow_the_pace_of_many_plain_steps():
     assert cost.drafts_s(1, 4) == pytest.approx(1.2 / 0.8 * SHAPE.seconds(1, 4), rel=0.001)
 
 
-def test_each_number_of_rows_to_the_power_of_two_has_a_scale_of_its_own_and_borrows_one_before():
+def test_each_octave_of_rows_has_a_scale_of_its_own_and_borrows_one_before():
     cost = StepCost.profiled(SHAPE).after_drafts(1, 4, SHAPE.seconds(1, 4))
     cost = cost.after_plain(1, 1.1 * SHAPE.seconds(1, 1)).after_plain(8, 2 * SHAPE.seconds(8, 8))
     assert cost.plain_s(1) == pytest.approx(1.1 * SHAPE.seconds(1, 1))
