@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 
 from cluster.breaker import SilentDrafters
-from cluster.pacing import Awaited, Load, Pacing
+from cluster.load import Load
+from cluster.pacing import Awaited, Pacing
 from cluster.target_session import TargetSession
 
 

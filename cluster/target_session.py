@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cluster.block_room import BlockRoom
-from cluster.pacing import Ask, Yield
+from cluster.pacing import Ask
 from cluster.steps import Outcome, Row
+from cluster.yields import Yield
 from protos.messages import Block, DraftAnswer, Finish, Open
 from protos.prefix import Prefix
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
 from cluster.costs import ForwardCost
-from cluster.pacing import Adaptive, Fleet, Load, Pacing, out_of_step
+from cluster.load import Load
+from cluster.pacing import Adaptive, Pacing
 from cluster.pages import PageBook, PageCopy
 from cluster.seats import Seats
 from cluster.step_cost import StepCost
@@ -23,6 +24,7 @@ from cluster.streams import Send, peer_of
 from cluster.target_session import TargetSession
 from cluster.track_record import TrackRecord
 from cluster.waiting_room import RoomLimits, WaitingRoom
+from cluster.yields import Fleet, out_of_step
 from protos.messages import (
     Attach,
     Block,

@@ -6,46 +6,14 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.pacing import (
-    ASK_AGAIN,
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    POSITIONS,
-    PRIOR,
-    PROOF,
-    TRIAL_ROUNDS,
-    TRIED_ONE_IN,
-    Adaptive,
-    Arrivals,
-    Ask,
-    Awaited,
-    Chances,
-    Cost,
-    Fleet,
-    Load,
-    LockStep,
-    Trials,
-    Yield,
-    out_of_step,
-)
+from cluster.load import DraftDelay, Load
+from cluster.pacing import ASK_AGAIN, TRIAL_ROUNDS, Adaptive, Ask, Awaited, LockStep
 from cluster.step_cost import StepCost
+from cluster.yields import FIRST_PAUSE, LONGEST_PAUSE, TRIED_ONE_IN, Arrivals, Fleet, Trials, Yield
+from tests.unit.cluster.pacing_samples import LOAD, a_delay, a_yield
 
-STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
-DRAFT = Cost.profiled([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
-LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
 PACING = Adaptive()
 NOBODY = Fleet()  # whose blocks say what to expect
-MUCH = 1e6  # blocks: what is known of others does not count any more
-
-
-def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:
-    chances = [*survival, *[0.0] * (POSITIONS - len(survival))]
-    whole = (MUCH,) * POSITIONS
-    return Yield(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), arrivals=Arrivals(delay_s))
-
-
-def survival(blocks: Chances, fleet: Chances) -> list[float]:
-    return [chance for chance, _, _ in blocks.outlook(fleet, POSITIONS)]
 
 
 def with_hits(blocks: Yield, hits: float) -> Yield:
@@ -54,77 +22,6 @@ def with_hits(blocks: Yield, hits: float) -> Yield:
 
 def asked(blocks: Yield, limit: int, load: Load = LOAD, fleet: Fleet = NOBODY) -> Ask:
     return PACING.ask(blocks, fleet, limit, load)[0]
-
-
-# ---------------------------------------------------------------- what is measured
-
-
-def test_costs_are_found_by_least_squares_and_follow_the_machine():
-    slower = Cost.profiled([(1, 0.100), (11, 0.110)] * 20)
-    assert (slower.base_s, slower.token_s) == (pytest.approx(0.099), pytest.approx(0.001))
-    for _ in range(600):
-        slower = slower.after(1, 0.2).after(11, 0.4)
-    assert (slower.base_s, slower.token_s) == (pytest.approx(0.18, rel=0.02), pytest.approx(0.02, rel=0.02))
-
-
-def test_steps_of_one_size_say_nothing_of_a_tokens_cost():
-    cost = Cost.profiled([(4, 0.1)] * 5)
-    assert (cost.base_s, cost.token_s) == (pytest.approx(0.1), 0.0)
-    assert (Cost().base_s, Cost().token_s) == (0.0, 0.0)
-
-
-def test_a_noisy_machine_makes_no_cost_negative():
-    cost = Cost.profiled([(1, 0.3), (20, 0.1)])
-    assert cost.token_s == 0.0
-    assert Cost.profiled([(1, 0.001), (20, 1.0)]).base_s >= 0.0
-
-
-def test_survival_is_learnt_by_position_from_few_blocks():
-    blocks = Chances()
-    assert survival(blocks, NOBODY.chances)[:2] == list(PRIOR[:2]), "before anything was seen"
-    for _ in range(8):
-        blocks = blocks.after(asked=2, drafted=2, accepted=1)
-    first, second, third, *_ = survival(blocks, NOBODY.chances)
-    assert first > 0.7
-    assert second < 0.15
-    assert third == PRIOR[2], "nothing was asked for there"
-
-
-def test_little_known_sessions_are_taken_to_fare_like_the_others():
-    fleet = Chances()
-    for _ in range(30):
-        fleet = fleet.after(asked=4, drafted=4, accepted=0)
-    assert survival(Chances(), fleet)[0] < 0.1
-    good = Chances()
-    for _ in range(20):
-        good = good.after(asked=4, drafted=4, accepted=4)
-    assert survival(good, fleet)[0] > 0.6, "but what a session shows itself counts for more"
-
-
-def test_positions_that_were_not_asked_for_for_long_are_unknown_again():
-    """Or a block that was short once would stay short."""
-    blocks = Chances()
-    for _ in range(20):
-        blocks = blocks.after(asked=3, drafted=3, accepted=1)
-    pessimistic = survival(blocks, NOBODY.chances)[2]
-    for _ in range(100):
-        blocks = blocks.after(asked=1, drafted=1, accepted=1)
-    assert pessimistic < PRIOR[2] / 2
-    assert survival(blocks, NOBODY.chances)[2] == pytest.approx(PRIOR[2], abs=0.01)
-
-
-def test_a_block_that_ended_in_doubt_counts_as_asked_for():
-    """Otherwise the tokens that were drafted with confidence would stand for all."""
-    blocks = Chances().after(asked=2, drafted=1, accepted=1)
-    assert survival(blocks, NOBODY.chances)[1] < PRIOR[1]
-    assert blocks.outlook(NOBODY.chances, 2)[1][2] < 1.0
-
-
-def test_the_rate_follows_the_number_of_sessions_at_once():
-    assert LOAD.rate == pytest.approx(15.0)
-    assert replace(LOAD, sessions=11).rate == pytest.approx(1.5 * 11 / 0.110)
-    assert replace(LOAD, gain=0.5).rate == pytest.approx(10.0), "a second is worth plain decoding at least"
-    assert Load().rate == 0.0
 
 
 # ---------------------------------------------------------------- how long to wait
@@ -149,7 +46,7 @@ def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not
 
 
 def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
-    quick = Cost.profiled([(1, 0.011), (4, 0.014)] * 20)
+    quick = a_delay([(1, 0.011), (4, 0.014)] * 20)
     much = with_hits(a_yield(*[0.98] * 8), 0.0)
     many = replace(LOAD, draft=quick, sessions=4)
     ask = asked(much, 8, many)
@@ -192,22 +89,22 @@ def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
     """In full steps a rejected token takes the place of one that is sure."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
     full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
-    lengths = [asked(blocks, 4, Load(full, Cost(), sessions)).tokens for sessions in (1, 8, 100)]
+    lengths = [asked(blocks, 4, Load(full, DraftDelay(), sessions)).tokens for sessions in (1, 8, 100)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 4
     assert lengths[-1] == 0
 
 
 def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
-    slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
+    slow = replace(LOAD, draft=a_delay([(1, 0.20), (4, 0.30)] * 20))
     ask = asked(a_yield(0.5, 0.25), 2, slow)
     assert (ask.tokens, ask.waits) == (2, False)
     assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, slow).tokens == 0, "none ever is"
-    assert asked(a_yield(0.5, 0.25), 2, replace(LOAD, draft=Cost())).waits, "quick ones are"
+    assert asked(a_yield(0.5, 0.25), 2, replace(LOAD, draft=DraftDelay())).waits, "quick ones are"
 
 
 def test_what_is_never_waited_for_is_timed_again_now_and_then():
-    slow = replace(LOAD, draft=Cost.profiled([(1, 0.20), (4, 0.30)] * 20))
+    slow = replace(LOAD, draft=a_delay([(1, 0.20), (4, 0.30)] * 20))
     blocks, waits = a_yield(0.5, 0.25), []
     for _ in range(3 * ASK_AGAIN):
         ask, blocks = PACING.ask(blocks, NOBODY, 2, slow)
@@ -282,7 +179,7 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
     assert gives_up < takes_up
 
 
-# ---------------------------------------------------------------- lock-step, alarm
+# ---------------------------------------------------------------- lock-step
 
 
 def test_lock_step_waits_for_all_and_asks_for_all():
@@ -292,19 +189,3 @@ def test_lock_step_waits_for_all_and_asks_for_all():
     assert pacing.patience_s(ask, LOAD) == pacing.hold_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
     gone, _ = pacing.ask(a_yield(0.5).after_plain_round(), NOBODY, 4, LOAD)
     assert pacing.patience_s(gone, LOAD) == pacing.hold_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0
-
-
-def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
-    good = a_yield(0.5, 0.25)
-    for _ in range(PROOF):
-        good = good.after_block(2, 2, 1)
-    rejected = 0
-    while not out_of_step(good):
-        good, rejected = good.after_block(2, 2, 0), rejected + 1
-        assert rejected < 50
-    assert rejected > 3, "a few rejections in a row are nothing"
-    assert not out_of_step(good.after_alarm())
-    bad = a_yield(0.5, 0.25)
-    for _ in range(500):
-        bad = bad.after_block(2, 2, 0)
-    assert not out_of_step(bad), "it never was better"

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.breaker import FIRST_PROBE_STEPS, TRIP_STEPS
-from cluster.pacing import PROOF, Ask, Awaited, Fleet, Load, Yield
+from cluster.load import Load
+from cluster.pacing import Ask, Awaited
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
 from cluster.verifier import Verifier, VerifierLimits
 from cluster.waiting_room import RoomLimits
+from cluster.yields import PROOF, Fleet, Yield
 from protos.messages import (
     Attach,
     Close,

@@ -1,0 +1,217 @@
+"""What drafters' blocks have brought, and what to expect of the next ones.
+
+Immutable values that each round makes anew; of many parts, for few of them change at once. Knows nothing of time's
+worth, sessions or clocks.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+
+FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts before they are tried again; doubles while they do not pay
+TRIED_ONE_IN = 100  # of all sessions' rounds, for all share what trials cost
+MEMORY = 0.06  # weight of the latest block in a session's chances
+KEPT = 1 - MEMORY  # that of all before it
+FLEET_STRENGTH = 3.0  # blocks that a guess counts for, before anything is known
+SESSION_STRENGTH = 8.0  # blocks that what others' blocks brought counts for, before a session's own
+ALARM = 1e-4  # chance of so many rejections in a row at which a drafter is taken for out of step
+PROOF = 8  # blocks that must have been good before, or there is no history to fall short of
+POSITIONS = 16  # of a block, that are told apart
+PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """How often each position of a block was asked for, was drafted, and was accepted; decayed counts.
+
+    They go as far as was ever asked for, which is a few positions for most sessions; blocks may end in doubt.
+    """
+
+    asked: tuple[float, ...] = ()
+    drafted: tuple[float, ...] = ()  # of as many positions, and so below
+    accepted: tuple[float, ...] = ()
+
+    def after(self, asked: int, drafted: int, accepted: int) -> "Chances":
+        """A block was verified. What was not asked for for long is forgotten, and so is tried again."""
+        new = (0.0,) * (min(asked, POSITIONS) - len(self.asked))
+        return Chances(
+            _counted(self.asked + new, asked),
+            _counted(self.drafted + new, drafted),
+            _counted(self.accepted + new, accepted),
+        )
+
+    def outlook(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
+        """What to expect of the first positions of the next block: one triple for each.
+
+        The chance that its token is accepted, and all before it; how far luck alone may have moved that, for a few
+        rejections in a row prove nothing; and the chance that it is drafted at all. `others` is what all sessions'
+        blocks brought, for where little is known.
+        """
+        counts = others.asked, others.drafted, others.accepted, self.asked, self.drafted, self.accepted
+        seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
+        found = []
+        for prior, o_asked, o_drafted, o_accepted, asked, drafted, accepted in seen:
+            usual, blocks = FLEET_STRENGTH + o_asked, SESSION_STRENGTH + asked
+            survival = (SESSION_STRENGTH * ((FLEET_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
+            reach = (SESSION_STRENGTH * ((FLEET_STRENGTH + o_drafted) / usual) + drafted) / blocks
+            found.append((survival, math.sqrt(survival * (1 - survival) / blocks), reach))
+        return found
+
+
+def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
+    """Decayed, and one more for each of the first `positions`."""
+    return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How a session's blocks come."""
+
+    delay_s: float = 0.0  # from a verdict to the arrival of the next block, when it was not there already; decayed
+    hits: float = 0.5  # share of verdicts after which a block was there already; decayed
+    vain_rounds: int = 0  # plain rounds since a block last arrived
+    unawaited: int = 0  # rounds in a row for whose blocks nobody would have waited
+
+    def asked_for(self, waits: bool) -> "Arrivals":
+        """One was asked for; `waits`: and is worth waiting for."""
+        if waits and self.unawaited == 0:
+            return self
+        return Arrivals(self.delay_s, self.hits, self.vain_rounds, 0 if waits else self.unawaited + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whether a drafter's blocks are as good as they were."""
+
+    proven: int = 0  # blocks of which something was accepted
+    failed: int = 0  # blocks of which nothing was, up to the last that was proven
+    rejected: int = 0  # blocks since then
+
+    def after(self, accepted: int) -> "Standing":
+        """A block was verified."""
+        if accepted:
+            return Standing(self.proven + 1, self.failed + self.rejected)
+        return Standing(self.proven, self.failed, self.rejected + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """For how long drafts are left off that do not pay, and how the trials go that are made now and then."""
+
+    paused: int = 0  # rounds for which nothing was asked for
+    pause: int = FIRST_PAUSE  # rounds after which to try again
+    rounds: int = 0  # of the trial that is on since then, or since something was accepted in it; 0: none has begun
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are asked for only to see whether they would pay by now."""
+        return self.paused >= self.pause
+
+    def after_pause(self) -> "Trials":
+        """A round passed for which nothing was asked for."""
+        return Trials(self.paused + 1, self.pause, self.rounds)
+
+    def after_round(self) -> "Trials":
+        """A block is asked for to see what becomes of it."""
+        return Trials(self.paused, self.pause, self.rounds + 1)
+
+    def after_success(self) -> "Trials":
+        """Something was accepted."""
+        return Trials(self.paused, self.pause, 1) if self.rounds else self
+
+    def after_failure(self) -> "Trials":
+        """A trial brought nothing."""
+        return Trials(1, min(2 * self.pause, LONGEST_PAUSE))
+
+
+PAYING = Trials()
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What all sessions of a replica have shown, for what little is known of one."""
+
+    chances: Chances = Chances()
+    too_soon: int = 0  # rounds of any sessions before the next trial may begin
+
+    def after_block(self, asked: int, drafted: int, accepted: int) -> "Fleet":
+        """A block was verified."""
+        return Fleet(self.chances.after(asked, drafted, accepted), self.too_soon)
+
+    def after_round(self, is_trial: bool) -> "Fleet":
+        """A session was decided about."""
+        if is_trial:
+            return Fleet(self.chances, self.too_soon + TRIED_ONE_IN)
+        return Fleet(self.chances, self.too_soon - 1) if self.too_soon else self
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """What a session's blocks have brought, and how they come.
+
+    Of parts, because few of them change at once, and some value changes several times in each round.
+    """
+
+    chances: Chances = Chances()  # of a block's tokens
+    arrivals: Arrivals = Arrivals()
+    standing: Standing = Standing()
+    trials: Trials = PAYING
+
+    def after_block(self, asked: int, drafted: int, accepted: int) -> "Yield":
+        """A block was verified."""
+        return Yield(
+            self.chances.after(asked, drafted, accepted),
+            self.arrivals,
+            self.standing.after(accepted),
+            self.trials.after_success() if accepted else self.trials,
+        )
+
+    def after_arrival(self, delay_s: float) -> "Yield":
+        """A block came; the drafter lives."""
+        seen = self.arrivals
+        return self._coming(Arrivals(0.7 * seen.delay_s + 0.3 * delay_s, seen.hits, 0, seen.unawaited))
+
+    def after_verdict(self, hit: bool) -> "Yield":
+        """A verdict went out that asked for a block; `hit`: it was there already."""
+        seen = self.arrivals
+        if hit:
+            return self._coming(Arrivals(seen.delay_s, 0.9 * seen.hits + 0.1, 0, seen.unawaited))
+        return self._coming(Arrivals(seen.delay_s, 0.9 * seen.hits, seen.vain_rounds, seen.unawaited))
+
+    def after_plain_round(self) -> "Yield":
+        """The target went on without a block."""
+        seen = self.arrivals
+        return self._coming(Arrivals(seen.delay_s, seen.hits, seen.vain_rounds + 1, seen.unawaited))
+
+    def after_paying(self, waits: bool) -> "Yield":
+        """Drafting was found to pay, and a block is asked for; `waits`: and is worth waiting for."""
+        arrivals = self.arrivals.asked_for(waits)
+        if arrivals is self.arrivals and self.trials == PAYING:
+            return self
+        return Yield(self.chances, arrivals, self.standing, PAYING)
+
+    def after_losing(self, trials: Trials) -> "Yield":
+        """Drafting was found not to pay; `trials`: what is done about it."""
+        return Yield(self.chances, self.arrivals, self.standing, trials)
+
+    def after_trial(self) -> "Yield":
+        """A block is asked for that should not pay; it is waited for whatever became of those before it."""
+        seen = self.arrivals
+        arrivals = Arrivals(seen.delay_s, seen.hits, 0, seen.unawaited)
+        return Yield(self.chances, arrivals, self.standing, self.trials.after_round())
+
+    def after_alarm(self) -> "Yield":
+        """The drafter was told to begin anew."""
+        return Yield(self.chances, self.arrivals, Standing(), self.trials)
+
+    def _coming(self, arrivals: Arrivals) -> "Yield":
+        return Yield(self.chances, arrivals, self.standing, self.trials)
+
+
+def out_of_step(blocks: Yield) -> bool:
+    """Whether a drafter's rejections in a row are too many for the acceptance that it had before them."""
+    seen = blocks.standing
+    if seen.proven < PROOF:
+        return False
+    usual_failure = (seen.failed + 1) / (seen.proven + seen.failed + 1)
+    return usual_failure**seen.rejected < ALARM
