@@ -56,10 +56,11 @@ class _AtLoad:
 
     @property
     def is_losing(self) -> bool:
-        """By more than luck explains; twice that where little was seen."""
+        """By more than luck explains; twice that where little was seen and it has not lost before."""
         if self.steps < CLEAR_PROOF:
             return False
-        return self.gain + (1 if self.steps >= PROOF else 2) * self.error < 1.0
+        is_likely = self.steps >= PROOF or self.pause > FIRST_PAUSE
+        return self.gain + (1 if is_likely else 2) * self.error < 1.0
 
 
 class TrackRecord:
@@ -77,7 +78,7 @@ class TrackRecord:
         return self._at(sessions).gain
 
     def plain_step(self, sessions: int) -> None:
-        """A step was made without."""
+        """A step was made without, though there were requests for it."""
         at = self._at(sessions)
         at.off_for = max(0, at.off_for - 1)
 

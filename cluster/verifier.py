@@ -362,7 +362,8 @@ class Verifier:
                 self._record.step(load.sessions, committed, took_s / plain_s * self._decoding)
             self._load = replace(load, step=load.step.after_drafts(rows, tokens, seconds))
         else:
-            self._record.plain_step(load.sessions)
+            if any(session.open.max_draft_tokens for session, _ in self._in_step):
+                self._record.plain_step(load.sessions)
             self._load = replace(load, step=load.step.after_plain(rows, took_s))
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
