@@ -17,6 +17,7 @@ from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
 from cluster.verifier import Verifier, VerifierLimits
+from cluster.track_record import FIRST_PAUSE
 from cluster.waiting_room import RoomLimits
 from cluster.yields import PROOF, Fleet, Yield
 from protos.messages import (
@@ -557,6 +558,30 @@ def test_a_block_ends_the_wait_at_once():
     desk.block((1, 2, *decided), (5,))
     assert desk.verifier.next_due() == 0.0
     assert only_verdict(desk.step()).drafted == 1
+
+
+def test_requests_without_speculation_do_not_shorten_its_pauses():
+    """Or whoever turns it off would have it tried more often for all others."""
+    desk = Desk(max_context=1000, pages=1000)
+    desk.verifier = Verifier(desk.limits)
+
+    def run(session: str, max_draft_tokens: int, steps: int) -> list[bool]:
+        """Whether speculation was on at each step; each takes twice as long with it as without."""
+        desk.open(session, max_draft_tokens=max_draft_tokens, max_len=900)
+        desk.attach((1, 2, 3), session)
+        on = []
+        for _ in range(steps):
+            on.append(bool(desk.verifier.speculation["on"]))
+            desk.now += 0.2 if on[-1] and max_draft_tokens else 0.1
+            desk.step()
+        desk.verifier.close(ROUTER, Close(session, 1), desk.now)
+        return on
+
+    lost = run("a", 4, 100)
+    assert lost[0]
+    assert not any(lost[-40:])
+    assert not any(run("b", 0, FIRST_PAUSE))
+    assert any(run("c", 4, FIRST_PAUSE))
 
 
 def test_nothing_is_waited_for_before_the_last_token_or_with_speculation_off():
