@@ -16,8 +16,8 @@ from cluster.pacing import Ask, Awaited
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
-from cluster.verifier import Verifier, VerifierLimits
 from cluster.track_record import FIRST_PAUSE
+from cluster.verifier import Verifier, VerifierLimits
 from cluster.waiting_room import RoomLimits
 from cluster.yields import PROOF, Fleet, Yield
 from protos.messages import (
