@@ -194,6 +194,7 @@ ROWS = (
     "guesses that hit, %",
     "target step, ms",
     "tokens a step",
+    "between steps, ms (median)",
     "target in a step, % of time",
 )
 
@@ -214,6 +215,7 @@ def _column(cell: Cell) -> tuple[str, ...]:
         shown(_times(cell.guess_hits, 100), ".0f"),
         shown(_times(cell.step_s, 1e3), ".1f"),
         shown(cell.tokens_per_step),
+        shown(_times(cell.gap_s, 1e3), ".1f"),
         shown(_times(cell.target_busy, 100), ".0f"),
     )
 

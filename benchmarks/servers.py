@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ class Server:
             raise RecordingTooShort(f"a turn has more than {len(events)} events; ask for fewer --tokens")
         steps = spans([replace(recorded, recording=replace(recorded.recording, events=events))], VERIFY)
         hits, misses = (counts.get(name, 0) - mark.counts.get(name, 0) for name in ("guess_hit", "guess_miss"))
-        return Work(hits, misses, len(steps), sum(step.ended_s - step.began_s for step in steps))
+        gaps = tuple(later.began_s - earlier.ended_s for earlier, later in pairwise(steps))
+        return Work(hits, misses, len(steps), sum(step.ended_s - step.began_s for step in steps), gaps)
 
     def cpu_s(self) -> float:
         """Processor time that its processes have taken since they began."""

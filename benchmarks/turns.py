@@ -18,6 +18,7 @@ class Work:
     guess_misses: int
     steps: int  # of the target, those that read prompts included
     step_s: float  # of all steps together, as the target's loop sees them
+    gaps_s: tuple[float, ...]  # from each step's end to the next's beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Cell:
     guess_hits: float | None  # share of the verdicts that something was drafted ahead for
     step_s: float | None  # mean of the target's steps
     tokens_per_step: float | None
+    gap_s: float | None  # median time between two steps
     target_busy: float | None  # share of the time in which the target is in a step
 
 
@@ -59,7 +61,7 @@ def _cell(turns: Sequence[Turn]) -> Cell:
     works = [turn.work for turn in turns if turn.work is not None]
     tally, seconds = sum((batch.tally for batch in batches), Tally()), sum(batch.seconds for batch in batches)
     hits, steps = sum(work.guess_hits for work in works), sum(work.steps for work in works)
-    step_s = sum(work.step_s for work in works)
+    step_s, gaps = sum(work.step_s for work in works), [gap for work in works for gap in work.gaps_s]
     rounds = tuple(_tokens_per_s(batches, number) for number in sorted({batch.repeat for batch in batches}))
     return Cell(
         arm=batches[0].arm,
@@ -73,6 +75,7 @@ def _cell(turns: Sequence[Turn]) -> Cell:
         guess_hits=_share(hits, hits + sum(work.guess_misses for work in works)),
         step_s=_share(step_s, steps),
         tokens_per_step=_share(tally.tokens, steps),
+        gap_s=statistics.median(gaps) if gaps else None,
         target_busy=step_s / seconds if works else None,
     )
 
