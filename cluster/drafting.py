@@ -193,7 +193,7 @@ class DraftBook:
             self._cadences[target] = self._cadence(target).after(now - session.step_began)
         hit = self._settle_guesses(session)
         goes_on = hit or not verdict.waits  # at once, with a block or without
-        session.step_began = now if goes_on else None
+        session.step_began = now if goes_on and session.asked else None
         if goes_on and not hit and self._draft_ahead:
             session.unverified, session.passed_len = (), session.prefix.length
         if verdict.finish is not Finish.NONE:

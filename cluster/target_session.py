@@ -5,13 +5,13 @@ Knows nothing of other sessions, of the cache's pages or of when a step begins.
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.block_room import BlockRoom
 from cluster.pacing import Ask
 from cluster.steps import Outcome, Row
 from cluster.yields import Yield
-from protos.messages import Block, DraftAnswer, Finish, Open
+from protos.messages import Block, DraftAnswer, Finish, Open, Verdict
 from protos.prefix import Prefix
 
 VAIN_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
@@ -39,6 +39,8 @@ class TargetSession:
     cached_len: int = 0  # tokens in the engine's cache that stand
     in_engine: bool = False  # whether the engine has heard of it
     drafter: str | None = None
+    told_len: int = 0  # length that the drafter knows of
+    rests: bool = False  # whether it knows that nothing is asked of it
     ask: Ask = Ask()  # what the drafter was asked for
     is_heard: bool = False  # whether a block came since the latest verdict, fit or not
     no_draft_len: int = -1  # length after which the drafter has no block to offer
@@ -84,6 +86,23 @@ class TargetSession:
             if length == block.base_len:
                 return now - decided
         return None
+
+    def attached(self, drafter: str, knows_of_ask: bool) -> None:
+        """A drafter has caught up with the session; it may have been told what is asked of it on the way."""
+        self.drafter, self.told_len = drafter, self.prefix.length
+        self.rests = knows_of_ask and not self.ask.tokens
+
+    def for_drafter(self, verdict: Verdict) -> Verdict | None:
+        """What the drafter is told of a verdict, and all that it was not told before; nothing while it rests."""
+        if self.rests and not self.ask.tokens and verdict.finish is Finish.NONE:
+            return None
+        told_len, self.told_len, self.rests = self.told_len, self.prefix.length, not self.ask.tokens
+        if told_len == verdict.base_len:
+            return verdict
+        prefix_hash = self.prefix.hash_at(told_len)
+        assert prefix_hash is not None, "the drafter was told more than was decided"
+        tokens = tuple(self.prefix.tokens[told_len:])
+        return replace(verdict, base_len=told_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
     def row(self, budget: int) -> Row:
         """What to feed next, with at most `budget` tokens; a block only as a whole. The pages are left open.

@@ -136,8 +136,8 @@ class Verifier:
             return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
-        session.drafter = drafter
         missed = tuple(session.prefix.tokens[attach.have_len :])
+        session.attached(drafter, knows_of_ask=bool(missed))
         if not missed:
             return []
         catch_up = Verdict(
@@ -387,7 +387,8 @@ class Verifier:
         )
         sends: list[Send] = [(session.router, verdict)]
         if session.drafter is not None:
-            sends.append((session.drafter, verdict))
+            if (news := session.for_drafter(verdict)) is not None:
+                sends.append((session.drafter, news))
             sends += self._alarm(session, session.drafter)
         if decision.finish is not Finish.NONE:
             self._forget(session.open.session)

@@ -64,9 +64,11 @@ class Steady:
     hold: float = 0.0
     asked: int | None = None
     waits: bool = True
+    asked_next: Callable[[], int] | None = None
 
     def ask(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> tuple[Ask, Yield]:
-        return Ask(limit if self.asked is None else self.asked, self.patience(blocks), waits=self.waits), blocks
+        tokens = self.asked_next() if self.asked_next else self.asked
+        return Ask(limit if tokens is None else tokens, self.patience(blocks), waits=self.waits), blocks
 
     def patience_s(self, ask: Ask, load: Load) -> float:
         return ask.worth
@@ -584,6 +586,25 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
     assert any(run("c", 4, FIRST_PAUSE))
 
 
+def test_a_drafter_of_which_nothing_is_asked_hears_no_verdicts_until_something_is():
+    """It costs the target a message a token otherwise, and the drafter the reading."""
+    asks = iter([0, 0, 0, 2, 2, 0])
+    desk = Desk()
+    desk.verifier = Verifier(desk.limits, Steady(lambda _: 0.0, asked_next=lambda: next(asks, 0)))
+    desk.open(tokens=(1, 2), max_len=11)
+    desk.attach((1, 2))
+    told = [[message for to, message in desk.step() if to == DRAFTER] for _ in range(9)]
+    whole = (1, 2, *text((1, 2), 9))
+    (first,), nothing, (caught_up,), (second,), (rests,), *quiet, (last,) = told
+    assert nothing == []
+    assert not any(quiet)
+    assert [len(verdict.tokens) for verdict in (first, caught_up, second, rests)] == [1, 2, 1, 1]
+    assert caught_up.prefix_hash == Prefix(KEY, whole[:3]).hash
+    assert [verdict.draft_tokens for verdict in (first, caught_up, second, rests)] == [0, 2, 2, 0]
+    assert last.finish is Finish.LENGTH
+    assert last.tokens == whole[last.base_len :], "the end is told, with all before it"
+
+
 def test_nothing_is_waited_for_before_the_last_token_or_with_speculation_off():
     """A block there could not bring anything: one plain step ends the session."""
     desk = Desk(patience=lambda *_: 2.0)
@@ -766,7 +787,7 @@ def test_a_verdict_says_how_much_to_draft_next_and_who_is_asked_for_nothing_is_n
     plain.open(tokens=(1, 2))
     plain.attach((1, 2))
     assert only_verdict(plain.step(), DRAFTER).draft_tokens == 0
-    assert only_verdict(plain.step(), DRAFTER).tokens == text((1, 2), 2)[1:]
+    assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 2)[1:]
 
 
 def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
