@@ -4,6 +4,9 @@ Knows nothing of what the measurements are for.
 """
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from statistics import median
 
 from actors.cache import FeedRow
@@ -16,7 +19,7 @@ from protos.prefix import Prefix
 
 SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a step
 CONTEXT = 64  # tokens before them
-REPEATS = 5  # of which the fastest counts: when a pool starts, much else does too
+REPEATS = 5  # turns, of which the fastest counts: when a pool starts, much else does too
 ROWS = (1, 4, 16)  # sessions in a drafting pass
 SHORT, LONG = 1, 4  # blocks of a drafting pass, in tokens
 PROMPT_TOKENS = 8
@@ -27,33 +30,43 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
     Sizes that the pages have no room for are left out.
     """
-    points: list[tuple[int, float]] = []
-    per_row: list[float] = []
-    for size in SIZES:
+    sizes = [size for size in SIZES if size <= pages * page_size]
+    one_row, single_tokens = [], []
+    for size in sizes:
         start = min(CONTEXT, pages * page_size - size)
-        if start < 0:
-            break
         # Rows may share pages here: what they read and write does not matter.
-        needed = -(-(start + size) // page_size)
-        one_row = [FeedRow((0,) * size, start, size, tuple(range(needed)))]
-        rows = [FeedRow((0,), start, 1, tuple(range(needed)))] * size
-        seconds = _forward_s(runner, one_row)
-        if size > 1:
-            per_row.append(max(0.0, _forward_s(runner, rows) - seconds) / (size - 1))
-        points.append((size, max(seconds, points[-1][1]) if points else seconds))
-    per_row_s = median(per_row) if per_row else 0.0
-    by_tokens = tuple((size, max(0.0, seconds - per_row_s)) for size, seconds in points)
+        needed = tuple(range(-(-(start + size) // page_size)))
+        one_row.append([FeedRow((0,) * size, start, size, needed)])
+        single_tokens.append([FeedRow((0,), start, 1, needed)] * size)
+    seconds = _least_s([partial(_forward, runner, rows) for rows in (*one_row, *single_tokens)])
+    whole, apart = list(accumulate(seconds[: len(sizes)], max)), seconds[len(sizes) :]
+    rows = [
+        max(0.0, more - less) / (size - 1) for size, less, more in zip(sizes, whole, apart, strict=True) if size > 1
+    ]
+    per_row_s = median(rows) if rows else 0.0
+    by_tokens = tuple((size, max(0.0, taken - per_row_s)) for size, taken in zip(sizes, whole, strict=True))
     return ForwardCost(by_tokens=by_tokens, per_row_s=per_row_s)
 
 
-def _forward_s(runner: Runner, rows: list[FeedRow]) -> float:
-    """Least seconds; the first forward of its size, which may allocate, does not count."""
-    seconds = []
+def _forward(runner: Runner, rows: list[FeedRow]) -> None:
+    runner.forward(rows).max(dim=-1).indices.tolist()  # the result is fetched, as a verdict needs it
+
+
+def _least_s(todo: Sequence[Callable[[], object]]) -> list[float]:
+    """The least seconds of each of several things.
+
+    They take turns, so that whatever else a machine is at does not fall on one of them alone; the first turn, in which
+    memory is allocated and prompts are read, does not count.
+    """
+    turns = []
     for _ in range(1 + REPEATS):
-        began = time.perf_counter()
-        runner.forward(rows).max(dim=-1).indices.tolist()  # the result is fetched, as a verdict needs it
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+        seconds = []
+        for do in todo:
+            began = time.perf_counter()
+            do()
+            seconds.append(time.perf_counter() - began)
+        turns.append(seconds)
+    return [min(found) for found in zip(*turns[1:], strict=True)]
 
 
 def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost:
@@ -61,25 +74,16 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 
     A method that finds nothing in these prompts is measured at finding nothing.
     """
+    sizes = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions]
+    wants = [[_want(limits, index, length) for index in range(rows)] for rows in sizes for length in (SHORT, LONG)]
+    seconds = iter(_least_s([partial(method.propose, each, lambda: False) for each in wants]))
+    method.close([want.open.session for want in wants[-1]])
     points, passes = [], []
-    for rows in (rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions):
-        short, long = (_pass_s(method, limits, rows, length) for length in (SHORT, LONG))
+    for rows, (short, long) in zip(sizes, zip(seconds, seconds, strict=True), strict=True):
         token_s = max(0.0, long - short) / (LONG - SHORT)
         points.append((rows, token_s))
         passes.append(max(0.0, short - SHORT * token_s))
     return DraftCost(forward=ForwardCost(by_tokens=tuple(points)), per_pass_s=median(passes))
-
-
-def _pass_s(method: DraftingMethod, limits: DrafterLimits, rows: int, length: int) -> float:
-    """Least seconds of a pass; the first one, which feeds the prompts, does not count."""
-    wants = [_want(limits, index, length) for index in range(rows)]
-    seconds = []
-    for _ in range(1 + REPEATS):
-        began = time.perf_counter()
-        method.propose(wants, lambda: False)
-        seconds.append(time.perf_counter() - began)
-    method.close([want.open.session for want in wants])
-    return min(seconds[1:])
 
 
 def _want(limits: DrafterLimits, index: int, length: int) -> Want:
