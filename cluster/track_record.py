@@ -21,9 +21,8 @@ CLOSE = 0.2  # gains less than this above or below 1
 
 @dataclass(slots=True)
 class _AtLoad:
-    """Decayed sums over steps: how many, tokens, what plain decoding would have brought, and their products."""
+    """Decayed sums over steps: tokens, what plain decoding would have brought, and their products."""
 
-    weight: float = 0.0
     tokens: float = 0.0
     plain: float = 0.0
     tokens_squared: float = 0.0
@@ -36,7 +35,6 @@ class _AtLoad:
 
     def add(self, tokens: float, plain: float) -> None:
         keep = 1 - MEMORY
-        self.weight = keep * self.weight + 1
         self.tokens = keep * self.tokens + tokens
         self.plain = keep * self.plain + plain
         self.tokens_squared = keep * self.tokens_squared + tokens * tokens

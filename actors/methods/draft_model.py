@@ -27,7 +27,7 @@ from cluster.config import CacheConfig
 from cluster.drafting import Proposal, Want, block_room
 from cluster.pages import PageCopy
 from protos.messages import Acceptance, SparseProbs, Verdict
-from protos.prefix import extend_hash
+from protos.prefix import extend_hash, hashes_after
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
@@ -217,9 +217,7 @@ class DraftModel:
             cached = base + len(outcome) - 1
             if chance < LEAST_CHANCE or room <= 0 or not stops.isdisjoint(outcome) or cached > len(root.branch.tokens):
                 continue
-            base_hash = want.prefix_hash
-            for token in outcome:
-                base_hash = extend_hash(base_hash, token)
+            base_hash = hashes_after(want.prefix_hash, outcome)[-1]
             branch = self._cache.fork(root.branch, cached)
             drafts.append(_Draft(want, branch, [outcome[-1]], base_hash, room, outcome, chance))
         return drafts
