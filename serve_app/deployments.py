@@ -211,6 +211,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
         context=config.model.max_context,
         target_ids=target_tokens.keys(),
         limits=DraftingLimits(speculation.draft_probs_top_k, speculation.min_confidence),
+        longest_block=speculation.max_draft_tokens,
     )
     return LookupFirst(lookup, model) if draft.method == "lookup_first" else model
 

@@ -71,19 +71,26 @@ class DraftCache:
         """Shares pages of the first `length` tokens, which are decided, with sessions that begin alike."""
         self._book.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
-    def feed(self, branch: Branch, tokens: Sequence[int], busy: set[str]) -> tuple[FeedRow, list[PageCopy]] | None:
+    def feed(
+        self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = ()
+    ) -> tuple[FeedRow, list[PageCopy]] | None:
         """Appends tokens, the last of which gives logits; None when the pool is dry.
 
+        So does each of `masks`, which are fed after them and are no part of the branch: `drop_masks` once that is done.
         Room is made at the cost of sessions that are not `busy`.
         """
         start, end = len(branch.tokens), len(branch.tokens) + len(tokens)
-        while (copies := self._book.reserve(branch.name, start, end)) is None:
+        while (copies := self._book.reserve(branch.name, start, end + len(masks))) is None:
             idle = next((session for session in self._branches if session not in busy), None)
             if idle is None:
                 return None
             self.close(idle)
         branch.tokens += tokens
-        return FeedRow(tuple(tokens), start, 1, self._book.table(branch.name)), copies
+        return FeedRow((*tokens, *masks), start, 1 + len(masks), self._book.table(branch.name)), copies
+
+    def drop_masks(self, branch: Branch) -> None:
+        """Frees what was cached of mask tokens."""
+        self._book.truncate(branch.name, len(branch.tokens))
 
     def close(self, session: str) -> None:
         """Forgets a session; an unknown one is ignored."""

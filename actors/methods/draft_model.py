@@ -1,4 +1,4 @@
-"""Autoregressive drafting with a small model: one forward per draft token, all sessions together.
+"""Drafting with a small model, all sessions together: a forward for each token, or for several where it has learnt that.
 
 While a block is verified, blocks are drafted for what may come of it: for each place where the target may stop
 accepting and each likely token there, by the draft model's own probabilities (a speculation cache: Kumar et al. 2026,
@@ -8,6 +8,7 @@ arXiv 2603.03251). Knows nothing of streams or verification.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from actors.methods import TargetNeeds
 from actors.methods.draft_cache import Branch, DraftCache
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
 from actors.methods.outcomes import Choice, Choices, Outcome, accepted_chance, continuations, rejections
+from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
 from actors.models import load_model
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
 from actors.runner import ModelRunner, Runner
@@ -76,6 +78,11 @@ class _Draft:
         self.prefix_hash = self.base_hash
 
     @property
+    def missing(self) -> int:
+        """Tokens that may still be drafted."""
+        return self.max_tokens - len(self.tokens)
+
+    @property
     def ratio(self) -> bool:
         return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
 
@@ -128,9 +135,10 @@ class DraftModel:
         cache: DraftCache,
         limits: DraftingLimits,
         clock: Callable[[], float] = time.monotonic,
+        masks: MaskTokens = ONE_AT_A_TIME,
     ) -> None:
         self._runner, self._token_ids, self._cache, self._limits = runner, token_ids, cache, limits
-        self._clock = clock
+        self._clock, self._masks = clock, masks
         self._ids: list[int] = token_ids.tolist()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
 
@@ -225,7 +233,7 @@ class DraftModel:
     # ------------------------------------------------------------ drafting
 
     def _advance(self, drafts: Sequence[_Draft], busy: set[str]) -> list[_Draft]:
-        """One forward for all of them; those that were read to their end and so have a token more, or are done.
+        """One forward for all of them; those that were read to their end and so have more tokens, or are done.
 
         What is not read to its end, or has no room in the pool, goes without; the next want goes on from there.
         """
@@ -235,30 +243,35 @@ class DraftModel:
         budget = self._limits.pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
             part, rest = draft.pending[:budget], draft.pending[budget:]
-            if part and (feed := self._cache.feed(draft.branch, part, busy)) is not None:
+            masks = () if rest else self._masks.after(draft.missing)[: budget - len(part)]
+            if part and (feed := self._cache.feed(draft.branch, part, busy, masks)) is not None:
                 rows.append(feed[0])
                 copies += feed[1]
                 fed.append(draft)
-                draft.pending, budget = rest, budget - len(part)
+                draft.pending, budget = rest, budget - len(part) - len(masks)
         if not rows:
             return []
-        logits = self._runner.forward(rows, copies)
+        logits = self._runner.forward(rows, copies).split([row.logits for row in rows])
+        for draft, row in zip(fed, rows, strict=True):
+            if row.logits > 1:
+                self._cache.drop_masks(draft.branch)
         read = [index for index, draft in enumerate(fed) if not draft.pending]
-        found = [fed[index] for index in read]
-        if found:
-            self._extend(found, logits if len(read) == len(fed) else logits[read])
-        return found
+        self._extend([fed[index] for index in read], [logits[index] for index in read])
+        return [fed[index] for index in read]
 
-    def _extend(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
-        """Adds a token to each draft, or ends it; logits (drafts, columns)."""
-        simple = [i for i, d in enumerate(drafts) if d.want.open.sampling.greedy and not d.want.open.sampling.penalised]
+    def _extend(self, drafts: Sequence[_Draft], logits: Sequence[Tensor]) -> None:
+        """Adds tokens to each draft, or ends it; logits (tokens, columns) for each."""
+        sampling = [draft.want.open.sampling for draft in drafts]
+        simple = [index for index, how in enumerate(sampling) if how.greedy and not how.penalised]
         if simple:
-            part = logits if len(simple) == len(drafts) else logits[simple]
-            for index, choices in zip(simple, self._greedy_choices(part), strict=True):
-                self._append(drafts[index], choices[0].token, choices)
-        for index, draft in enumerate(drafts):
-            if index not in simple:
-                self._extend_by_sampling(draft, logits[index])
+            parts = [logits[index] for index in simple]
+            choices = iter(self._greedy_choices(torch.cat(parts)))
+            for index, part in zip(simple, parts, strict=True):
+                for there in list(islice(choices, len(part))):
+                    self._append(drafts[index], there[0].token, there)
+        for index in set(range(len(drafts))) - set(simple):
+            for row in logits[index]:
+                self._extend_by_sampling(drafts[index], row)
 
     def _greedy_choices(self, logits: Tensor) -> list[Choices]:
         logits = logits.float()
@@ -270,6 +283,8 @@ class DraftModel:
         ]
 
     def _extend_by_sampling(self, draft: _Draft, logits: Tensor) -> None:
+        if draft.done:
+            return
         request = draft.want.open
         whole = logits.new_full((self._runner.vocabulary,), -torch.inf)
         whole[self._token_ids] = logits
@@ -283,13 +298,15 @@ class DraftModel:
             self._append(draft, token, choices)
 
     def _append(self, draft: _Draft, token: int, choices: Choices) -> None:
+        if draft.done:
+            return
         draft.survival *= choices[0].chance
         if draft.survival < draft.least_chance:
             draft.done = True
             return
         draft.tokens.append(token)
         draft.choices.append(choices)
-        draft.pending = [token]
+        draft.pending.append(token)
         draft.prefix_hash = extend_hash(draft.prefix_hash, token)
         # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
         is_awaited = draft.want.unverified is None
@@ -347,9 +364,11 @@ def load_draft_model(
     context: int,
     target_ids: Iterable[int],
     limits: DraftingLimits,
+    longest_block: int,
 ) -> DraftModel:
     """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
     model = load_model(folder, dtype, device)
+    masks = read_mask_tokens(model.config, longest_block)
     rows = int(model.config.get_text_config().vocab_size)
     frequent = read_frequent_tokens(folder, rows)
     proposable = sorted({i for i in target_ids if i < rows} & set(frequent if frequent is not None else range(rows)))
@@ -358,4 +377,4 @@ def load_draft_model(
         reduce_head(model, token_ids)
     pages = page_count(cache, page_bytes(model, cache.page_size), sessions, context, device)
     runner = ModelRunner(model, pages, cache.page_size)
-    return DraftModel(runner, token_ids, DraftCache(pages, cache.page_size), limits)
+    return DraftModel(runner, token_ids, DraftCache(pages, cache.page_size), limits, masks=masks)

@@ -23,6 +23,7 @@ from chunks import Example, read_chunk
 from copying import CopyConfig, CopyRows
 from fast import ATTENTION, AttentionObserver, VocabularyRows
 from guide import Guide
+from parallel import Masks
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -55,6 +56,10 @@ class TrainConfig:
     sharpening: float  # exponent on the teacher's probabilities
     top_k: int  # of the teacher's tokens that are learnt from
     negatives: int  # random vocabulary entries beside those that the teacher names
+    mask_width: int  # tokens that one forward names beyond the next; 0: the draft names one at a time
+    mask_places: int  # of a sequence at which it is taught
+    mask_weight: float  # of what mask tokens name
+    mask_token: int
     save_minutes: float
     reload_minutes: float
 
@@ -69,6 +74,10 @@ class Batch:
     top_ids: Tensor  # [positions, k]
     top_probs: Tensor  # [positions, k]
     weights: Tensor  # [positions]
+    masks: Masks | None  # whose labels, from the same positions, are the further ones
+    mask_rows: Tensor  # [labelled masks]
+    mask_columns: Tensor  # [labelled masks]
+    mask_labels: Tensor  # [labelled masks]: index into positions
 
 
 class Data:
@@ -133,14 +142,30 @@ class Data:
         top_k = self._config.top_k
         in_answer = [e.scored >= e.answer_start - 1 for e in examples]
         weights = np.where(np.concatenate(in_answer), 1.0, self._config.user_weight)
+        rows = np.repeat(np.arange(len(examples)), [e.scored.size for e in examples])
+        columns = np.concatenate([e.scored for e in examples]).astype(np.int64)
+        masks = self._place_masks(examples, longest)
+        places = np.full((len(examples), longest + self._config.mask_width), -1)
+        places[rows, columns] = np.arange(len(rows))
+        labels = places[np.arange(len(examples))[:, None, None], masks.stand_for().numpy()]
+        known = torch.from_numpy(labels >= 0)
         return Batch(
             tokens=torch.from_numpy(tokens),
-            rows=torch.from_numpy(np.repeat(np.arange(len(examples)), [e.scored.size for e in examples])),
-            columns=torch.from_numpy(np.concatenate([e.scored for e in examples]).astype(np.int64)),
+            masks=masks if self._config.mask_width else None,
+            mask_rows=known.nonzero()[:, 0],
+            mask_columns=masks.columns()[known],
+            mask_labels=torch.from_numpy(labels)[known],
+            rows=torch.from_numpy(rows),
+            columns=torch.from_numpy(columns),
             top_ids=torch.from_numpy(np.concatenate([widened(e.top_ids, top_k, "edge") for e in examples])),
             top_probs=torch.from_numpy(np.concatenate([widened(e.top_probs, top_k, "constant") for e in examples])),
             weights=torch.from_numpy(weights.astype(np.float32)),
         )
+
+    def _place_masks(self, examples: list[Example], longest: int) -> Masks:
+        """At random among the places that the teacher was asked about."""
+        drawn = [self._rng.choice(e.scored, self._config.mask_places) for e in examples]
+        return Masks(torch.from_numpy(np.stack(drawn).astype(np.int64)), self._config.mask_width, longest)
 
 
 def widened(columns: np.ndarray, width: int, mode: Literal["edge", "constant"]) -> np.ndarray:
@@ -153,7 +178,8 @@ class SoftTargetLoss(torch.autograd.Function):
     """Weighted cross-entropy of softmax(hidden @ head.T + offset) against a few soft targets a row.
 
     Logits of all positions at once would be hundreds of megabytes; so loss and gradients are made a slice at a time,
-    in one pass. Returns the mean loss, and how often the likeliest entry is the teacher's.
+    in one pass. Returns the mean loss, and how often the likeliest entry is the teacher's: in the first `plain`
+    rows and in the others.
     """
 
     @staticmethod
@@ -165,9 +191,11 @@ class SoftTargetLoss(torch.autograd.Function):
         labels: Tensor,
         wanted: Tensor,
         weights: Tensor,
+        plain: int,
     ) -> tuple[Tensor, Tensor]:
         hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
-        loss = agreed = torch.zeros(())
+        loss = torch.zeros(())
+        is_agreed = []
         shares = weights / weights.sum()
         named = int((offset == 0).sum())  # the entries before the random ones
         for part in torch.arange(len(hidden)).split(POSITIONS_AT_ONCE):
@@ -175,7 +203,7 @@ class SoftTargetLoss(torch.autograd.Function):
             logits = (hidden[rows] @ head.T).float().add_(offset)
             highest = logits.amax(dim=1, keepdim=True)
             likeliest = logits[:, :named].argmax(dim=1)
-            agreed = agreed + ((likeliest == labels[rows, 0]) * shares[rows]).sum()
+            is_agreed.append(likeliest == labels[rows, 0])
             at_labels = logits.gather(1, labels[rows])
             probs = logits.sub_(highest).exp_()
             total = probs.sum(dim=1, keepdim=True)
@@ -186,12 +214,14 @@ class SoftTargetLoss(torch.autograd.Function):
             hidden_grad[rows] = gradient @ head
             head_grad += gradient.T @ hidden[rows]
         ctx.save_for_backward(hidden_grad, head_grad)
-        return loss, agreed
+        agreed = torch.cat(is_agreed) * weights
+        parts = [agreed[:plain].sum() / weights[:plain].sum(), agreed[plain:].sum() / weights[plain:].sum()]
+        return loss, torch.stack(parts)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, head_grad = ctx.saved_tensors
-        return hidden_grad * upstream[0], head_grad * upstream[0], None, None, None, None
+        return hidden_grad * upstream[0], head_grad * upstream[0], None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -200,6 +230,7 @@ class StepResult:
 
     loss: Tensor
     agreement: float  # of the likeliest tokens, over the sampled vocabulary
+    mask_agreement: float  # of those that mask tokens name
 
 
 def distillation_loss(
@@ -211,17 +242,21 @@ def distillation_loss(
 ) -> StepResult:
     """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
     vocabulary, labels, others = sampled_vocabulary(batch.top_ids, rows.size, config.negatives)
-    inputs, head = rows.select(batch.tokens, vocabulary)
-    hidden = model.get_decoder()(inputs_embeds=inputs, use_cache=False, observe=observe).last_hidden_state
-    hidden = hidden[batch.rows, batch.columns]
+    masks, body = batch.masks, model.get_decoder()
+    inputs, head = rows.select(masks.tokens(batch.tokens, config.mask_token) if masks else batch.tokens, vocabulary)
+    extra = {"position_ids": masks.positions(), "bias": masks.bias()} if masks else {}
+    hidden = body(inputs_embeds=inputs, use_cache=False, observe=observe, **extra).last_hidden_state
+    hidden = torch.cat((hidden[batch.rows, batch.columns], hidden[batch.mask_rows, batch.mask_columns]))
+    weights = torch.cat((batch.weights, config.mask_weight * batch.weights[batch.mask_labels]))
     offset = torch.zeros(len(vocabulary))
     offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
     wanted = batch.top_probs.pow(config.sharpening)
     wanted = wanted / wanted.sum(dim=1, keepdim=True)
+    labels, wanted = torch.cat((labels, labels[batch.mask_labels])), torch.cat((wanted, wanted[batch.mask_labels]))
     loss, agreed = SoftTargetLoss.apply(
-        hidden.to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, batch.weights
+        hidden.to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, weights, len(batch.rows)
     )
-    return StepResult(loss, float(agreed.detach()))
+    return StepResult(loss, float(agreed[0]), float(agreed[1]))
 
 
 def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tensor, Tensor, int]:
@@ -273,7 +308,7 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
     body = [p for group in groups for p in group["params"]]
     start = time.monotonic()
     saved = reloaded = 0.0
-    agreement = 0.5
+    agreement, further = 0.5, 0.0
     columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("training", total=60 * config.minutes, note="")
@@ -292,7 +327,8 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
                 optimizer.zero_grad(set_to_none=True)
             rows.step(config.embedding_share * rate)
             agreement += 0.02 * (result.agreement - agreement)
-            note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}"
+            further += 0.02 * (result.mask_agreement - further) if config.mask_width else 0.0
+            note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}, further {further:.3f}"
             progress.update(task, completed=elapsed, note=note)
             if step % 100 == 0:
                 progress.console.print(note)
@@ -329,6 +365,10 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharpening", type=float, default=1.5, help="exponent on the teacher's probabilities")
     parser.add_argument("--top-k", type=int, default=10, help="of the teacher's tokens, to learn from")
     parser.add_argument("--negatives", type=int, default=2048, help="random vocabulary entries a step")
+    parser.add_argument("--mask-width", type=int, default=0, help="tokens named beyond the next; 0: one at a time")
+    parser.add_argument("--mask-places", type=int, default=32, help="of a sequence, at which that is taught")
+    parser.add_argument("--mask-weight", type=float, default=0.5, help="weight of what mask tokens name")
+    parser.add_argument("--mask-token", type=int, default=0, help="id of a token that no text has")
     parser.add_argument("--save-minutes", type=float, default=5.0, help="between two saves")
     parser.add_argument("--reload-minutes", type=float, default=2.0, help="between two looks for new chunks")
     parser.add_argument("--seed", type=int, default=0)
@@ -348,6 +388,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(config.seed)
     model = AutoModelForCausalLM.from_pretrained(arguments.start, dtype=torch.float32, attn_implementation=ATTENTION)
+    if config.mask_width:
+        model.config.pard_token, model.config.tokens_per_forward = config.mask_token, 1 + config.mask_width
     train(model, Data(config), config)
 
 

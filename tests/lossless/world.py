@@ -15,6 +15,7 @@ from torch import Tensor
 from actors.executor import StepExecutor
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.parallel import MaskTokens
 from actors.toy import ToyRunner
 from cluster.drafting import DraftBook, DrafterLimits
 from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
@@ -69,6 +70,7 @@ class Setting:
     ahead: int = 100  # sessions drafted ahead for at once; few: for several outcomes each
     interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
     pages: int = 4096  # of the target's cache
+    width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
 
 
 class World:
@@ -89,8 +91,14 @@ class World:
         self._memory = TokenMemory(PAGE_SIZE)
         cache = DraftCache(8 * sessions, PAGE_SIZE)
         drafting = DraftingLimits(top_k=vocabulary, min_confidence=0.0)
+        masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
         self._method = DraftModel(
-            ToyRunner(setting.draft_logits), torch.arange(vocabulary), cache, drafting, clock=lambda: self._now
+            ToyRunner(masked),
+            torch.arange(vocabulary),
+            cache,
+            drafting,
+            clock=lambda: self._now,
+            masks=MaskTokens(vocabulary, setting.width),
         )
         self._now, self._order = 0.0, count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []

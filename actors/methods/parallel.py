@@ -1,0 +1,46 @@
+"""Several tokens in one forward: mask tokens after the last one known, each of which names one token further.
+
+(PARD: An et al. 2025, arXiv 2504.18583.) A mask token sees what the tokens before it say and the masks between, not the
+tokens that will stand there: a forward names several tokens, the further ones somewhat worse than one forward each
+would. Its keys and values are of no use afterwards. Knows nothing of drafting.
+"""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from cluster.errors import ModelError
+
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # of a checkpoint's configuration, by who made it
+WIDTH_KEY = "tokens_per_forward"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTokens:
+    """What a draft model names in one forward: `width` tokens, by `width` - 1 times `token` after the last known one."""
+
+    token: int
+    width: int
+
+    def after(self, tokens: int) -> tuple[int, ...]:
+        """The masks to feed for so many tokens to be named, the first of them by the last known token."""
+        return (self.token,) * (min(self.width, tokens) - 1)
+
+
+ONE_AT_A_TIME = MaskTokens(token=0, width=1)
+
+
+def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
+    """What the checkpoint was trained for; one that says no width names blocks of up to `longest` tokens at once.
+
+    Raises ModelError where it names a mask token that it does not have.
+    """
+    token = next((found for key in MASK_KEYS if (found := getattr(config, key, None)) is not None), None)
+    if token is None:
+        return ONE_AT_A_TIME
+    rows, width = int(config.get_text_config().vocab_size), getattr(config, WIDTH_KEY, longest)
+    if not isinstance(token, int) or not 0 <= token < rows:
+        raise ModelError(f"the draft model's mask token is {token!r}, expected an id from 0 to {rows - 1}")
+    if not isinstance(width, int) or width < 1:
+        raise ModelError(f"the draft model's {WIDTH_KEY} is {width!r}, expected 1 or more")
+    return MaskTokens(token, width)
