@@ -21,7 +21,7 @@ SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a step
 CONTEXT = 64  # tokens before them
 REPEATS = 5  # turns, of which the fastest counts: when a pool starts, much else does too
 ROWS = (1, 4, 16)  # sessions in a drafting pass
-SHORT, LONG = 1, 4  # blocks of a drafting pass, in tokens
+SHORT, LONG = 1, 4  # forwards of a drafting pass
 PROMPT_TOKENS = 8
 
 
@@ -74,16 +74,18 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 
     A method that finds nothing in these prompts is measured at finding nothing.
     """
-    sizes = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions]
-    wants = [[_want(limits, index, length) for index in range(rows)] for rows in sizes for length in (SHORT, LONG)]
+    sizes, width = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions], method.tokens_per_forward
+    lengths = (SHORT * width, LONG * width)
+    wants = [[_want(limits, index, length) for index in range(rows)] for rows in sizes for length in lengths]
     seconds = iter(_least_s([partial(method.propose, each, lambda: False) for each in wants]))
     method.close([want.open.session for want in wants[-1]])
     points, passes = [], []
     for rows, (short, long) in zip(sizes, zip(seconds, seconds, strict=True), strict=True):
-        token_s = max(0.0, long - short) / (LONG - SHORT)
-        points.append((rows, token_s))
-        passes.append(max(0.0, short - SHORT * token_s))
-    return DraftCost(forward=ForwardCost(by_tokens=tuple(points)), per_pass_s=median(passes))
+        forward_s = max(0.0, long - short) / (LONG - SHORT)
+        points.append((rows, forward_s))
+        passes.append(max(0.0, short - SHORT * forward_s))
+    forward = ForwardCost(by_tokens=tuple(points))
+    return DraftCost(forward=forward, per_pass_s=median(passes), tokens_per_forward=width)
 
 
 def _want(limits: DrafterLimits, index: int, length: int) -> Want:

@@ -61,21 +61,30 @@ class ForwardCost(_Frozen):
 
 
 class DraftCost(_Frozen):
-    """Seconds of one drafting pass: a forward of one token a row for each token drafted, and something for the pass."""
+    """Seconds of one drafting pass: of its forwards, one after the other, and something for the pass.
+
+    A forward names `tokens_per_forward` tokens in each row; its curve is over rows.
+    """
 
     forward: ForwardCost
     per_pass_s: float = Field(0.0, ge=0)
+    tokens_per_forward: int = Field(1, ge=1)
 
     def times(self, factor: float) -> Self:
         """The same shape, so many times as slow."""
-        return type(self)(forward=self.forward.times(factor), per_pass_s=factor * self.per_pass_s)
+        slower = {"forward": self.forward.times(factor), "per_pass_s": factor * self.per_pass_s}
+        return self.model_copy(update=slower)
 
-    def seconds(self, rows: float, tokens: float) -> float:
+    def seconds(self, rows: float, tokens: int) -> float:
         """`tokens` is the length of the longest block of the pass."""
-        return self.per_pass_s + tokens * self.token_s(rows)
+        return self.per_pass_s + self.forwards(tokens) * self.forward_s(rows)
 
-    def token_s(self, rows: float) -> float:
-        """One token more in each row."""
+    def forwards(self, tokens: int) -> int:
+        """That a block of so many tokens takes."""
+        return -(-tokens // self.tokens_per_forward)
+
+    def forward_s(self, rows: float) -> float:
+        """One forward over so many rows."""
         return self.forward.seconds(rows, rows)
 
 

@@ -23,6 +23,11 @@ class DraftingMethod(Protocol):
 
     needs: TargetNeeds
 
+    @property
+    def tokens_per_forward(self) -> int:
+        """That one forward names after each prefix: what drafting costs goes by forwards."""
+        ...
+
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         """One proposal per want; for a want ahead any number.
 

@@ -1,4 +1,4 @@
-"""Drafting with a small model, all sessions together: a forward for each token, or for several where it has learnt that.
+"""Drafting with a small model, all sessions together: a forward for each token, or for several if it has learnt that.
 
 While a block is verified, blocks are drafted for what may come of it: for each place where the target may stop
 accepting and each likely token there, by the draft model's own probabilities (a speculation cache: Kumar et al. 2026,
@@ -142,6 +142,10 @@ class DraftModel:
         self._ids: list[int] = token_ids.tolist()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
 
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._masks.width
+
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         sure = [want for want in wants if want.unverified is None]
         ahead = [want for want in wants if want.unverified is not None]
@@ -251,7 +255,7 @@ class DraftModel:
                 draft.pending, budget = rest, budget - len(part) - len(masks)
         if not rows:
             return []
-        logits = self._runner.forward(rows, copies).split([row.logits for row in rows])
+        logits = torch.split(self._runner.forward(rows, copies), [row.logits for row in rows])
         for draft, row in zip(fed, rows, strict=True):
             if row.logits > 1:
                 self._cache.drop_masks(draft.branch)

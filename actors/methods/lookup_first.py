@@ -19,6 +19,10 @@ class LookupFirst:
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         self._lookup, self._model = lookup, model
 
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._model.tokens_per_forward
+
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         found = [proposal for proposal in self._lookup.propose(wants, interrupted) if proposal.tokens]
         served = {proposal.session for proposal in found}

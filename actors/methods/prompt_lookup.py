@@ -39,6 +39,7 @@ class PromptLookup:
     """The method around `look_up`; holds no state."""
 
     needs = TargetNeeds()
+    tokens_per_forward = 1
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest

@@ -67,17 +67,19 @@ class _Due:
     """A block of a pass, and how many of the pass's forwards come before it."""
 
     proposal: Proposal
+    width: int  # tokens that a forward names
     after: int = 0
 
     @property
     def forwards(self) -> int:
-        return self.after + len(self.proposal.tokens)
+        return self.after - (-len(self.proposal.tokens) // self.width)
 
     def cut(self, forwards: int) -> "_Due":
         """As far as so many forwards of the pass bring it; most have no more, so that few need be made anew."""
         if self.forwards <= forwards:
             return self
-        return _Due(replace(self.proposal, tokens=self.proposal.tokens[: max(0, forwards - self.after)]), self.after)
+        named = self.width * max(0, forwards - self.after)
+        return replace(self, proposal=replace(self.proposal, tokens=self.proposal.tokens[:named]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,14 @@ class _Pass:
 
     began_s: float
     per_pass_s: float
-    token_s: float
+    forward_s: float
     blocks: tuple[_Due, ...]
     ahead: bool
     forwards: int  # one after the other; one ahead reads the block under verification with the first
 
     @property
     def ends_s(self) -> float:
-        return self.began_s + self.per_pass_s + self.forwards * self.token_s
+        return self.began_s + self.per_pass_s + self.forwards * self.forward_s
 
     @property
     def proposals(self) -> list[Proposal]:
@@ -102,24 +104,24 @@ class _Pass:
 
     def within(self, until: float) -> "_Pass":
         """With no forward that ends later, but for the first one."""
-        if self.ends_s <= until or not self.token_s:
+        if self.ends_s <= until or not self.forward_s:
             return self
-        return self._cut(max(1, int((until - self.began_s - self.per_pass_s) / self.token_s)))
+        return self._cut(max(1, int((until - self.began_s - self.per_pass_s) / self.forward_s)))
 
     def interrupted(self, now: float) -> "_Pass":
         """It ends after the forward that is under way, with what there is by then; its first one is always made."""
-        made = math.ceil((now - self.began_s - self.per_pass_s) / self.token_s) if self.token_s else self.forwards
+        made = math.ceil((now - self.began_s - self.per_pass_s) / self.forward_s) if self.forward_s else self.forwards
         return self._cut(max(1, made))
 
     def _cut(self, forwards: int) -> "_Pass":
         blocks = tuple([block.cut(forwards) for block in self.blocks])
         left = min(self.forwards, forwards)
-        return _Pass(self.began_s, self.per_pass_s, self.token_s, blocks, self.ahead, left)
+        return _Pass(self.began_s, self.per_pass_s, self.forward_s, blocks, self.ahead, left)
 
 
-def _after_reading(want: Want, guess: Proposal) -> _Due:
+def _after_reading(want: Want, guess: Proposal, width: int) -> _Due:
     """What may follow all of the block under verification is known once that was read."""
-    return _Due(guess, after=int(len(guess.outcome) > len(want.unverified or ())))
+    return _Due(guess, width, after=int(len(guess.outcome) > len(want.unverified or ())))
 
 
 class SimulatedDrafter:
@@ -153,11 +155,13 @@ class SimulatedDrafter:
             return
         if self.book.take_closed():
             self._drop_unused_targets()
+        width = self._cost.tokens_per_forward
         if wants := self.book.wants(self._limit):
-            self._begin(self._new_pass(len(wants), [_Due(self._method.block(want)) for want in wants], ahead=False))
+            blocks = [_Due(self._method.block(want), width) for want in wants]
+            self._begin(self._new_pass(len(wants), blocks, ahead=False))
         elif wants := self.book.wants_ahead(self._limit):
             each = max(1, AHEAD_ROWS // len(wants))
-            blocks = [_after_reading(want, guess) for want in wants for guess in self._method.ahead(want, each)]
+            blocks = [_after_reading(want, guess, width) for want in wants for guess in self._method.ahead(want, each)]
             drafting = self._new_pass(len(wants), blocks, ahead=True)
             self._begin(drafting.within(min(want.until for want in wants)))
 
@@ -165,9 +169,9 @@ class SimulatedDrafter:
         rows = max(sessions, len(blocks))
         process, cost = self.process, self._cost
         per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        token_s = process.slowness * cost.token_s(rows)
+        forward_s = process.slowness * cost.forward_s(rows)
         forwards = max([block.forwards for block in blocks], default=int(ahead))
-        return _Pass(process.clock.now, per_pass_s, token_s, tuple(blocks), ahead, forwards)
+        return _Pass(process.clock.now, per_pass_s, forward_s, tuple(blocks), ahead, forwards)
 
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""

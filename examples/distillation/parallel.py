@@ -38,7 +38,11 @@ class Masks:
     def columns(self) -> Tensor:
         """[sequences, places, width]: where each mask stands among all these tokens."""
         places = self.after.shape[1]
-        return (self.length + torch.arange(places * self.width)).view(1, places, self.width).expand(len(self.after), -1, -1)
+        return (
+            (self.length + torch.arange(places * self.width))
+            .view(1, places, self.width)
+            .expand(len(self.after), -1, -1)
+        )
 
     def bias(self) -> Tensor:
         """[sequences, 1, tokens, tokens]: 0 where a token may look, -inf where not."""
@@ -49,7 +53,7 @@ class Masks:
         group = torch.arange(places).repeat_interleave(self.width)
         own = (group[:, None] == group[None, :]).tril()
         sees = torch.zeros((sequences, total, total), dtype=torch.bool)
-        sees[:, : self.length, : self.length] = (real[:, None] >= real[None, :])
+        sees[:, : self.length, : self.length] = real[:, None] >= real[None, :]
         sees[:, self.length :, : self.length] = last_seen[:, :, None] >= real
         sees[:, self.length :, self.length :] = own
         return torch.zeros(sees.shape, dtype=torch.bfloat16).masked_fill_(~sees, -torch.inf)[:, None]

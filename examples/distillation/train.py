@@ -164,7 +164,8 @@ class Data:
 
     def _place_masks(self, examples: list[Example], longest: int) -> Masks:
         """At random among the places that the teacher was asked about."""
-        drawn = [self._rng.choice(e.scored, self._config.mask_places) for e in examples]
+        places = self._config.mask_places
+        drawn = [self._rng.choice(e.scored if e.scored.size else np.zeros(1, np.int64), places) for e in examples]
         return Masks(torch.from_numpy(np.stack(drawn).astype(np.int64)), self._config.mask_width, longest)
 
 
@@ -256,7 +257,7 @@ def distillation_loss(
     loss, agreed = SoftTargetLoss.apply(
         hidden.to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, weights, len(batch.rows)
     )
-    return StepResult(loss, float(agreed[0]), float(agreed[1]))
+    return StepResult(loss, *agreed.detach().tolist())
 
 
 def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tensor, Tensor, int]:

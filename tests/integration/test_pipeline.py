@@ -209,6 +209,7 @@ class Stalled:
 
     def __init__(self, method: DraftingMethod) -> None:
         self.needs, self.go_on = method.needs, threading.Event()
+        self.tokens_per_forward = method.tokens_per_forward
         self.go_on.set()
         self._method = method
         self.observe, self.close = method.observe, method.close

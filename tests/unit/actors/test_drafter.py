@@ -96,6 +96,7 @@ class EndlessMethod:
     """Drafts ahead until it is interrupted."""
 
     needs = TargetNeeds()
+    tokens_per_forward = 1
 
     def __init__(self) -> None:
         self.ahead, self.interrupted, self.stop = threading.Event(), threading.Event(), threading.Event()

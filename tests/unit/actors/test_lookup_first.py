@@ -17,6 +17,7 @@ class Asked:
     """A model that remembers what it was asked for."""
 
     needs = TargetNeeds()
+    tokens_per_forward = 1
 
     def __init__(self) -> None:
         self.sessions: list[str] = []

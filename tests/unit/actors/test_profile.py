@@ -4,6 +4,7 @@ import torch
 
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.parallel import MaskTokens
 from actors.methods.prompt_lookup import PromptLookup
 from actors.profile import LONG, ROWS, profile_drafting
 from actors.toy import ToyRunner
@@ -15,12 +16,13 @@ VOCABULARY = 8
 class Noting(DraftModel):
     """Keeps the lengths of the blocks of each pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
         super().__init__(
-            ToyRunner(torch.zeros(VOCABULARY, VOCABULARY)),
+            ToyRunner(torch.zeros(VOCABULARY + 1, VOCABULARY)),
             torch.arange(VOCABULARY),
             DraftCache(pages=64, page_size=4),
             DraftingLimits(top_k=2, min_confidence=0.9),
+            masks=MaskTokens(VOCABULARY, width),
         )
         self.passes: list[list[int]] = []
 
@@ -38,6 +40,14 @@ def test_blocks_have_the_length_asked_for_and_nothing_is_left_behind():
     assert max(method.passes) == [LONG] * 4
     assert [rows for rows, _ in cost.forward.by_tokens] == [rows for rows in ROWS if rows <= 4]
     assert method.is_idle
+
+
+def test_forwards_are_what_is_measured_however_many_tokens_each_names():
+    method = Noting(width=3)
+    cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
+    assert cost.tokens_per_forward == 3
+    assert max(method.passes) == [3 * LONG] * 4
+    assert cost.seconds(1, 3) == cost.seconds(1, 1) < cost.seconds(1, 4) == cost.seconds(1, 6)
 
 
 def test_a_method_without_a_model_is_measured_too():
