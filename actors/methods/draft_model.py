@@ -19,7 +19,7 @@ from actors.memory import page_bytes, page_count
 from actors.methods import TargetNeeds
 from actors.methods.draft_cache import Branch, DraftCache
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
-from actors.methods.outcomes import Choice, Choices, Outcome, accepted_chance, continuations, rejections
+from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
 from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
 from actors.models import load_model
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
@@ -272,19 +272,15 @@ class DraftModel:
             choices = iter(self._greedy_choices(torch.cat(parts)))
             for index, part in zip(simple, parts, strict=True):
                 for there in list(islice(choices, len(part))):
-                    self._append(drafts[index], there[0].token, there)
+                    self._append(drafts[index], there.tokens[0], there)
         for index in set(range(len(drafts))) - set(simple):
             for row in logits[index]:
                 self._extend_by_sampling(drafts[index], row)
 
     def _greedy_choices(self, logits: Tensor) -> list[Choices]:
-        logits = logits.float()
-        values, columns = logits.topk(min(CHOICES, logits.shape[-1]), dim=-1)
-        chances = (values - logits.logsumexp(dim=-1, keepdim=True)).exp().tolist()
-        return [
-            tuple(Choice(self._ids[column], chance) for column, chance in zip(*row, strict=True))
-            for row in zip(columns.tolist(), chances, strict=True)
-        ]
+        values, columns = torch.log_softmax(logits.float(), dim=-1).topk(min(CHOICES, logits.shape[-1]), dim=-1)
+        ids, chances = self._token_ids[columns].tolist(), values.exp().tolist()
+        return [Choices(*row) for row in zip(ids, chances, strict=True)]
 
     def _extend_by_sampling(self, draft: _Draft, logits: Tensor) -> None:
         if draft.done:
@@ -304,7 +300,7 @@ class DraftModel:
     def _append(self, draft: _Draft, token: int, choices: Choices) -> None:
         if draft.done:
             return
-        draft.survival *= choices[0].chance
+        draft.survival *= choices.chances[0]
         if draft.survival < draft.least_chance:
             draft.done = True
             return
@@ -352,7 +348,7 @@ class DraftModel:
 def _choices(logits: Tensor) -> Choices:
     """The likeliest tokens, likeliest first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
-    return tuple(Choice(*row) for row in zip(ids.tolist(), chances.tolist(), strict=True))
+    return Choices(ids.tolist(), chances.tolist())
 
 
 def _sessions(wants: Sequence[Want]) -> set[str]:

@@ -4,25 +4,31 @@ Pure. An outcome is the verdict's tokens: some of the block's, and then one that
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A token that may come at some position, and how likely the draft model finds it."""
+class Choices:
+    """Tokens that may come at some position, and how likely the draft model finds each; likeliest first."""
 
-    token: int
-    chance: float
+    tokens: Sequence[int]
+    chances: Sequence[float]
+
+    def chance_of(self, token: int) -> float:
+        """0 for one that was not thought of."""
+        return self.chances[self.tokens.index(token)] if token in self.tokens else 0.0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.tokens, self.chances, strict=True)
 
 
-Choices = tuple[Choice, ...]  # at one position, likeliest first
 Outcome = tuple[tuple[int, ...], float]  # and its chance
 
 
 def accepted_chance(block: Sequence[int], known: Sequence[Choices]) -> float:
     """Of the whole block to be accepted; `known` are the choices at its positions, empty where nothing is known."""
-    return math.prod(_chance_of(token, there) for token, there in zip(block, known, strict=False))
+    return math.prod(there.chance_of(token) for token, there in zip(block, known, strict=False))
 
 
 def rejections(block: Sequence[int], known: Sequence[Choices]) -> list[Outcome]:
@@ -31,15 +37,11 @@ def rejections(block: Sequence[int], known: Sequence[Choices]) -> list[Outcome]:
     reached = 1.0
     for position, (drafted, there) in enumerate(zip(block, known, strict=False)):
         accepted = tuple(block[:position])
-        found += [((*accepted, choice.token), reached * choice.chance) for choice in there if choice.token != drafted]
-        reached *= _chance_of(drafted, there)
+        found += [((*accepted, token), reached * chance) for token, chance in there if token != drafted]
+        reached *= there.chance_of(drafted)
     return found
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:
     """All of the block, whose chance is `accepted`, and the token after it."""
-    return [((*block, choice.token), accepted * choice.chance) for choice in after]
-
-
-def _chance_of(token: int, choices: Choices) -> float:
-    return next((choice.chance for choice in choices if choice.token == token), 0.0)
+    return [((*block, token), accepted * chance) for token, chance in after]

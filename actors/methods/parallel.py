@@ -17,7 +17,7 @@ WIDTH_KEY = "tokens_per_forward"
 
 @dataclass(frozen=True, slots=True)
 class MaskTokens:
-    """What a draft model names in one forward: `width` tokens, by one `token` less than that after the last known one."""
+    """What a draft model names in one forward: `width` tokens, the last `width` - 1 of them by `token`."""
 
     token: int
     width: int

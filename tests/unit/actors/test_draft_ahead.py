@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, ROWS_EACH, DraftModel
-from actors.methods.outcomes import Choice, accepted_chance, continuations, rejections
+from actors.methods.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 from protos.prefix import Prefix
@@ -55,8 +55,8 @@ def drafted_ahead(
 
 # ---------------------------------------------------------------- outcomes
 
-AT_BLOCK = ((Choice(5, 0.7), Choice(1, 0.3)), (Choice(6, 0.5), Choice(2, 0.4), Choice(3, 0.1)))
-AT_END = (Choice(7, 0.9), Choice(8, 0.1))
+AT_BLOCK = (Choices((5, 1), (0.7, 0.3)), Choices((6, 2, 3), (0.5, 0.4, 0.1)))
+AT_END = Choices((7, 8), (0.9, 0.1))
 
 
 def test_outcomes_are_every_place_to_stop_at_with_every_other_choice():
@@ -76,7 +76,7 @@ def test_of_a_block_of_unknown_origin_only_what_follows_it_is_guessed():
 
 
 def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
-    known = ((Choice(1, 0.6),), AT_BLOCK[1])
+    known = (Choices((1,), (0.6,)), AT_BLOCK[1])
     assert rejections((5, 6), known) == [((1,), 0.6), ((5, 2), 0.0), ((5, 3), 0.0)]
     assert accepted_chance((5, 6), known) == 0.0
 
