@@ -3,9 +3,10 @@
     python benchmarks/prediction.py [--concurrency 1,2,4,8] [--block-len 1,2,4] [--rounds 3] [--tokens 64] [--json OUT]
 
 Serves the demo pair twice, adaptive with draft-ahead and in lock step, drafter and target pinned to one core each. One
-half of the prompts, in lock step at the longest block, says how often each position of a block is accepted; the costs
-are those that the replicas publish. The other half is asked over HTTP at every point (mode, concurrency, block length),
-all points interleaved. The simulator is told no speed: it runs such batches under these costs and this acceptance.
+half of the prompts, in lock step at the longest block, says how often each position of a block is accepted. The other
+half is asked over HTTP at every point (mode, concurrency, block length), all points interleaved. The costs are those
+that the replicas publish by the end of a batch, for a machine's pace drifts. The simulator is told no speed: it runs
+such batches under these costs and this acceptance.
 
 A batch keeps so many requests at once going and ends with the last answer; its prompts are in the prefix caches. What
 pacing has learnt stays from batch to batch, so the simulator runs many of them in a row. Blocks do not end in doubt
@@ -148,13 +149,14 @@ class Batch:
     point: Point
     seconds: float
     tally: Tally
+    costs: CostModel  # as its server publishes them afterwards
 
 
 class Experiment:
     """Asks both servers, each in its turn."""
 
-    def __init__(self, model: str, endpoints: Mapping[str, Endpoint]) -> None:
-        self._model, self._endpoints = model, endpoints
+    def __init__(self, model: str, endpoints: Mapping[str, Endpoint], urls: Mapping[str, str]) -> None:
+        self._model, self._endpoints, self._urls = model, endpoints, urls
 
     async def warm_up(self, prompts: Sequence[Prompt]) -> None:
         """Every prompt is in every cache."""
@@ -184,7 +186,8 @@ class Experiment:
         before, began = (await endpoint.counters()).tally, time.perf_counter()
         await asyncio.gather(*map(ask, questions))
         seconds = time.perf_counter() - began
-        return Batch(point, seconds, (await endpoint.counters()).tally - before)
+        tally = (await endpoint.counters()).tally - before
+        return Batch(point, seconds, tally, await asyncio.to_thread(live_costs, self._urls[SERVERS[point.mode]]))
 
 
 def runs(drafted: Sequence[bool]) -> list[int]:
@@ -221,30 +224,22 @@ def live_costs(url: str) -> CostModel:
 # ---------------------------------------------------------------- the run
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """All that the simulator is told."""
-
-    costs: CostModel
-    draft: DraftModel
-
-
 async def run(
-    servers: Mapping[str, Server], arguments: argparse.Namespace, save: Callable[[Inputs, list[Batch]], None]
-) -> tuple[Inputs, list[Batch]]:
+    servers: Mapping[str, Server], arguments: argparse.Namespace, save: Callable[[DraftModel, list[Batch]], None]
+) -> tuple[DraftModel, list[Batch]]:
     """Calibrates, then measures all points in rounds; `save` is called after each."""
     prompts = read_prompts(arguments.prompts)
     known, asked = prompts[::2], prompts[1::2]
     batches: list[Batch] = []
     async with AsyncExitStack() as stack:
         endpoints = {name: await stack.enter_async_context(Endpoint.at(server.url)) for name, server in servers.items()}
-        experiment = Experiment(await endpoints["adaptive"].model(), endpoints)
+        urls = {name: server.url for name, server in servers.items()}
+        experiment = Experiment(await endpoints["adaptive"].model(), endpoints, urls)
         await experiment.warm_up(prompts)
-        costs = await asyncio.to_thread(live_costs, servers["adaptive"].url)
         longest = max(arguments.block_len)
         accepted = await experiment.accepted(known[: arguments.calibrate], arguments.tokens, longest)
-        inputs = Inputs(costs, DraftModel(acceptances(accepted, longest)))
-        save(inputs, batches)
+        draft = DraftModel(acceptances(accepted, longest))
+        save(draft, batches)
         todo = points_of(arguments.concurrency, arguments.block_len)
         for number in range(arguments.rounds):
             drawn = random.Random(number)
@@ -252,18 +247,19 @@ async def run(
             for point in track(order, f"Round {number + 1}", console=Console(stderr=True)):
                 chosen = random.Random(f"{number} {point.concurrency}").choices(asked, k=TURNOVER * point.concurrency)
                 batches.append(await experiment.batch(point, chosen, arguments.tokens))
-            save(inputs, batches)
-    return inputs, batches
+            save(draft, batches)
+    return draft, batches
 
 
-def results_of(inputs: Inputs, batches: Sequence[Batch], tokens: int) -> list[Result]:
+def results_of(draft: DraftModel, batches: Sequence[Batch], tokens: int) -> list[Result]:
     by_point: dict[Point, list[Batch]] = {}
     for batch in batches:
         by_point.setdefault(batch.point, []).append(batch)
-    found = [
-        Result(point, rate(group), predict(point, inputs.costs, inputs.draft, tokens))
-        for point, group in by_point.items()
-    ]
+    found = []
+    for point, group in by_point.items():
+        predictions = [predict(point, batch.costs, draft, tokens) for batch in group]
+        predictions.sort(key=lambda rate: rate.tokens_per_s)
+        found.append(Result(point, rate(group), predictions[len(predictions) // 2]))
     return sorted(found, key=lambda result: (result.point.concurrency, result.point.block_len, result.point.name))
 
 
@@ -302,12 +298,11 @@ def show(console: Console, results: Sequence[Result]) -> None:
             console.print(f"  wrong at {faster.point.concurrency} at once: {a} is faster than {b}")
 
 
-def write_json(path: Path, inputs: Inputs, batches: Sequence[Batch], results: Sequence[Result]) -> None:
+def write_json(path: Path, draft: DraftModel, batches: Sequence[Batch], results: Sequence[Result]) -> None:
     data: dict[str, Any] = {
-        "costs": inputs.costs.model_dump(mode="json"),
-        "acceptance": inputs.draft.acceptances,
+        "acceptance": draft.acceptances,
         "results": [asdict(result) | {"error": result.error} for result in results],
-        "batches": [asdict(batch) for batch in batches],
+        "batches": [asdict(batch) | {"costs": batch.costs.model_dump(mode="json")} for batch in batches],
     }
     path.write_text(json.dumps(data, indent=1, default=lambda mode: mode.value) + "\n", encoding="utf-8")
 
@@ -320,17 +315,17 @@ def main() -> None:
     prepare_target(Path(config.model.target), console)
     configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.pacing=lock_step"])}
 
-    def save(inputs: Inputs, batches: list[Batch]) -> None:
+    def save(draft: DraftModel, batches: list[Batch]) -> None:
         if arguments.json is not None:
-            write_json(arguments.json, inputs, batches, [])
+            write_json(arguments.json, draft, batches, [])
 
     with side_by_side(configs, console) as servers:
-        inputs, batches = asyncio.run(run(servers, arguments, save))
-    results = results_of(inputs, batches, arguments.tokens)
-    print(f"costs {inputs.costs.model_dump_json()}\nacceptance {inputs.draft.acceptances}", file=sys.stderr)
+        draft, batches = asyncio.run(run(servers, arguments, save))
+    results = results_of(draft, batches, arguments.tokens)
+    console.print(f"acceptance {draft.acceptances}")
     show(Console(), results)
     if arguments.json is not None:
-        write_json(arguments.json, inputs, batches, results)
+        write_json(arguments.json, draft, batches, results)
 
 
 def _arguments() -> argparse.Namespace:
