@@ -6,7 +6,7 @@ The counterpart of `actors/draft.py`.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.costs import DraftCost
 from cluster.drafting import DraftBook, Proposal, Want, block_room
@@ -78,8 +78,10 @@ class _Due:
         """As far as so many forwards of the pass bring it; most have no more, so that few need be made anew."""
         if self.forwards <= forwards:
             return self
-        named = self.width * max(0, forwards - self.after)
-        return replace(self, proposal=replace(self.proposal, tokens=self.proposal.tokens[:named]))
+        whole, named = self.proposal, self.width * max(0, forwards - self.after)
+        tokens = whole.tokens[:named]
+        cut = Proposal(whole.session, whole.base_len, whole.prefix_hash, tokens, whole.draft_probs, whole.outcome)
+        return _Due(cut, self.width, self.after)
 
 
 @dataclass(frozen=True, slots=True)
