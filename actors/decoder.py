@@ -115,14 +115,26 @@ class LlamaDecoder:
         self._head = _alone(model.get_output_embeddings())
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
+        return self.head(self.states(batch))
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits of states, (places, vocabulary)."""
+        return self._head(states)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(tokens, hidden)."""
+        return F.embedding(tokens, self._embedding)
+
+    def states(self, batch: RaggedBatch) -> Tensor:
+        """What the head reads at the batch's wanted places, (places, hidden)."""
         padding = (0, max(0, self._least_rows - len(batch.tokens)))
-        hidden = F.embedding(F.pad(batch.tokens, padding), self._embedding)
+        hidden = self.embed(F.pad(batch.tokens, padding))
         cos, sin = _rotation(self._rotary, hidden, F.pad(batch.positions, padding))
         for index, layer in enumerate(self._layers):
             hidden = self._attention(layer, index, hidden, cos, sin, batch)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden = layer.down.plus(F.silu(gate) * up, hidden)
-        return self._head(self._norm(hidden.index_select(0, batch.logit_at)))
+        return self._norm(hidden.index_select(0, batch.logit_at))
 
     def _attention(
         self, layer: Layer, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch
@@ -148,10 +160,14 @@ def _rotation(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tenso
     return cos, sin
 
 
-def _norm(module: Any) -> Norm:
-    weight = module.weight.detach()
+def norm_of(weight: Tensor, eps: float) -> Norm:
+    """The fastest for where the weight lies."""
     kind = MirroredNorm if weight.device.type == "cpu" else PlainNorm
-    return kind(weight, module.variance_epsilon)
+    return kind(weight, eps)
+
+
+def _norm(module: Any) -> Norm:
+    return norm_of(module.weight.detach(), module.variance_epsilon)
 
 
 def _layer(module: Any) -> Layer:

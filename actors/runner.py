@@ -15,7 +15,7 @@ from actors.attention.choice import choose_attention
 from actors.attention.shape import attention_shape
 from actors.batch import RaggedBatch
 from actors.cache import FeedRow, PagedCache
-from actors.decoder import decoder_for
+from actors.decoder import Decoder, decoder_for
 from cluster.errors import ModelError
 from cluster.pages import PageCopy
 
@@ -42,16 +42,24 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 class ModelRunner:
-    """A Hugging Face causal language model behind `Runner`; `attention` by default as `choose_attention` has it."""
+    """A Hugging Face causal language model behind `Runner`.
+
+    `attention` by default as `choose_attention` has it, `decoder` as `decoder_for` has it.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, pages: int, page_size: int, attention: AttentionBackend | None = None
+        self,
+        model: PreTrainedModel,
+        pages: int,
+        page_size: int,
+        attention: AttentionBackend | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         check_attention(model)
         self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._cache = PagedCache(pages, page_size, model.dtype, model.device)
-        self._decode = decoder_for(model.eval())
+        self._decode = decoder or decoder_for(model.eval())
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:

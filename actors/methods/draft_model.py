@@ -20,7 +20,8 @@ from actors.methods import TargetNeeds
 from actors.methods.draft_cache import Branch, DraftCache
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
 from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
-from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
+from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens, tokens_per_forward
+from actors.methods.recurrent_head import FurtherTokens, load_recurrent_head
 from actors.models import load_model
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
 from actors.runner import ModelRunner, Runner
@@ -136,15 +137,16 @@ class DraftModel:
         limits: DraftingLimits,
         clock: Callable[[], float] = time.monotonic,
         masks: MaskTokens = ONE_AT_A_TIME,
+        further: FurtherTokens | None = None,
     ) -> None:
         self._runner, self._token_ids, self._cache, self._limits = runner, token_ids, cache, limits
-        self._clock, self._masks = clock, masks
+        self._clock, self._masks, self._further = clock, masks, further
         self._ids: list[int] = token_ids.tolist()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
 
     @property
     def tokens_per_forward(self) -> int:
-        return self._masks.width
+        return self._further.width if self._further else self._masks.width
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
         sure = [want for want in wants if want.unverified is None]
@@ -260,8 +262,23 @@ class DraftModel:
             if row.logits > 1:
                 self._cache.drop_masks(draft.branch)
         read = [index for index, draft in enumerate(fed) if not draft.pending]
-        self._extend([fed[index] for index in read], [logits[index] for index in read])
-        return [fed[index] for index in read]
+        found = [fed[index] for index in read]
+        self._extend(found, [logits[index] for index in read])
+        if self._further is not None:
+            self._go_on(found, read, self._further)
+        return found
+
+    def _go_on(self, drafts: Sequence[_Draft], places: Sequence[int], further: FurtherTokens) -> None:
+        """Further tokens after the one that the forward named for each draft, at these places of its logits."""
+        open_ends = list(zip(places, drafts, strict=True))
+        for _ in range(further.width - 1):
+            open_ends = [(place, draft) for place, draft in open_ends if not draft.done]
+            if not open_ends:
+                return
+            going = [draft for _, draft in open_ends]
+            logits = further.after([place for place, _ in open_ends], [draft.tokens[-1] for draft in going])
+            self._extend(going, torch.split(logits, 1))
+            open_ends = list(enumerate(going))
 
     def _extend(self, drafts: Sequence[_Draft], logits: Sequence[Tensor]) -> None:
         """Adds tokens to each draft, or ends it; logits (tokens, columns) for each."""
@@ -368,13 +385,15 @@ def load_draft_model(
 ) -> DraftModel:
     """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
     model = load_model(folder, dtype, device)
-    masks = read_mask_tokens(model.config, longest_block)
     rows = int(model.config.get_text_config().vocab_size)
     frequent = read_frequent_tokens(folder, rows)
     proposable = sorted({i for i in target_ids if i < rows} & set(frequent if frequent is not None else range(rows)))
     token_ids = torch.tensor(proposable, device=device)
     if len(token_ids) < rows:
         reduce_head(model, token_ids)
+    further = load_recurrent_head(folder, model.eval(), tokens_per_forward(model.config, longest_block))
+    masks = ONE_AT_A_TIME if further else read_mask_tokens(model.config, longest_block)
     pages = page_count(cache, page_bytes(model, cache.page_size), sessions, context, device)
-    runner = ModelRunner(model, pages, cache.page_size)
-    return DraftModel(runner, token_ids, DraftCache(pages, cache.page_size), limits, masks=masks)
+    runner = ModelRunner(model, pages, cache.page_size, decoder=further)
+    book = DraftCache(pages, cache.page_size)
+    return DraftModel(runner, token_ids, book, limits, masks=masks, further=further)

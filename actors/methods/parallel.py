@@ -31,16 +31,19 @@ ONE_AT_A_TIME = MaskTokens(token=0, width=1)
 
 
 def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
-    """What the checkpoint was trained for; one that says no width names blocks of up to `longest` tokens at once.
-
-    Raises ModelError where it names a mask token that it does not have.
-    """
+    """What the checkpoint was trained for. Raises ModelError where it names a mask token that it does not have."""
     token = next((found for key in MASK_KEYS if (found := getattr(config, key, None)) is not None), None)
     if token is None:
         return ONE_AT_A_TIME
-    rows, width = int(config.get_text_config().vocab_size), getattr(config, WIDTH_KEY, longest)
+    rows = int(config.get_text_config().vocab_size)
     if not isinstance(token, int) or not 0 <= token < rows:
         raise ModelError(f"the draft model's mask token is {token!r}, expected an id from 0 to {rows - 1}")
+    return MaskTokens(token, tokens_per_forward(config, longest))
+
+
+def tokens_per_forward(config: PretrainedConfig, longest: int) -> int:
+    """That the checkpoint was trained for, or `longest`. Raises ModelError for a number that cannot be."""
+    width = getattr(config, WIDTH_KEY, longest)
     if not isinstance(width, int) or width < 1:
         raise ModelError(f"the draft model's {WIDTH_KEY} is {width!r}, expected 1 or more")
-    return MaskTokens(token, width)
+    return width

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from parallel import Masks
+from recurrent import FILE, RecurrentHead
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,7 +29,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 DEFAULT_PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 ALL_KINDS = "all"
 BLOCK_LENGTHS = (1, 2, 3, 4, 5)
-Matches = list[list[bool]]  # at each position of an answer: of the token there, and of those that follow it
+TOKENS_PER_FORWARD = 4  # of a draft with a recurrent head
+Matches = list[
+    list[bool]
+]  # of the next token, of the one after it and so on: at each position that a block may begin at
 
 
 @dataclass(frozen=True)
@@ -88,35 +91,22 @@ def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) 
 
 
 @torch.inference_mode()
-def matches(draft: PreTrainedModel, continuation: Continuation, lookup: int, width: int) -> Matches:
+def matches(draft: PreTrainedModel, head: RecurrentHead | None, continuation: Continuation, lookup: int) -> Matches:
     """Whether the tokens named at each position of the answer are the target's."""
     prompt, answer = continuation.prompt_ids, continuation.answer_ids
     tokens = prompt + answer
-    named = named_tokens(draft, tokens, len(prompt), width)
+    output = draft(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+    named = [output.logits[0, len(prompt) - 1 : -1].argmax(dim=-1)]
+    state, taken = output.hidden_states[-1][0, len(prompt) - 1 : -1], torch.tensor(answer)
+    for further in range(1, TOKENS_PER_FORWARD if head else 1):
+        state = head(state[:-1], draft.get_input_embeddings()(taken[further - 1 : -1]))
+        named.append(draft.get_output_embeddings()(state).argmax(dim=-1))
+    matched = [(row == taken[at:]).tolist() for at, row in enumerate(named)]
     if lookup:
         for index in range(len(answer)):
             found = look_up(tokens[: len(prompt) + index], lookup)
-            named[index][0] = named[index][0] if found is None else found
-    return [[ours == theirs for ours, theirs in zip(row, answer[at:], strict=False)] for at, row in enumerate(named)]
-
-
-def named_tokens(draft: PreTrainedModel, tokens: list[int], start: int, width: int) -> list[list[int]]:
-    """For each position from `start`: the likeliest token there and, where the draft names several, the next ones."""
-    known = torch.tensor([tokens])
-    if width == 1:
-        return draft(input_ids=known).logits[0, start - 1 : -1].argmax(dim=-1)[:, None].tolist()
-    masks = Masks(torch.arange(start - 1, len(tokens) - 1)[None], width - 1, len(tokens))
-    fed = masks.tokens(known, read_mask_token(draft))
-    logits = draft(input_ids=fed, position_ids=masks.positions(), attention_mask=masks.bias()).logits[0]
-    at = torch.cat((masks.after[0][:, None], masks.columns()[0]), dim=1)
-    return logits.argmax(dim=-1)[at].tolist()
-
-
-def read_mask_token(draft: PreTrainedModel) -> int:
-    token = getattr(draft.config, "pard_token", None)
-    if token is None:
-        raise SystemExit("this draft names one token a forward: its config.json has no pard_token")
-    return int(token)
+            matched[0][index] = matched[0][index] if found is None else found == answer[index]
+    return matched
 
 
 def look_up(tokens: list[int], shortest: int, longest: int = 4) -> int | None:
@@ -129,13 +119,15 @@ def look_up(tokens: list[int], shortest: int, longest: int = 4) -> int | None:
     return None
 
 
-def verifies_needed(matched: Matches, block_length: int, width: int) -> int:
-    """Rounds of drafting `block_length` tokens, `width` a forward, until the answer is complete."""
+def verifies_needed(matched: Matches, block_length: int) -> int:
+    """Rounds of drafting `block_length` tokens, as many a forward as are named, until the answer is complete."""
     position = rounds = 0
-    while position < len(matched):
+    while position < len(matched[0]):
         accepted = 0
-        while accepted < block_length and (at := position + accepted - accepted % width) < len(matched):
-            if accepted % width >= len(matched[at]) or not matched[at][accepted % width]:
+        while accepted < block_length:
+            further = accepted % len(matched)
+            begin = position + accepted - further
+            if begin >= len(matched[further]) or not matched[further][begin]:
                 break
             accepted += 1
         position += accepted + 1
@@ -143,23 +135,22 @@ def verifies_needed(matched: Matches, block_length: int, width: int) -> int:
     return rounds
 
 
-def score(answers: list[Matches], width: int) -> Score:
-    positions = sum(map(len, answers))
-    agreed = sum(row[0] for matched in answers for row in matched) / positions
-    lengths = {k: positions / sum(verifies_needed(a, k, width) for a in answers) for k in BLOCK_LENGTHS}
-    return Score(positions, agreed, lengths)
+def score(answers: list[Matches]) -> Score:
+    positions = sum(len(matched[0]) for matched in answers)
+    lengths = {k: positions / sum(verifies_needed(a, k) for a in answers) for k in BLOCK_LENGTHS}
+    return Score(positions, sum(sum(matched[0]) for matched in answers) / positions, lengths)
 
 
 def evaluate(
-    draft: PreTrainedModel, continuations: Iterable[Continuation], lookup: int = 0, width: int = 1
+    draft: PreTrainedModel, head: RecurrentHead | None, continuations: Iterable[Continuation], lookup: int = 0
 ) -> dict[str, Score]:
     """Scores by kind, and over all."""
     by_kind: dict[str, list[Matches]] = defaultdict(list)
     for continuation in continuations:
-        matched = matches(draft, continuation, lookup, width)
+        matched = matches(draft, head, continuation, lookup)
         by_kind[continuation.kind].append(matched)
         by_kind[ALL_KINDS].append(matched)
-    return {kind: score(by_kind[kind], width) for kind in sorted(by_kind, key=lambda k: (k == ALL_KINDS, k))}
+    return {kind: score(by_kind[kind]) for kind in sorted(by_kind, key=lambda k: (k == ALL_KINDS, k))}
 
 
 @torch.inference_mode()
@@ -193,7 +184,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--continuations", type=Path, help="file that keeps the target's continuations")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--lookup", type=int, default=0, help="copy after so many repeated tokens; 0: never")
-    parser.add_argument("--width", type=int, default=1, help="tokens that the draft names in one forward")
+    parser.add_argument("--without-head", action="store_true", help="a forward for each token, head or not")
     parser.add_argument("--time", action="store_true", help="also time a forward of one token, in bfloat16")
     return parser.parse_args()
 
@@ -207,8 +198,10 @@ def main() -> None:
         lambda: continue_greedily(source, read_prompts(arguments.prompts), arguments.tokens),
     )
     draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=torch.bfloat16).eval()
-    console = Console()
-    console.print(table_of(evaluate(draft, continuations, arguments.lookup, arguments.width)))
+    folder, console = Path(arguments.draft), Console()
+    has_head = (folder / FILE).exists() and not arguments.without_head
+    head = RecurrentHead.load(folder).to(torch.bfloat16) if has_head else None
+    console.print(table_of(evaluate(draft, head, continuations, arguments.lookup)))
     if arguments.time:
         target_ms, draft_ms = step_ms(source.load_model(torch.bfloat16)), step_ms(draft)
         console.print(f"one token, {arguments.threads} thread(s): target {target_ms:.1f} ms, draft {draft_ms:.1f} ms")

@@ -27,17 +27,14 @@ def _causal_attention(
     *,
     scaling: float,
     observe: AttentionObserver | None = None,
-    bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [B, H, T, D]; key, value [B, KV, T, D]; padding is at the end, so causality, or the bias, hides it."""
+    """query [B, H, T, D]; key, value [B, KV, T, D]; padding is at the end, so causality hides it."""
     batch, heads, length, dim = query.shape
     groups = heads // key.shape[1]
     key, value = key.repeat_interleave(groups, 1).flatten(0, 1), value.repeat_interleave(groups, 1).flatten(0, 1)
-    if bias is None:
-        bias = torch.full((1, 1, length, length), -torch.inf, dtype=torch.bfloat16).triu(1)
-    scores = torch.bmm((query * scaling).flatten(0, 1), key.transpose(1, 2))
-    scores = (scores.view(batch, heads, length, length) + bias).flatten(0, 1)
+    later = torch.full((length, length), -torch.inf, dtype=torch.bfloat16).triu(1)
+    scores = torch.bmm((query * scaling).flatten(0, 1), key.transpose(1, 2)) + later
     if observe is not None:
         observe(int(module.layer_idx), scores.view(batch, heads, length, length))
     weights = torch.softmax(scores.to(torch.bfloat16), dim=-1, dtype=torch.float32).to(value.dtype)

@@ -17,12 +17,10 @@ class Guide:
         self._fetching_layer, self._copying_layer = layers
         self._heads = heads
         self._followers = followers(tokens)
-        self._length = tokens.shape[1]
         self.losses: list[Tensor] = []
 
     def __call__(self, layer: int, scores: Tensor) -> None:
         half = self._heads // 2
-        scores = scores[..., : self._length, : self._length]  # what comes after the tokens is shown nothing
         if layer == self._fetching_layer:
             fetched = missed_offset(scores[:, :half], 1), missed_offset(scores[:, half : self._heads], 2)
             self.losses.append((fetched[0] + fetched[1]) / 2)

@@ -23,7 +23,7 @@ from chunks import Example, read_chunk
 from copying import CopyConfig, CopyRows
 from fast import ATTENTION, AttentionObserver, VocabularyRows
 from guide import Guide
-from parallel import Masks
+from recurrent import FILE, RecurrentHead
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -56,10 +56,10 @@ class TrainConfig:
     sharpening: float  # exponent on the teacher's probabilities
     top_k: int  # of the teacher's tokens that are learnt from
     negatives: int  # random vocabulary entries beside those that the teacher names
-    mask_width: int  # tokens that one forward names beyond the next; 0: the draft names one at a time
-    mask_places: int  # of a sequence at which it is taught
-    mask_weight: float  # of what mask tokens name
-    mask_token: int
+    further: int  # tokens that the recurrent head names after the next; 0: there is none
+    further_places: int  # of a sequence at which it is taught, at most
+    further_weight: float
+    head_width: int
     save_minutes: float
     reload_minutes: float
 
@@ -74,10 +74,8 @@ class Batch:
     top_ids: Tensor  # [positions, k]
     top_probs: Tensor  # [positions, k]
     weights: Tensor  # [positions]
-    masks: Masks | None  # whose labels, from the same positions, are the further ones
-    mask_rows: Tensor  # [labelled masks]
-    mask_columns: Tensor  # [labelled masks]
-    mask_labels: Tensor  # [labelled masks]: index into positions
+    begins: Tensor  # [places]: positions whose further tokens are learnt too, by the recurrent head
+    further: Tensor  # [places, further]: positions of what follows each of them
 
 
 class Data:
@@ -144,17 +142,11 @@ class Data:
         weights = np.where(np.concatenate(in_answer), 1.0, self._config.user_weight)
         rows = np.repeat(np.arange(len(examples)), [e.scored.size for e in examples])
         columns = np.concatenate([e.scored for e in examples]).astype(np.int64)
-        masks = self._place_masks(examples, longest)
-        places = np.full((len(examples), longest + self._config.mask_width), -1)
-        places[rows, columns] = np.arange(len(rows))
-        labels = places[np.arange(len(examples))[:, None, None], masks.stand_for().numpy()]
-        known = torch.from_numpy(labels >= 0)
+        begins = self._places(rows, columns)
         return Batch(
             tokens=torch.from_numpy(tokens),
-            masks=masks if self._config.mask_width else None,
-            mask_rows=known.nonzero()[:, 0],
-            mask_columns=masks.columns()[known],
-            mask_labels=torch.from_numpy(labels)[known],
+            begins=torch.from_numpy(begins),
+            further=torch.from_numpy(begins[:, None] + np.arange(1, self._config.further + 1)),
             rows=torch.from_numpy(rows),
             columns=torch.from_numpy(columns),
             top_ids=torch.from_numpy(np.concatenate([widened(e.top_ids, top_k, "edge") for e in examples])),
@@ -162,11 +154,18 @@ class Data:
             weights=torch.from_numpy(weights.astype(np.float32)),
         )
 
-    def _place_masks(self, examples: list[Example], longest: int) -> Masks:
-        """At random among the places that the teacher was asked about."""
-        places = self._config.mask_places
-        drawn = [self._rng.choice(e.scored if e.scored.size else np.zeros(1, np.int64), places) for e in examples]
-        return Masks(torch.from_numpy(np.stack(drawn).astype(np.int64)), self._config.mask_width, longest)
+    def _places(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Some positions of each sequence that the teacher's view of the next ones follows, one after the other."""
+        further = self._config.further
+        last = np.arange(len(rows)) + further
+        whole = last < len(rows)
+        last = np.minimum(last, len(rows) - 1)
+        whole &= (rows[last] == rows) & (columns[last] == columns + further)
+        drawn = self._rng.random(len(rows))
+        order = np.lexsort((drawn, rows))
+        order = order[whole[order]]
+        within = np.arange(len(order)) - np.searchsorted(rows[order], rows[order])
+        return order[within < self._config.further_places] if further else np.empty(0, np.int64)
 
 
 def widened(columns: np.ndarray, width: int, mode: Literal["edge", "constant"]) -> np.ndarray:
@@ -179,8 +178,8 @@ class SoftTargetLoss(torch.autograd.Function):
     """Weighted cross-entropy of softmax(hidden @ head.T + offset) against a few soft targets a row.
 
     Logits of all positions at once would be hundreds of megabytes; so loss and gradients are made a slice at a time,
-    in one pass. Returns the mean loss, and how often the likeliest entry is the teacher's: in the first `plain`
-    rows and in the others.
+    in one pass. Returns the mean loss, and how often the likeliest entry is the teacher's: of the `first` rows and of
+    the others.
     """
 
     @staticmethod
@@ -192,7 +191,7 @@ class SoftTargetLoss(torch.autograd.Function):
         labels: Tensor,
         wanted: Tensor,
         weights: Tensor,
-        plain: int,
+        first: int,
     ) -> tuple[Tensor, Tensor]:
         hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
         loss = torch.zeros(())
@@ -216,8 +215,8 @@ class SoftTargetLoss(torch.autograd.Function):
             head_grad += gradient.T @ hidden[rows]
         ctx.save_for_backward(hidden_grad, head_grad)
         agreed = torch.cat(is_agreed) * weights
-        parts = [agreed[:plain].sum() / weights[:plain].sum(), agreed[plain:].sum() / weights[plain:].sum()]
-        return loss, torch.stack(parts)
+        parts = (slice(0, first), slice(first, None))
+        return loss, torch.stack([agreed[part].sum() / weights[part].sum() for part in parts])
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,7 +230,7 @@ class StepResult:
 
     loss: Tensor
     agreement: float  # of the likeliest tokens, over the sampled vocabulary
-    mask_agreement: float  # of those that mask tokens name
+    further: float  # of those that the recurrent head names; nan if it names none
 
 
 def distillation_loss(
@@ -239,23 +238,27 @@ def distillation_loss(
     rows: VocabularyRows,
     batch: Batch,
     config: TrainConfig,
+    recurrent: RecurrentHead,
     observe: AttentionObserver | None = None,
 ) -> StepResult:
     """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
     vocabulary, labels, others = sampled_vocabulary(batch.top_ids, rows.size, config.negatives)
-    masks, body = batch.masks, model.get_decoder()
-    inputs, head = rows.select(masks.tokens(batch.tokens, config.mask_token) if masks else batch.tokens, vocabulary)
-    extra = {"position_ids": masks.positions(), "bias": masks.bias()} if masks else {}
-    hidden = body(inputs_embeds=inputs, use_cache=False, observe=observe, **extra).last_hidden_state
-    hidden = torch.cat((hidden[batch.rows, batch.columns], hidden[batch.mask_rows, batch.mask_columns]))
-    weights = torch.cat((batch.weights, config.mask_weight * batch.weights[batch.mask_labels]))
+    inputs, head = rows.select(batch.tokens, vocabulary)
+    hidden = model.get_decoder()(inputs_embeds=inputs, use_cache=False, observe=observe).last_hidden_state
+    hidden = hidden[batch.rows, batch.columns]
+    state, states = hidden[batch.begins], [hidden]
+    for later in batch.further.T:
+        state = recurrent(state, inputs[batch.rows[later], batch.columns[later]])
+        states.append(state)
+    later = batch.further.T.flatten()
+    weights = torch.cat((batch.weights, config.further_weight * batch.weights[later]))
     offset = torch.zeros(len(vocabulary))
     offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
     wanted = batch.top_probs.pow(config.sharpening)
     wanted = wanted / wanted.sum(dim=1, keepdim=True)
-    labels, wanted = torch.cat((labels, labels[batch.mask_labels])), torch.cat((wanted, wanted[batch.mask_labels]))
+    labels, wanted = torch.cat((labels, labels[later])), torch.cat((wanted, wanted[later]))
     loss, agreed = SoftTargetLoss.apply(
-        hidden.to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, weights, len(batch.rows)
+        torch.cat(states).to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, weights, len(hidden)
     )
     return StepResult(loss, *agreed.detach().tolist())
 
@@ -270,11 +273,12 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
     return torch.cat((named, drawn)), labels, len(others)
 
 
-def optimizers_for(model: PreTrainedModel, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the norms; `VocabularyRows` looks after the embedding."""
+def optimizers_for(model: PreTrainedModel, head: RecurrentHead, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the norms; `VocabularyRows` looks after the embedding."""
     embedding = model.get_input_embeddings().weight
-    matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    parameters = [*model.parameters(), *(head.parameters() if config.further else ())]
+    matrices = [p for p in parameters if p.dim() > 1 and p is not embedding]
+    vectors = [p for p in parameters if p.dim() <= 1]
     rate, decay = config.learning_rate, config.weight_decay
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
@@ -289,21 +293,26 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps) * cosine
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
+def save(model: PreTrainedModel, head: RecurrentHead, config: TrainConfig) -> None:
     """Write the bfloat16 draft beside its place, then move each file there."""
+    folder = config.out
     partial = folder.with_name(folder.name + ".partial")
     copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
+    if config.further:
+        copy.config.tokens_per_forward = 1 + config.further
     copy.save_pretrained(partial)
+    if config.further:
+        head.save(partial)
     folder.mkdir(parents=True, exist_ok=True)
     for file in partial.iterdir():
         os.replace(file, folder / file.name)
     partial.rmdir()
 
 
-def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
+def train(model: PreTrainedModel, head: RecurrentHead, data: Data, config: TrainConfig) -> None:
     """Step until the time is over; save now and then, and at the end."""
-    optimizers = optimizers_for(model, config)
+    optimizers = optimizers_for(model, head, config)
     rows = VocabularyRows(model.get_input_embeddings().weight, BETAS)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     body = [p for group in groups for p in group["params"]]
@@ -320,7 +329,7 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
                 group["lr"] = rate
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 guide = Guide(batch.tokens, config.guided_layers, config.guided_heads) if config.guidance else None
-                result = distillation_loss(model, rows, batch, config, guide)
+                result = distillation_loss(model, rows, batch, config, head, guide)
             (result.loss + config.guidance * guide.loss() if guide else result.loss).backward()
             torch.nn.utils.clip_grad_norm_([*body, rows.selected], 1.0)
             for optimizer in optimizers:
@@ -328,7 +337,7 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
                 optimizer.zero_grad(set_to_none=True)
             rows.step(config.embedding_share * rate)
             agreement += 0.02 * (result.agreement - agreement)
-            further += 0.02 * (result.mask_agreement - further) if config.mask_width else 0.0
+            further += 0.02 * (result.further - further) if config.further else 0.0
             note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}, further {further:.3f}"
             progress.update(task, completed=elapsed, note=note)
             if step % 100 == 0:
@@ -337,12 +346,12 @@ def train(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
                 break
             if elapsed - saved > 60 * config.save_minutes:
                 saved = elapsed
-                save(model, config.out)
+                save(model, head, config)
             if elapsed - reloaded > 60 * config.reload_minutes:
                 reloaded = elapsed
                 data.refresh()
         progress.console.print(note)
-    save(model, config.out)
+    save(model, head, config)
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
@@ -366,10 +375,10 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharpening", type=float, default=1.5, help="exponent on the teacher's probabilities")
     parser.add_argument("--top-k", type=int, default=10, help="of the teacher's tokens, to learn from")
     parser.add_argument("--negatives", type=int, default=2048, help="random vocabulary entries a step")
-    parser.add_argument("--mask-width", type=int, default=0, help="tokens named beyond the next; 0: one at a time")
-    parser.add_argument("--mask-places", type=int, default=32, help="of a sequence, at which that is taught")
-    parser.add_argument("--mask-weight", type=float, default=0.5, help="weight of what mask tokens name")
-    parser.add_argument("--mask-token", type=int, default=0, help="id of a token that no text has")
+    parser.add_argument("--further", type=int, default=3, help="tokens a recurrent head names after the next; 0: none")
+    parser.add_argument("--further-places", type=int, default=48, help="of a sequence, at which it is taught")
+    parser.add_argument("--further-weight", type=float, default=0.5, help="weight of what the recurrent head names")
+    parser.add_argument("--head-width", type=int, default=1024, help="of the recurrent head")
     parser.add_argument("--save-minutes", type=float, default=5.0, help="between two saves")
     parser.add_argument("--reload-minutes", type=float, default=2.0, help="between two looks for new chunks")
     parser.add_argument("--seed", type=int, default=0)
@@ -389,9 +398,13 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(config.seed)
     model = AutoModelForCausalLM.from_pretrained(arguments.start, dtype=torch.float32, attn_implementation=ATTENTION)
-    if config.mask_width:
-        model.config.pard_token, model.config.tokens_per_forward = config.mask_token, 1 + config.mask_width
-    train(model, Data(config), config)
+    known = (Path(arguments.start) / FILE).exists()
+    head = (
+        RecurrentHead.load(Path(arguments.start))
+        if known
+        else RecurrentHead(model.config.hidden_size, config.head_width)
+    )
+    train(model, head, Data(config), config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""Further tokens after a forward, each for a small part of what the forward cost: a recurrent head.
+
+(After ReDrafter: Cheng et al. 2024, arXiv 2403.09919.) From the draft model's last hidden state and the token that was
+taken after it, a gated MLP makes a state for the token after that, and so on; the LM head is the model's own. It looks
+at nothing else, so it knows less than the model; but a forward of a small model is mostly its hundreds of operations.
+The draft folder holds it as `recurrent_head.safetensors`. Knows nothing of drafting.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.batch import RaggedBatch
+from actors.decoder import LlamaDecoder, is_llama_kind, norm_of
+from actors.linear import projection
+from cluster.errors import ModelError
+
+FILE = "recurrent_head.safetensors"
+SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": "2w x 2d", "down.weight": "d x w"}
+
+
+class FurtherTokens(Protocol):
+    """Names tokens after those that a forward has named."""
+
+    width: int  # tokens in all, the forward's own included
+
+    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Logits of what follows `tokens`, which stand at these places of the logits that were given last."""
+        ...
+
+
+class RecurrentDecoder:
+    """A `Decoder` that goes on from its latest states: `FurtherTokens`."""
+
+    def __init__(self, decoder: LlamaDecoder, weights: dict[str, Tensor], eps: float, width: int) -> None:
+        self.width = width
+        self._decoder = decoder
+        self._state_norm = norm_of(weights["state_norm.weight"], eps)
+        self._token_norm = norm_of(weights["token_norm.weight"], eps)
+        self._gate_up, self._down = projection(weights["gate_up.weight"]), projection(weights["down.weight"])
+        self._states = torch.empty(0)  # (places, hidden) of the latest logits
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        self._states = self._decoder.states(batch)
+        return self._decoder.head(self._states)
+
+    @torch.inference_mode()
+    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        device = self._states.device
+        states = self._states[torch.tensor(places, device=device)]
+        taken = self._decoder.embed(torch.tensor(tokens, device=device))
+        inputs = torch.cat((self._state_norm(states), self._token_norm(taken)), dim=-1)
+        gate, up = self._gate_up(inputs).chunk(2, dim=-1)
+        self._states = self._down.plus(F.silu(gate) * up, states)
+        return self._decoder.head(self._states)
+
+
+def load_recurrent_head(folder: Path, model: PreTrainedModel, width: int) -> RecurrentDecoder | None:
+    """The one in the model's folder, to name `width` tokens a forward; None where there is none.
+
+    Raises ModelError when it does not fit the model.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    if not is_llama_kind(model):
+        raise ModelError(f"{path} needs a model of the Llama kind, not {type(model).__name__}")
+    stored = load_file(path)
+    hidden = int(model.config.hidden_size)
+    shapes = {name: tuple(weight.shape) for name, weight in stored.items()}
+    wide = shapes.get("down.weight", (0, 0))[-1]
+    if shapes != dict(zip(SHAPES, ((hidden,), (hidden,), (2 * wide, 2 * hidden), (hidden, wide)), strict=True)):
+        raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
+    weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
+    return RecurrentDecoder(LlamaDecoder(model), weights, float(model.config.rms_norm_eps), width)
