@@ -37,6 +37,7 @@ CHOICES = 16  # tokens of a position that are thought of as outcomes
 AHEAD_ROWS, ROWS_EACH = 8, 2  # rows of a forward for what may be wanted: so many at least, so many for each session
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
+SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,18 @@ class DraftingLimits:
     pass_tokens: int = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """One drafted token."""
+
+    token: int
+    choices: Choices  # at its place
+    survival: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
+    prefix_hash: int  # of all tokens up to it
+    ids: tuple[int, ...] = ()  # draft_probs, under ratio
+    weights: tuple[int, ...] = ()
+
+
 @dataclass
 class _Draft:
     """One block while it is being drafted."""
@@ -67,21 +80,42 @@ class _Draft:
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
     is_root: bool = False  # reads the tokens under verification, for the choices after them
-    tokens: list[int] = field(default_factory=list)  # drafted so far
-    choices: list[Choices] = field(default_factory=list)  # at each of them
-    ids: list[tuple[int, ...]] = field(default_factory=list)  # draft_probs, under ratio
-    weights: list[tuple[int, ...]] = field(default_factory=list)
-    survival: float = 1.0  # chance that all tokens so far are accepted, by the draft model's own probabilities
-    done: bool = False
-    prefix_hash: int = field(init=False)  # of all tokens so far, drafted ones included
+    drafted: list[_Token] = field(default_factory=list)
+    settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
+    is_cut: bool = False  # what would come next is too unlikely
 
-    def __post_init__(self) -> None:
-        self.prefix_hash = self.base_hash
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple([token.token for token in self.drafted])
+
+    @property
+    def choices(self) -> list[Choices]:
+        return [token.choices for token in self.drafted]
+
+    @property
+    def survival(self) -> float:
+        """Chance that all tokens so far are accepted."""
+        return self.drafted[-1].survival if self.drafted else 1.0
+
+    @property
+    def prefix_hash(self) -> int:
+        """Of all tokens so far, drafted ones included."""
+        return self.drafted[-1].prefix_hash if self.drafted else self.base_hash
 
     @property
     def missing(self) -> int:
-        """Tokens that may still be drafted."""
-        return self.max_tokens - len(self.tokens)
+        """Tokens that forwards may still name."""
+        return self.max_tokens - self.settled
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing to add."""
+        return self.is_cut or len(self.drafted) == self.max_tokens
+
+    @property
+    def is_done(self) -> bool:
+        """Whether another forward would bring nothing better either."""
+        return self.is_complete and (self.ratio or self.settled == len(self.drafted))
 
     @property
     def ratio(self) -> bool:
@@ -94,14 +128,17 @@ class _Draft:
 
     @property
     def urgency(self) -> float:
-        """How likely the next token is to be of use; under ratio whatever was drafted so far, for use must not depend
-        on it."""
-        return self.chance if self.ratio else self.chance * self.survival
+        """How much the next forward is likely to bring; under ratio whatever was drafted so far, for use must not
+        depend on it."""
+        if self.ratio:
+            return self.chance
+        stands = self.drafted[self.settled - 1].survival if self.settled else 1.0
+        return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
 
     @property
     def position(self) -> int:
         """Of the token to draft next."""
-        return len(self.want.tokens) + len(self.outcome) + len(self.tokens)
+        return self.base_len + len(self.drafted)
 
     @property
     def generated(self) -> list[int]:
@@ -109,15 +146,26 @@ class _Draft:
         return [*self.want.tokens[self.want.open.prompt_len :], *self.outcome, *self.tokens]
 
     @property
+    def base_len(self) -> int:
+        """Tokens that the block comes after."""
+        return len(self.want.tokens) + len(self.outcome)
+
+    @property
     def address(self) -> tuple[int, tuple[int, ...]]:
         """Base length and tokens."""
-        return len(self.want.tokens) + len(self.outcome), tuple(self.tokens)
+        return self.base_len, self.tokens
+
+    def forget_guesses(self) -> None:
+        """A forward has read on: what the recurrent head made of it is named anew."""
+        del self.drafted[self.settled :]
+        self.is_cut = False
 
     def proposal(self) -> Proposal:
-        want = self.want
-        probs = SparseProbs(tuple(self.ids), tuple(self.weights)) if self.ratio else None
-        base_len, tokens = self.address
-        return Proposal(want.open.session, base_len, self.base_hash, tokens, probs, self.outcome)
+        want, probs = self.want, None
+        if self.ratio:
+            drafted = self.drafted
+            probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
+        return Proposal(want.open.session, self.base_len, self.base_hash, self.tokens, probs, self.outcome)
 
 
 _Considered = dict[tuple[int, tuple[int, ...]], list[Choices]]
@@ -174,7 +222,7 @@ class DraftModel:
         drafts = [self._begin(want, want.tokens, want.max_tokens) for want in wants]
         active, busy = drafts, _sessions(wants)
         while active:
-            active = [draft for draft in self._advance(active, busy) if not draft.done]
+            active = [draft for draft in self._advance(active, busy) if not draft.is_complete]
         for draft in drafts:
             self._cache.publish(draft.branch, len(draft.want.tokens))
             self._considered[draft.want.open.session] = {draft.address: draft.choices}
@@ -207,10 +255,10 @@ class DraftModel:
                 if draft.is_root:
                     after = self._branch_out(draft, continuations(draft.outcome, draft.chance, draft.choices[0]))
                     begun, open_ends = begun + after, open_ends + after
-                elif not draft.done:
+                elif not draft.is_done:
                     open_ends.append(draft)
             ended = self._clock()
-        guesses = [draft for draft in begun if draft.tokens and not draft.is_root]
+        guesses = [draft for draft in begun if draft.drafted and not draft.is_root]
         return sorted(guesses, key=lambda draft: -draft.chance)
 
     def _begin_ahead(self, want: Want) -> list[_Draft]:
@@ -263,20 +311,28 @@ class DraftModel:
                 self._cache.drop_masks(draft.branch)
         read = [index for index, draft in enumerate(fed) if not draft.pending]
         found = [fed[index] for index in read]
+        for draft in found:
+            draft.forget_guesses()
         self._extend(found, [logits[index] for index in read])
+        for draft in found:
+            draft.settled = len(draft.drafted)
         if self._further is not None:
             self._go_on(found, read, self._further)
+        for draft in found:
+            if not draft.is_complete:
+                draft.settled = len(draft.drafted)  # the next forward reads all of it, and names what comes after
+            draft.pending = list(draft.tokens[len(draft.branch.tokens) - draft.base_len : draft.settled])
         return found
 
     def _go_on(self, drafts: Sequence[_Draft], places: Sequence[int], further: FurtherTokens) -> None:
         """Further tokens after the one that the forward named for each draft, at these places of its logits."""
         open_ends = list(zip(places, drafts, strict=True))
         for _ in range(further.width - 1):
-            open_ends = [(place, draft) for place, draft in open_ends if not draft.done]
+            open_ends = [(place, draft) for place, draft in open_ends if not draft.is_complete]
             if not open_ends:
                 return
             going = [draft for _, draft in open_ends]
-            logits = further.after([place for place, _ in open_ends], [draft.tokens[-1] for draft in going])
+            logits = further.after([place for place, _ in open_ends], [draft.drafted[-1].token for draft in going])
             self._extend(going, torch.split(logits, 1))
             open_ends = list(enumerate(going))
 
@@ -300,7 +356,7 @@ class DraftModel:
         return [Choices(*row) for row in zip(ids, chances, strict=True)]
 
     def _extend_by_sampling(self, draft: _Draft, logits: Tensor) -> None:
-        if draft.done:
+        if draft.is_complete:
             return
         request = draft.want.open
         whole = logits.new_full((self._runner.vocabulary,), -torch.inf)
@@ -308,27 +364,26 @@ class DraftModel:
         generated = draft.generated if request.sampling.penalised else ()
         row = process(whole.unsqueeze(0), request.sampling, generated, ())[0]
         if draft.ratio:
-            token = self._draw_by_ratio(draft, row)
-            self._append(draft, token, _choices(row))
+            token, ids, weights = self._draw_by_ratio(draft, row)
+            self._append(draft, token, _choices(row), ids, weights)
         else:
             token, choices = self._draw_coupled(draft, row)
             self._append(draft, token, choices)
 
-    def _append(self, draft: _Draft, token: int, choices: Choices) -> None:
-        if draft.done:
+    def _append(
+        self, draft: _Draft, token: int, choices: Choices, ids: tuple[int, ...] = (), weights: tuple[int, ...] = ()
+    ) -> None:
+        if draft.is_complete:
             return
-        draft.survival *= choices.chances[0]
-        if draft.survival < draft.least_chance:
-            draft.done = True
+        survival = draft.survival * choices.chances[0]
+        if survival < draft.least_chance:
+            draft.is_cut = True
             return
-        draft.tokens.append(token)
-        draft.choices.append(choices)
-        draft.pending.append(token)
-        draft.prefix_hash = extend_hash(draft.prefix_hash, token)
+        prefix_hash = extend_hash(draft.prefix_hash, token)
+        draft.drafted.append(_Token(token, choices, survival, prefix_hash, ids, weights))
         # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
         is_awaited = draft.want.unverified is None
-        in_doubt = is_awaited and not draft.ratio and draft.survival < self._limits.min_confidence
-        draft.done |= in_doubt or len(draft.tokens) == draft.max_tokens
+        draft.is_cut = is_awaited and not draft.ratio and survival < self._limits.min_confidence
 
     def _draw_coupled(self, draft: _Draft, logits: Tensor) -> tuple[int, Choices]:
         """The token that the target would draw from these logits: with the same noise, at the same address."""
@@ -342,7 +397,7 @@ class DraftModel:
         noisy[ids] = (logits[ids] + gumbel(at, ids)).float()
         return token, _choices(noisy)  # with the noise that decides, so that rivals are those of this very draw
 
-    def _draw_by_ratio(self, draft: _Draft, logits: Tensor) -> int:
+    def _draw_by_ratio(self, draft: _Draft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """A token from the truncated and rounded distribution that goes on the wire, and that distribution.
 
         The noise is a function of seed and prefix: however often and at whatever length a prefix is drafted for,
@@ -357,9 +412,7 @@ class DraftModel:
         at = key(draft.want.open.seed, draft.want.open.choice, draft.prefix_hash, Purpose.DRAFT)
         token = int(ids[gumbel_argmax(weights.double().log(), at)])
         padding = top_k - len(ids)
-        draft.ids.append((*ids.tolist(), *[0] * padding))
-        draft.weights.append((*map(int, weights.tolist()), *[0] * padding))
-        return token
+        return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
 
 
 def _choices(logits: Tensor) -> Choices:

@@ -73,14 +73,16 @@ def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
     assert world.book.is_idle
 
 
-@pytest.mark.parametrize("width", [1, 2], ids=["one at a time", "two at a time"])
+@pytest.mark.parametrize(
+    "several", [{}, {"width": 2}, {"recurrent": 2}], ids=["one at a time", "two by masks", "two by a head"]
+)
 @pytest.mark.parametrize("pages", [4096, 8], ids=["pages for all", "preemption"])
 @pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
-def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, schedule, pages, width):
+def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, schedule, pages, several):
     """Interrupted at random; and where the target's pages are few, in the middle of being preempted.
 
-    A draft that names several tokens at a time finds others for a position than one that knows the token before, and
+    A draft that names several tokens at a time finds others for a position than a forward of its own would, and
     which of the two a position has depends on where its block begins.
     """
     setting = Setting(
@@ -92,7 +94,7 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
         ahead=2,
         interruption=0.2,
         pages=pages,
-        width=width,
+        **several,
     )
     samples: list[tuple[int, ...]] = []
     counts: Counter[str] = Counter()

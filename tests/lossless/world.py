@@ -5,7 +5,7 @@ Only time and transport are simulated: a schedule decides when each block and ve
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -71,6 +71,17 @@ class Setting:
     interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
     pages: int = 4096  # of the target's cache
     width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
+    recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
+
+
+class Flatter:
+    """A recurrent head: the draft's own logits, halved."""
+
+    def __init__(self, logits: Tensor, width: int) -> None:
+        self.width, self._logits = width, logits / 2
+
+    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        return self._logits[torch.tensor(tokens)]
 
 
 class World:
@@ -99,6 +110,7 @@ class World:
             drafting,
             clock=lambda: self._now,
             masks=MaskTokens(vocabulary, setting.width),
+            further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
         )
         self._now, self._order = 0.0, count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,6 +1,7 @@
 """A recurrent head: what it computes, what a block of its tokens looks like, and which files are refused."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.recurrent_head import FILE, load_recurrent_head
 from actors.noise import Purpose, gumbel_argmax, key
 from actors.runner import ModelRunner
+from cluster.drafting import Proposal, Want
 from cluster.errors import ModelError
 from protos.messages import Acceptance
 from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, after_checks, never
@@ -161,9 +163,58 @@ def test_doubt_ends_a_block_at_any_of_its_tokens():
 
 
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading():
-    want = a_want((1, 2), 3)
-    ahead = type(want)(want.open, want.tokens, want.prefix_hash, 3, unverified=(5, 6))
     runner = SpyRunner()
-    guesses = a_method(runner, Following()).propose([ahead], after_checks(2))
+    guesses = a_method(runner, Following()).propose([ahead(a_want((1, 2), 3))], after_checks(2))
     assert len(runner.fed) == 2
     assert {len(guess.tokens) for guess in guesses} == {3}
+
+
+# ---------------------------------------------------------------- second thoughts
+
+
+class Mistaken(Following):
+    """Likes best what the model likes least."""
+
+    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        return -super().after(places, tokens)
+
+
+def ahead(want: Want) -> Want:
+    return replace(want, unverified=(5, 6))
+
+
+def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """By outcome, the first tokens of its block."""
+    return {guess.outcome: guess.tokens[:count] for guess in guesses}
+
+
+def test_while_there_is_time_forwards_name_anew_what_the_head_named():
+    """One token of each block a forward, so that an interruption leaves whole blocks, the better the later it comes."""
+    want = ahead(a_want((1, 2), 3))
+    by_model = a_method(SpyRunner(), None).propose([want], never)
+    hasty = a_method(SpyRunner(), Mistaken()).propose([want], after_checks(2))
+    assert {len(guess.tokens) for guess in hasty} == {3}
+    assert firsts(hasty, 1) == firsts(by_model, 1)
+    assert not firsts(hasty, 2).items() & firsts(by_model, 2).items()
+    runner = SpyRunner()
+    assert a_method(runner, Mistaken()).propose([want], never) == by_model
+    assert max(len(row.tokens) for rows in runner.fed[1:] for row in rows) == 1, "guesses are never fed"
+
+
+def test_whoever_waits_for_a_block_does_not_wait_for_second_thoughts():
+    runner = SpyRunner()
+    (block,) = a_method(runner, Mistaken()).propose([a_want((1, 2), 3)], never)
+    assert len(runner.fed) == 1
+    assert block.tokens[1] == int(LOGITS[block.tokens[0]].argmin())
+
+
+def test_under_ratio_there_are_none():
+    """A prefix has one continuation there: which version of a block is used says nothing about its tokens."""
+    want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.RATIO)
+    guesses = a_method(SpyRunner(), Mistaken()).propose([ahead(want)], never)
+    for guess in guesses:
+        tokens = (*want.tokens, *guess.outcome)
+        later = replace(want, tokens=tokens, prefix_hash=guess.prefix_hash)
+        (block,) = a_method(SpyRunner(), Mistaken()).propose([later], never)
+        assert replace(guess, outcome=()) == block
+    assert len(guesses) > 1
