@@ -44,7 +44,7 @@ def induce(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / config.warmup_steps)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            result = distillation_loss(model, rows, batch, config, guide)
+            result = distillation_loss(model, rows, batch, config, observe=guide)
         (result.loss + config.guidance * guide.loss()).backward()
         torch.nn.utils.clip_grad_norm_(chosen, 1.0)
         optimizer.step()

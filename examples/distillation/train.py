@@ -59,6 +59,7 @@ class TrainConfig:
     further: int  # tokens that the recurrent head names after the next; 0: there is none
     further_places: int  # of a sequence at which it is taught, at most
     further_weight: float
+    head_only: bool  # the draft itself stays as it is
     head_width: int
     save_minutes: float
     reload_minutes: float
@@ -238,20 +239,21 @@ def distillation_loss(
     rows: VocabularyRows,
     batch: Batch,
     config: TrainConfig,
-    recurrent: RecurrentHead,
+    recurrent: RecurrentHead | None = None,
     observe: AttentionObserver | None = None,
 ) -> StepResult:
     """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
     vocabulary, labels, others = sampled_vocabulary(batch.top_ids, rows.size, config.negatives)
     inputs, head = rows.select(batch.tokens, vocabulary)
-    hidden = model.get_decoder()(inputs_embeds=inputs, use_cache=False, observe=observe).last_hidden_state
+    with torch.set_grad_enabled(not config.head_only):
+        hidden = model.get_decoder()(inputs_embeds=inputs, use_cache=False, observe=observe).last_hidden_state
     hidden = hidden[batch.rows, batch.columns]
     state, states = hidden[batch.begins], [hidden]
-    for later in batch.further.T:
+    for later in batch.further.T if recurrent else ():
         state = recurrent(state, inputs[batch.rows[later], batch.columns[later]])
         states.append(state)
     later = batch.further.T.flatten()
-    weights = torch.cat((batch.weights, config.further_weight * batch.weights[later]))
+    weights = torch.cat(((not config.head_only) * batch.weights, config.further_weight * batch.weights[later]))
     offset = torch.zeros(len(vocabulary))
     offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
     wanted = batch.top_probs.pow(config.sharpening)
@@ -273,10 +275,12 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
     return torch.cat((named, drawn)), labels, len(others)
 
 
-def optimizers_for(model: PreTrainedModel, head: RecurrentHead, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def optimizers_for(
+    model: PreTrainedModel, head: RecurrentHead | None, config: TrainConfig
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the norms; `VocabularyRows` looks after the embedding."""
     embedding = model.get_input_embeddings().weight
-    parameters = [*model.parameters(), *(head.parameters() if config.further else ())]
+    parameters = [*(() if config.head_only else model.parameters()), *(head.parameters() if head else ())]
     matrices = [p for p in parameters if p.dim() > 1 and p is not embedding]
     vectors = [p for p in parameters if p.dim() <= 1]
     rate, decay = config.learning_rate, config.weight_decay
@@ -293,16 +297,15 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps) * cosine
 
 
-def save(model: PreTrainedModel, head: RecurrentHead, config: TrainConfig) -> None:
+def save(model: PreTrainedModel, folder: Path, head: RecurrentHead | None = None, further: int = 0) -> None:
     """Write the bfloat16 draft beside its place, then move each file there."""
-    folder = config.out
     partial = folder.with_name(folder.name + ".partial")
     copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
-    if config.further:
-        copy.config.tokens_per_forward = 1 + config.further
+    if head:
+        copy.config.tokens_per_forward = 1 + further
     copy.save_pretrained(partial)
-    if config.further:
+    if head:
         head.save(partial)
     folder.mkdir(parents=True, exist_ok=True)
     for file in partial.iterdir():
@@ -310,7 +313,7 @@ def save(model: PreTrainedModel, head: RecurrentHead, config: TrainConfig) -> No
     partial.rmdir()
 
 
-def train(model: PreTrainedModel, head: RecurrentHead, data: Data, config: TrainConfig) -> None:
+def train(model: PreTrainedModel, head: RecurrentHead | None, data: Data, config: TrainConfig) -> None:
     """Step until the time is over; save now and then, and at the end."""
     optimizers = optimizers_for(model, head, config)
     rows = VocabularyRows(model.get_input_embeddings().weight, BETAS)
@@ -335,7 +338,8 @@ def train(model: PreTrainedModel, head: RecurrentHead, data: Data, config: Train
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            rows.step(config.embedding_share * rate)
+            if not config.head_only:
+                rows.step(config.embedding_share * rate)
             agreement += 0.02 * (result.agreement - agreement)
             further += 0.02 * (result.further - further) if config.further else 0.0
             note = f"step {step}, {len(data.examples)} sequences, agreement {agreement:.3f}, further {further:.3f}"
@@ -346,12 +350,20 @@ def train(model: PreTrainedModel, head: RecurrentHead, data: Data, config: Train
                 break
             if elapsed - saved > 60 * config.save_minutes:
                 saved = elapsed
-                save(model, head, config)
+                save(model, config.out, head, config.further)
             if elapsed - reloaded > 60 * config.reload_minutes:
                 reloaded = elapsed
                 data.refresh()
         progress.console.print(note)
-    save(model, head, config)
+    save(model, config.out, head, config.further)
+
+
+def recurrent_head(folder: Path, model: PreTrainedModel, config: TrainConfig) -> RecurrentHead | None:
+    """The one in the folder, or a new one."""
+    if not config.further:
+        return None
+    known = (folder / FILE).exists()
+    return RecurrentHead.load(folder) if known else RecurrentHead(model.config.hidden_size, config.head_width)
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
@@ -375,7 +387,8 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharpening", type=float, default=1.5, help="exponent on the teacher's probabilities")
     parser.add_argument("--top-k", type=int, default=10, help="of the teacher's tokens, to learn from")
     parser.add_argument("--negatives", type=int, default=2048, help="random vocabulary entries a step")
-    parser.add_argument("--further", type=int, default=3, help="tokens a recurrent head names after the next; 0: none")
+    parser.add_argument("--further", type=int, default=0, help="tokens a recurrent head names after the next")
+    parser.add_argument("--head-only", action="store_true", help="teach only that head: the draft stays as it is")
     parser.add_argument("--further-places", type=int, default=48, help="of a sequence, at which it is taught")
     parser.add_argument("--further-weight", type=float, default=0.5, help="weight of what the recurrent head names")
     parser.add_argument("--head-width", type=int, default=1024, help="of the recurrent head")
@@ -398,13 +411,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(config.seed)
     model = AutoModelForCausalLM.from_pretrained(arguments.start, dtype=torch.float32, attn_implementation=ATTENTION)
-    known = (Path(arguments.start) / FILE).exists()
-    head = (
-        RecurrentHead.load(Path(arguments.start))
-        if known
-        else RecurrentHead(model.config.hidden_size, config.head_width)
-    )
-    train(model, head, Data(config), config)
+    train(model, recurrent_head(Path(arguments.start), model, config), Data(config), config)
 
 
 if __name__ == "__main__":
