@@ -7,7 +7,7 @@ arXiv 2603.03251). Knows nothing of streams or verification.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from actors.cache import FeedRow
 from actors.memory import page_bytes, page_count
 from actors.methods import TargetNeeds
-from actors.methods.draft_cache import Branch, DraftCache
+from actors.methods.block_draft import BlockDraft, DraftedToken
+from actors.methods.draft_cache import DraftCache
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
 from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
 from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens, tokens_per_forward
@@ -29,7 +30,7 @@ from actors.sampling import process
 from cluster.config import CacheConfig
 from cluster.drafting import Proposal, Want, block_room
 from cluster.pages import PageCopy
-from protos.messages import Acceptance, SparseProbs, Verdict
+from protos.messages import Verdict
 from protos.prefix import extend_hash, hashes_after
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
@@ -37,7 +38,6 @@ CHOICES = 16  # tokens of a position that are thought of as outcomes
 AHEAD_ROWS, ROWS_EACH = 8, 2  # rows of a forward for what may be wanted: so many at least, so many for each session
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
-SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,118 +54,6 @@ class DraftingLimits:
     top_k: int
     min_confidence: float
     pass_tokens: int = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """One drafted token."""
-
-    token: int
-    choices: Choices  # at its place
-    survival: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
-    prefix_hash: int  # of all tokens up to it
-    ids: tuple[int, ...] = ()  # draft_probs, under ratio
-    weights: tuple[int, ...] = ()
-
-
-@dataclass
-class _Draft:
-    """One block while it is being drafted."""
-
-    want: Want
-    branch: Branch
-    pending: list[int]  # tokens to feed next
-    base_hash: int  # of the tokens that the block comes after
-    max_tokens: int
-    outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
-    chance: float = 1.0  # that the outcome comes
-    is_root: bool = False  # reads the tokens under verification, for the choices after them
-    drafted: list[_Token] = field(default_factory=list)
-    settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
-    is_cut: bool = False  # what would come next is too unlikely
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple([token.token for token in self.drafted])
-
-    @property
-    def choices(self) -> list[Choices]:
-        return [token.choices for token in self.drafted]
-
-    @property
-    def survival(self) -> float:
-        """Chance that all tokens so far are accepted."""
-        return self.drafted[-1].survival if self.drafted else 1.0
-
-    @property
-    def prefix_hash(self) -> int:
-        """Of all tokens so far, drafted ones included."""
-        return self.drafted[-1].prefix_hash if self.drafted else self.base_hash
-
-    @property
-    def missing(self) -> int:
-        """Tokens that forwards may still name."""
-        return self.max_tokens - self.settled
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether there is nothing to add."""
-        return self.is_cut or len(self.drafted) == self.max_tokens
-
-    @property
-    def is_done(self) -> bool:
-        """Whether another forward would bring nothing better either."""
-        return self.is_complete and (self.ratio or self.settled == len(self.drafted))
-
-    @property
-    def ratio(self) -> bool:
-        return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
-
-    @property
-    def least_chance(self) -> float:
-        """Of the tokens so far to stand, to be worth sending."""
-        return 0.0 if self.ratio or self.is_root else self.want.least_chance
-
-    @property
-    def urgency(self) -> float:
-        """How much the next forward is likely to bring; under ratio whatever was drafted so far, for use must not
-        depend on it."""
-        if self.ratio:
-            return self.chance
-        stands = self.drafted[self.settled - 1].survival if self.settled else 1.0
-        return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
-
-    @property
-    def position(self) -> int:
-        """Of the token to draft next."""
-        return self.base_len + len(self.drafted)
-
-    @property
-    def generated(self) -> list[int]:
-        """All tokens after the prompt."""
-        return [*self.want.tokens[self.want.open.prompt_len :], *self.outcome, *self.tokens]
-
-    @property
-    def base_len(self) -> int:
-        """Tokens that the block comes after."""
-        return len(self.want.tokens) + len(self.outcome)
-
-    @property
-    def address(self) -> tuple[int, tuple[int, ...]]:
-        """Base length and tokens."""
-        return self.base_len, self.tokens
-
-    def forget_guesses(self) -> None:
-        """A forward has read on: what the recurrent head made of it is named anew."""
-        del self.drafted[self.settled :]
-        self.is_cut = False
-
-    def proposal(self) -> Proposal:
-        want, probs = self.want, None
-        if self.ratio:
-            drafted = self.drafted
-            probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
-        return Proposal(want.open.session, self.base_len, self.base_hash, self.tokens, probs, self.outcome)
 
 
 _Considered = dict[tuple[int, tuple[int, ...]], list[Choices]]
@@ -228,9 +116,9 @@ class DraftModel:
             self._considered[draft.want.open.session] = {draft.address: draft.choices}
         return [draft.proposal() for draft in drafts]
 
-    def _begin(self, want: Want, tokens: tuple[int, ...], max_tokens: int) -> _Draft:
+    def _begin(self, want: Want, tokens: tuple[int, ...], max_tokens: int) -> BlockDraft:
         branch = self._cache.resume(want.open.session, tokens)
-        return _Draft(want, branch, list(tokens[len(branch.tokens) :]), want.prefix_hash, max_tokens)
+        return BlockDraft(want, branch, list(tokens[len(branch.tokens) :]), want.prefix_hash, max_tokens)
 
     # ------------------------------------------------------------ blocks that may be wanted
 
@@ -241,7 +129,7 @@ class DraftModel:
             self._considered[draft.want.open.session][draft.address] = draft.choices
         return [draft.proposal() for draft in guesses]
 
-    def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[_Draft]:
+    def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[BlockDraft]:
         """Blocks for what the verdicts may bring, by the likeliest tokens first, until the first verdict is due."""
         begun = [draft for want in wants for draft in self._begin_ahead(want)]
         open_ends, busy, until = begun, _sessions(wants), min(want.until for want in wants)
@@ -261,7 +149,7 @@ class DraftModel:
         guesses = [draft for draft in begun if draft.drafted and not draft.is_root]
         return sorted(guesses, key=lambda draft: -draft.chance)
 
-    def _begin_ahead(self, want: Want) -> list[_Draft]:
+    def _begin_ahead(self, want: Want) -> list[BlockDraft]:
         """The root, and drafts for a rejection: what may follow the tokens before it is known already."""
         block = want.unverified or ()
         known = self._considered.get(want.open.session, {}).get((len(want.tokens), block), ())
@@ -269,11 +157,11 @@ class DraftModel:
         root.outcome, root.is_root, root.chance = block, True, accepted_chance(block, known)
         return [root, *self._branch_out(root, rejections(block, known))]
 
-    def _branch_out(self, root: _Draft, outcomes: list[Outcome]) -> list[_Draft]:
+    def _branch_out(self, root: BlockDraft, outcomes: list[Outcome]) -> list[BlockDraft]:
         """A draft for each of the likeliest outcomes whose tokens, but for the last, are cached."""
         want, base = root.want, len(root.want.tokens)
         stops = frozenset(want.open.stop_ids)  # no block follows the end
-        drafts: list[_Draft] = []
+        drafts: list[BlockDraft] = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[:OUTCOMES]:
             room = min(want.max_tokens, block_room(want.open, base + len(outcome)))
             cached = base + len(outcome) - 1
@@ -281,19 +169,19 @@ class DraftModel:
                 continue
             base_hash = hashes_after(want.prefix_hash, outcome)[-1]
             branch = self._cache.fork(root.branch, cached)
-            drafts.append(_Draft(want, branch, [outcome[-1]], base_hash, room, outcome, chance))
+            drafts.append(BlockDraft(want, branch, [outcome[-1]], base_hash, room, outcome, chance))
         return drafts
 
     # ------------------------------------------------------------ drafting
 
-    def _advance(self, drafts: Sequence[_Draft], busy: set[str]) -> list[_Draft]:
+    def _advance(self, drafts: Sequence[BlockDraft], busy: set[str]) -> list[BlockDraft]:
         """One forward for all of them; those that were read to their end and so have more tokens, or are done.
 
         What is not read to its end, or has no room in the pool, goes without; the next want goes on from there.
         """
         rows: list[FeedRow] = []
         copies: list[PageCopy] = []
-        fed: list[_Draft] = []
+        fed: list[BlockDraft] = []
         budget = self._limits.pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
             part, rest = draft.pending[:budget], draft.pending[budget:]
@@ -315,16 +203,15 @@ class DraftModel:
             draft.forget_guesses()
         self._extend(found, [logits[index] for index in read])
         for draft in found:
-            draft.settled = len(draft.drafted)
+            draft.settle()
         if self._further is not None:
             self._go_on(found, read, self._further)
         for draft in found:
             if not draft.is_complete:
-                draft.settled = len(draft.drafted)  # the next forward reads all of it, and names what comes after
-            draft.pending = list(draft.tokens[len(draft.branch.tokens) - draft.base_len : draft.settled])
+                draft.settle()
         return found
 
-    def _go_on(self, drafts: Sequence[_Draft], places: Sequence[int], further: FurtherTokens) -> None:
+    def _go_on(self, drafts: Sequence[BlockDraft], places: Sequence[int], further: FurtherTokens) -> None:
         """Further tokens after the one that the forward named for each draft, at these places of its logits."""
         open_ends = list(zip(places, drafts, strict=True))
         for _ in range(further.width - 1):
@@ -332,11 +219,13 @@ class DraftModel:
             if not open_ends:
                 return
             going = [draft for _, draft in open_ends]
+            for draft in going:
+                draft.is_guessed = True
             logits = further.after([place for place, _ in open_ends], [draft.drafted[-1].token for draft in going])
             self._extend(going, torch.split(logits, 1))
             open_ends = list(enumerate(going))
 
-    def _extend(self, drafts: Sequence[_Draft], logits: Sequence[Tensor]) -> None:
+    def _extend(self, drafts: Sequence[BlockDraft], logits: Sequence[Tensor]) -> None:
         """Adds tokens to each draft, or ends it; logits (tokens, columns) for each."""
         sampling = [draft.want.open.sampling for draft in drafts]
         simple = [index for index, how in enumerate(sampling) if how.greedy and not how.penalised]
@@ -355,7 +244,7 @@ class DraftModel:
         ids, chances = self._token_ids[columns].tolist(), values.exp().tolist()
         return [Choices(*row) for row in zip(ids, chances, strict=True)]
 
-    def _extend_by_sampling(self, draft: _Draft, logits: Tensor) -> None:
+    def _extend_by_sampling(self, draft: BlockDraft, logits: Tensor) -> None:
         if draft.is_complete:
             return
         request = draft.want.open
@@ -371,7 +260,7 @@ class DraftModel:
             self._append(draft, token, choices)
 
     def _append(
-        self, draft: _Draft, token: int, choices: Choices, ids: tuple[int, ...] = (), weights: tuple[int, ...] = ()
+        self, draft: BlockDraft, token: int, choices: Choices, ids: tuple[int, ...] = (), weights: tuple[int, ...] = ()
     ) -> None:
         if draft.is_complete:
             return
@@ -380,12 +269,12 @@ class DraftModel:
             draft.is_cut = True
             return
         prefix_hash = extend_hash(draft.prefix_hash, token)
-        draft.drafted.append(_Token(token, choices, survival, prefix_hash, ids, weights))
+        draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights))
         # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
         is_awaited = draft.want.unverified is None
         draft.is_cut = is_awaited and not draft.ratio and survival < self._limits.min_confidence
 
-    def _draw_coupled(self, draft: _Draft, logits: Tensor) -> tuple[int, Choices]:
+    def _draw_coupled(self, draft: BlockDraft, logits: Tensor) -> tuple[int, Choices]:
         """The token that the target would draw from these logits: with the same noise, at the same address."""
         request = draft.want.open
         if request.sampling.greedy:
@@ -397,7 +286,7 @@ class DraftModel:
         noisy[ids] = (logits[ids] + gumbel(at, ids)).float()
         return token, _choices(noisy)  # with the noise that decides, so that rivals are those of this very draw
 
-    def _draw_by_ratio(self, draft: _Draft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """A token from the truncated and rounded distribution that goes on the wire, and that distribution.
 
         The noise is a function of seed and prefix: however often and at whatever length a prefix is drafted for,

@@ -1,0 +1,131 @@
+"""One block while it is being drafted: what is settled of it, what may be named anew, and what it is worth to go on.
+
+Knows nothing of models.
+"""
+
+from dataclasses import dataclass, field
+
+from actors.methods.draft_cache import Branch
+from actors.methods.outcomes import Choices
+from cluster.drafting import Proposal, Want
+from protos.messages import Acceptance, SparseProbs
+
+SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedToken:
+    """One drafted token."""
+
+    token: int
+    choices: Choices  # at its place
+    survival: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
+    prefix_hash: int  # of all tokens up to it
+    ids: tuple[int, ...] = ()  # draft_probs, under ratio
+    weights: tuple[int, ...] = ()
+
+
+@dataclass
+class BlockDraft:
+    """One block while it is being drafted."""
+
+    want: Want
+    branch: Branch
+    pending: list[int]  # tokens to feed next
+    base_hash: int  # of the tokens that the block comes after
+    max_tokens: int
+    outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
+    chance: float = 1.0  # that the outcome comes
+    is_root: bool = False  # reads the tokens under verification, for the choices after them
+    drafted: list[DraftedToken] = field(default_factory=list)
+    settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
+    is_guessed: bool = False  # whether it was asked
+    is_cut: bool = False  # what would come next is too unlikely
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple([token.token for token in self.drafted])
+
+    @property
+    def choices(self) -> list[Choices]:
+        return [token.choices for token in self.drafted]
+
+    @property
+    def survival(self) -> float:
+        """Chance that all tokens so far are accepted."""
+        return self.drafted[-1].survival if self.drafted else 1.0
+
+    @property
+    def prefix_hash(self) -> int:
+        """Of all tokens so far, drafted ones included."""
+        return self.drafted[-1].prefix_hash if self.drafted else self.base_hash
+
+    @property
+    def missing(self) -> int:
+        """Tokens that forwards may still name."""
+        return self.max_tokens - self.settled
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing to add."""
+        return self.is_cut or len(self.drafted) == self.max_tokens
+
+    @property
+    def is_done(self) -> bool:
+        """Whether another forward would bring nothing better either."""
+        return self.is_complete and (self.ratio or not self.is_guessed)
+
+    @property
+    def ratio(self) -> bool:
+        return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
+
+    @property
+    def least_chance(self) -> float:
+        """Of the tokens so far to stand, to be worth sending."""
+        return 0.0 if self.ratio or self.is_root else self.want.least_chance
+
+    @property
+    def urgency(self) -> float:
+        """How much the next forward is likely to bring; under ratio whatever was drafted so far, for use must not
+        depend on it."""
+        if self.ratio:
+            return self.chance
+        stands = self.drafted[self.settled - 1].survival if self.settled else 1.0
+        return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
+
+    @property
+    def position(self) -> int:
+        """Of the token to draft next."""
+        return self.base_len + len(self.drafted)
+
+    @property
+    def generated(self) -> list[int]:
+        """All tokens after the prompt."""
+        return [*self.want.tokens[self.want.open.prompt_len :], *self.outcome, *self.tokens]
+
+    @property
+    def base_len(self) -> int:
+        """Tokens that the block comes after."""
+        return len(self.want.tokens) + len(self.outcome)
+
+    @property
+    def address(self) -> tuple[int, tuple[int, ...]]:
+        """Base length and tokens."""
+        return self.base_len, self.tokens
+
+    def forget_guesses(self) -> None:
+        """A forward has read on: what the recurrent head made of it is named anew."""
+        del self.drafted[self.settled :]
+        self.is_guessed = self.is_cut = False
+
+    def settle(self) -> None:
+        """What there is stands, and is read by the next forward."""
+        self.settled = len(self.drafted)
+        self.pending = list(self.tokens[len(self.branch.tokens) - self.base_len :])
+
+    def proposal(self) -> Proposal:
+        want, probs = self.want, None
+        if self.ratio:
+            drafted = self.drafted
+            probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
+        return Proposal(want.open.session, self.base_len, self.base_hash, self.tokens, probs, self.outcome)
