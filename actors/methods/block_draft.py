@@ -4,6 +4,7 @@ Knows nothing of models.
 """
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from actors.methods.draft_cache import Branch
 from actors.methods.outcomes import Choices
@@ -23,6 +24,7 @@ class DraftedToken:
     prefix_hash: int  # of all tokens up to it
     ids: tuple[int, ...] = ()  # draft_probs, under ratio
     weights: tuple[int, ...] = ()
+    by_head: bool = False  # a recurrent head thought of it, not the model
 
 
 @dataclass
@@ -36,7 +38,8 @@ class BlockDraft:
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
-    is_root: bool = False  # reads the tokens under verification, for the choices after them
+    verified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
+    logits: int = 1  # are wanted of the last so many of the tokens to feed
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
     is_guessed: bool = False  # whether it was asked
@@ -49,6 +52,15 @@ class BlockDraft:
     @property
     def choices(self) -> list[Choices]:
         return [token.choices for token in self.drafted]
+
+    @property
+    def by_model(self) -> list[DraftedToken]:
+        """The first tokens, as far as the model itself named them."""
+        return list(takewhile(lambda token: not token.by_head, self.drafted))
+
+    @property
+    def is_root(self) -> bool:
+        return self.verified is not None
 
     @property
     def survival(self) -> float:

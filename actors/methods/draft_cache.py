@@ -72,9 +72,9 @@ class DraftCache:
         self._book.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
-        self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = ()
+        self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
     ) -> tuple[FeedRow, list[PageCopy]] | None:
-        """Appends tokens, the last of which gives logits; None when the pool is dry.
+        """Appends tokens, the last `logits` of which give logits; None when the pool is dry.
 
         So does each of `masks`, which are fed after them and are no part of the branch: `drop_masks` once that is done.
         Room is made at the cost of sessions that are not `busy`.
@@ -86,7 +86,7 @@ class DraftCache:
                 return None
             self.close(idle)
         branch.tokens += tokens
-        return FeedRow((*tokens, *masks), start, 1 + len(masks), self._book.table(branch.name)), copies
+        return FeedRow((*tokens, *masks), start, logits + len(masks), self._book.table(branch.name)), copies
 
     def drop_masks(self, branch: Branch) -> None:
         """Frees what was cached of mask tokens."""

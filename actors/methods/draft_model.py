@@ -56,8 +56,8 @@ class DraftingLimits:
     pass_tokens: int = 2048
 
 
-_Considered = dict[tuple[int, tuple[int, ...]], list[Choices]]
-"""By base length and tokens of a block: what else the model thought of at each of its positions."""
+_Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
+"""By base length and tokens of a block: what the model thought of at its first positions."""
 
 
 class DraftModel:
@@ -113,7 +113,7 @@ class DraftModel:
             active = [draft for draft in self._advance(active, busy) if not draft.is_complete]
         for draft in drafts:
             self._cache.publish(draft.branch, len(draft.want.tokens))
-            self._considered[draft.want.open.session] = {draft.address: draft.choices}
+            self._considered[draft.want.open.session] = {draft.address: draft.by_model}
         return [draft.proposal() for draft in drafts]
 
     def _begin(self, want: Want, tokens: tuple[int, ...], max_tokens: int) -> BlockDraft:
@@ -126,7 +126,7 @@ class DraftModel:
         guesses = self._draft_ahead(wants, interrupted)
         self._considered |= {want.open.session: {} for want in wants}
         for draft in guesses:
-            self._considered[draft.want.open.session][draft.address] = draft.choices
+            self._considered[draft.want.open.session][draft.address] = draft.by_model
         return [draft.proposal() for draft in guesses]
 
     def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[BlockDraft]:
@@ -141,7 +141,7 @@ class DraftModel:
             chosen, open_ends = open_ends[:rows], open_ends[rows:]
             for draft in self._advance(chosen, busy):
                 if draft.is_root:
-                    after = self._branch_out(draft, continuations(draft.outcome, draft.chance, draft.choices[0]))
+                    after = self._branch_out(draft, self._outcomes(draft))
                     begun, open_ends = begun + after, open_ends + after
                 elif not draft.is_done:
                     open_ends.append(draft)
@@ -150,12 +150,26 @@ class DraftModel:
         return sorted(guesses, key=lambda draft: -draft.chance)
 
     def _begin_ahead(self, want: Want) -> list[BlockDraft]:
-        """The root, and drafts for a rejection: what may follow the tokens before it is known already."""
+        """The root, and drafts for a rejection if what may follow the tokens before it is known already.
+
+        Where a recurrent head, or a lookup, named some of the block, the root reads what the model thinks of them.
+        """
         block = want.unverified or ()
-        known = self._considered.get(want.open.session, {}).get((len(want.tokens), block), ())
-        root = self._begin(want, (*want.tokens, *block), 1)
-        root.outcome, root.is_root, root.chance = block, True, accepted_chance(block, known)
-        return [root, *self._branch_out(root, rejections(block, known))]
+        known = self._considered.get(want.open.session, {}).get((len(want.tokens), block), [])
+        root = self._begin(want, (*want.tokens, *block), len(block) + 1)
+        root.verified, root.drafted, root.settled = block, list(known), len(known)
+        while root.missing > len(root.pending):  # it is cached what the model would have to read
+            token = block[len(root.drafted)]
+            root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.survival, root.prefix_hash))
+            root.settled = len(root.drafted)
+        root.logits = root.missing
+        return [root] if root.logits > 1 else [root, *self._branch_out(root, rejections(block, root.choices))]
+
+    def _outcomes(self, root: BlockDraft) -> list[Outcome]:
+        """What the verdict may bring of which the root has told just now."""
+        block, (*there, after) = root.verified or (), root.choices
+        told = rejections(block, there) if root.logits > 1 else []
+        return told + continuations(block, accepted_chance(block, there), after)
 
     def _branch_out(self, root: BlockDraft, outcomes: list[Outcome]) -> list[BlockDraft]:
         """A draft for each of the likeliest outcomes whose tokens, but for the last, are cached."""
@@ -185,8 +199,9 @@ class DraftModel:
         budget = self._limits.pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
             part, rest = draft.pending[:budget], draft.pending[budget:]
-            masks = () if rest else self._masks.after(draft.missing)[: budget - len(part)]
-            if part and (feed := self._cache.feed(draft.branch, part, busy, masks)) is not None:
+            masks = () if rest or draft.is_root else self._masks.after(draft.missing)[: budget - len(part)]
+            wanted = 1 if rest else draft.logits
+            if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
                 rows.append(feed[0])
                 copies += feed[1]
                 fed.append(draft)
@@ -195,7 +210,7 @@ class DraftModel:
             return []
         logits = torch.split(self._runner.forward(rows, copies), [row.logits for row in rows])
         for draft, row in zip(fed, rows, strict=True):
-            if row.logits > 1:
+            if not draft.is_root and row.logits > 1:
                 self._cache.drop_masks(draft.branch)
         read = [index for index, draft in enumerate(fed) if not draft.pending]
         found = [fed[index] for index in read]
@@ -264,12 +279,14 @@ class DraftModel:
     ) -> None:
         if draft.is_complete:
             return
+        if draft.verified is not None and len(draft.drafted) < len(draft.verified):
+            token = draft.verified[len(draft.drafted)]  # whatever the model would rather have
         survival = draft.survival * choices.chances[0]
         if survival < draft.least_chance:
             draft.is_cut = True
             return
         prefix_hash = extend_hash(draft.prefix_hash, token)
-        draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights))
+        draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights, draft.is_guessed))
         # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
         is_awaited = draft.want.unverified is None
         draft.is_cut = is_awaited and not draft.ratio and survival < self._limits.min_confidence

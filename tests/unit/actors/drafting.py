@@ -54,7 +54,8 @@ class PrefixRunner(SpyRunner):
         self._scale = scale
 
     def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
-        return torch.stack([self._after(tokens) for tokens in whole])
+        wanted = [(tokens, end) for row, tokens in zip(rows, whole, strict=True) for end in range(1 - row.logits, 1)]
+        return torch.stack([self._after(tokens[: len(tokens) + end]) for tokens, end in wanted])
 
     def _after(self, tokens: tuple[int, ...]) -> Tensor:
         drawn = random.Random(str(tokens))

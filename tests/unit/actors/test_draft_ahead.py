@@ -154,13 +154,25 @@ def test_nothing_is_drafted_behind_a_stop_id():
     assert stop not in {guess.outcome[-1] for guess in others}
 
 
-def test_a_block_that_this_model_did_not_draft_is_guessed_on_from_its_end():
-    """It was looked up in the text: of its tokens' chances nothing is known."""
-    want = replace(a_want(PREFIX, 3), unverified=(7, 7))
-    guesses = a_method(PrefixRunner()).propose([want], never)
-    assert guesses
-    assert {guess.outcome[:2] for guess in guesses} == {(7, 7)}
-    assert {len(guess.outcome) for guess in guesses} == {3}
+@RULES
+def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(acceptance, sampling):
+    """It was looked up in the text: what the model would rather have at its places is found while it is read."""
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    block, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+    looked_up = replace(want, max_tokens=4, unverified=block.tokens)
+    runner = PrefixRunner(scale=1.0)
+    found = a_method(runner).propose([looked_up], never)
+    assert found == guesses, "as if it had drafted the block itself"
+    assert len(runner.fed[0]) == 1 < len(runner.fed[1])
+
+
+def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_there():
+    """All before it is cached, the logits are gone."""
+    method = a_method(PrefixRunner(scale=0.5))
+    method.propose([a_want((*PREFIX, 3), 1)], never)
+    guesses = method.propose([replace(a_want(PREFIX, 3), unverified=(7, 7))], never)
+    assert {guess.outcome[:1] for guess in guesses} == {(7,)}, "nothing else is known for its first place"
+    assert {len(guess.outcome) for guess in guesses} == {2, 3}
 
 
 # ---------------------------------------------------------------- a right guess
