@@ -38,7 +38,7 @@ class BlockDraft:
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
-    verified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
+    unverified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
     logits: int = 1  # are wanted of the last so many of the tokens to feed
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
@@ -60,7 +60,7 @@ class BlockDraft:
 
     @property
     def is_root(self) -> bool:
-        return self.verified is not None
+        return self.unverified is not None
 
     @property
     def survival(self) -> float:

@@ -157,7 +157,7 @@ class DraftModel:
         block = want.unverified or ()
         known = self._considered.get(want.open.session, {}).get((len(want.tokens), block), [])
         root = self._begin(want, (*want.tokens, *block), len(block) + 1)
-        root.verified, root.drafted, root.settled = block, list(known), len(known)
+        root.unverified, root.drafted, root.settled = block, list(known), len(known)
         while root.missing > len(root.pending):  # it is cached what the model would have to read
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.survival, root.prefix_hash))
@@ -167,7 +167,7 @@ class DraftModel:
 
     def _outcomes(self, root: BlockDraft) -> list[Outcome]:
         """What the verdict may bring of which the root has told just now."""
-        block, (*there, after) = root.verified or (), root.choices
+        block, (*there, after) = root.unverified or (), root.choices
         told = rejections(block, there) if root.logits > 1 else []
         return told + continuations(block, accepted_chance(block, there), after)
 
@@ -279,8 +279,8 @@ class DraftModel:
     ) -> None:
         if draft.is_complete:
             return
-        if draft.verified is not None and len(draft.drafted) < len(draft.verified):
-            token = draft.verified[len(draft.drafted)]  # whatever the model would rather have
+        if draft.unverified is not None and len(draft.drafted) < len(draft.unverified):
+            token = draft.unverified[len(draft.drafted)]  # whatever the model would rather have
         survival = draft.survival * choices.chances[0]
         if survival < draft.least_chance:
             draft.is_cut = True

@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 DEFAULT_PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 ALL_KINDS = "all"
 BLOCK_LENGTHS = (1, 2, 3, 4, 5)
-TOKENS_PER_FORWARD = 4  # of a draft with a recurrent head
 Matches = list[
     list[bool]
 ]  # of the next token, of the one after it and so on: at each position that a block may begin at
@@ -98,7 +97,7 @@ def matches(draft: PreTrainedModel, head: RecurrentHead | None, continuation: Co
     output = draft(input_ids=torch.tensor([tokens]), output_hidden_states=True)
     named = [output.logits[0, len(prompt) - 1 : -1].argmax(dim=-1)]
     state, taken = output.hidden_states[-1][0, len(prompt) - 1 : -1], torch.tensor(answer)
-    for further in range(1, TOKENS_PER_FORWARD if head else 1):
+    for further in range(1, draft.config.tokens_per_forward if head else 1):
         state = head(state[:-1], draft.get_input_embeddings()(taken[further - 1 : -1]))
         named.append(draft.get_output_embeddings()(state).argmax(dim=-1))
     matched = [(row == taken[at:]).tolist() for at, row in enumerate(named)]

@@ -13,39 +13,29 @@ from actors.cache import FeedRow
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
-from actors.toy import ToyRunner
 from cluster.errors import ModelError
-from cluster.pages import PageCopy
 from protos.messages import Acceptance
-from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, a_want, after_checks, never
+from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, after_checks, never
 from tests.unit.cluster.samples import GREEDY
-from tests.unit.cluster.token_memory import TokenMemory
 
 MASK = VOCABULARY  # an id that no text has
 COUPLED, RATIO = Acceptance
 
 
-class MaskRunner(ToyRunner):
+class MaskRunner(SpyRunner):
     """A mask token names what follows the last real token before it, one place further on."""
 
     def __init__(self) -> None:
-        super().__init__(LOGITS)
-        self.fed: list[list[FeedRow]] = []
+        super().__init__()
         self.masks_read = 0  # that a row found cached before its own tokens
-        self._memory = TokenMemory(PAGE_SIZE)
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
-        self.fed.append(list(rows))
-        self._memory.copy(copies)
-        for row in rows:
-            self._memory.write(row.tokens, row.start, row.pages)
+    def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
         found = []
-        for row in rows:
-            whole = self._memory.read(row.end, row.pages)
-            self.masks_read += whole[: row.start].count(MASK)
-            for at in range(row.end - row.logits, row.end):
-                known = [token for token in whole[: at + 1] if token != MASK]
-                found.append(LOGITS[(known[-1] + whole[: at + 1].count(MASK)) % VOCABULARY])
+        for row, tokens in zip(rows, whole, strict=True):
+            self.masks_read += tokens[: row.start].count(MASK)
+            for end in range(row.end - row.logits + 1, row.end + 1):
+                known = [token for token in tokens[:end] if token != MASK]
+                found.append(LOGITS[(known[-1] + tokens[:end].count(MASK)) % VOCABULARY])
         return torch.stack(found)
 
 
