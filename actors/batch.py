@@ -3,7 +3,7 @@
 Knows nothing of sessions or models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -12,11 +12,26 @@ from actors.cache import FeedRow, PagedCache
 from actors.staging import stage
 
 
+class Interrupted(Exception):
+    """A forward was given up before its end; what is cached of its rows is undefined."""
+
+
+def never() -> bool:
+    """What is not to be interrupted."""
+    return False
+
+
 class RaggedBatch:
     """Rows of mixed lengths, one after the other; all of their integers reach the device in one copy."""
 
-    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, backend: AttentionBackend) -> None:
-        self.cache = cache
+    def __init__(
+        self,
+        rows: Sequence[FeedRow],
+        cache: PagedCache,
+        backend: AttentionBackend,
+        interrupted: Callable[[], bool] = never,
+    ) -> None:
+        self.cache, self._interrupted = cache, interrupted
         size = cache.page_size
         tokens = [token for row in rows for token in row.tokens]
         positions = [at for row in rows for at in range(row.start, row.end)]
@@ -35,7 +50,12 @@ class RaggedBatch:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """Caches the new keys and values and attends each row to its own; shape (total, heads x head dim)."""
+        """Caches the new keys and values and attends each row to its own; shape (total, heads x head dim).
+
+        Raises Interrupted when nobody wants the result any more: each layer asks.
+        """
+        if self._interrupted():
+            raise Interrupted
         total, both, head_dim = key_value.shape
         pool = self.cache.layer(layer, both // 2, head_dim)
         pool.index_copy_(0, self.written, key_value)

@@ -17,7 +17,7 @@ from actors.methods import DraftingMethod
 from actors.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.draft_timing import DraftTiming
-from cluster.drafting import DraftBook, DrafterLimits
+from cluster.drafting import DraftBook, DrafterLimits, Proposal, Want
 from cluster.streams import Send, stream_name
 from cluster.timeline import Timeline
 from protos import speculation_pb2 as pb
@@ -79,13 +79,12 @@ class Drafter:
             ahead, began = wants[0].unverified is not None, self._clock()
             self.timeline.record("draft ahead" if ahead else "draft", *names)
             self._wanted.clear()
-            proposals = await loop.run_in_executor(self._thread, self._method.propose, wants, self._wanted.is_set)
+            proposals = await loop.run_in_executor(self._thread, self._propose, wants, loop)
             self.timeline.record("drafted", *names)
-            ended = self._clock()
             if not ahead:
                 longest = max((len(proposal.tokens) for proposal in proposals), default=0)
-                self.timing = self.timing.after(names, longest, ended - began)
-            self._send(self.book.proposed(proposals, ended))
+                self.timing = self.timing.after(names, longest, self._clock() - began)
+            self._offer(proposals)
             await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
 
     async def close(self) -> None:
@@ -93,6 +92,18 @@ class Drafter:
             await link.close()
         self._targets.clear()
         self._thread.shutdown(wait=True)
+
+    def _propose(self, wants: list[Want], loop: asyncio.AbstractEventLoop) -> list[Proposal]:
+        """On the drafting thread."""
+
+        def early(proposals: list[Proposal]) -> None:
+            loop.call_soon_threadsafe(self._offer, proposals)
+
+        return self._method.propose(wants, self._wanted.is_set, early)
+
+    def _offer(self, proposals: list[Proposal]) -> None:
+        """Sends blocks, unless the verdict has overtaken them."""
+        self._send(self.book.proposed(proposals, self._clock()))
 
     def _send(self, sends: list[Send]) -> None:
         """Delivers to a router's stream or a target's address."""

@@ -3,7 +3,7 @@
 Knows nothing of sessions, sampling or who asks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from actors.attention import AttentionBackend
 from actors.attention.choice import choose_attention
 from actors.attention.shape import attention_shape
-from actors.batch import RaggedBatch
+from actors.batch import RaggedBatch, never
 from actors.cache import FeedRow, PagedCache
 from actors.decoder import Decoder, decoder_for
 from cluster.errors import ModelError
@@ -28,6 +28,19 @@ class Runner(Protocol):
     vocabulary: int
 
     def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor: ...
+
+
+class InterruptibleRunner(Protocol):
+    """A `Runner` that gives a forward up between two layers, by raising Interrupted, when `interrupted` says so."""
+
+    vocabulary: int
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+    ) -> Tensor: ...
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -62,6 +75,11 @@ class ModelRunner:
         self._decode = decoder or decoder_for(model.eval())
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+    ) -> Tensor:
         self._cache.copy(copies)
-        return self._decode(RaggedBatch(rows, self._cache, self._attention))
+        return self._decode(RaggedBatch(rows, self._cache, self._attention, interrupted))

@@ -4,22 +4,25 @@ Stands where a real model stands, so that tests and simulations run the real loo
 Knows nothing of who uses it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from actors.batch import never
 from actors.cache import FeedRow
 from cluster.pages import PageCopy
 
 
 class ToyRunner:
-    """A `Runner` over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next."""
+    """A runner over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next."""
 
     def __init__(self, table: Tensor) -> None:
         self.vocabulary = int(table.shape[0])
         self._table = table
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> Tensor:
         wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
         return self._table[torch.tensor(wanted, dtype=torch.int64)]

@@ -6,7 +6,7 @@ A block waits under the length and hash that it was drafted for. Knows nothing o
 from collections import Counter
 from dataclasses import dataclass, field
 
-from protos.messages import Block, Open, SparseProbs
+from protos.messages import Acceptance, Block, Open, SparseProbs
 from protos.prefix import Prefix
 
 
@@ -76,8 +76,11 @@ class BlockRoom:
         beyond_end = block.base_len + len(block.tokens) >= request.max_len
         if len(block.tokens) > request.max_draft_tokens or beyond_end:
             return "too_long"
-        if (block.base_len, block.prefix_hash) in self._blocks:
-            return "duplicate"
+        known = self._blocks.get((block.base_len, block.prefix_hash))
+        if known is not None:
+            # A drafter may have thought again; but under ratio which of two is used must not depend on either.
+            ratio = request.acceptance is Acceptance.RATIO and not request.sampling.greedy
+            return "duplicate" if ratio or known.tokens == block.tokens else None
         if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # guesses never keep out what is due
             return "room_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:

@@ -323,8 +323,13 @@ class DraftBook:
         return self._cadences.get(target) or Cadence()
 
     def _send_ahead(self, session: _Session, proposal: Proposal) -> list[Send]:
-        """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile."""
+        """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
+
+        Of one that was sent before only what is new.
+        """
         address = (proposal.base_len, proposal.prefix_hash)
+        if session.guesses.get(address) == proposal:
+            return []
         self.counts["guesses"] += 1
         if address == (session.prefix.length, session.prefix.hash):
             if not self._lacks_block(session):

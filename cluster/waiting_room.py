@@ -16,7 +16,7 @@ REMEMBERED = 4096  # sessions that are over and whose late blocks are dropped at
 class RoomLimits:
     """Bounds of what may wait."""
 
-    blocks: int = 16  # per session
+    blocks: int = 64  # per session
     age_s: float = 30.0
     sessions: int = 1024  # per drafter
     bytes: int = 16 << 20  # per drafter

@@ -18,6 +18,14 @@ class TargetNeeds:
     hidden_layers: tuple[int, ...] = ()  # whose hidden states verdicts must carry
 
 
+Early = Callable[[list[Proposal]], None]
+"""Told of proposals while further ones, or better ones for the same outcomes, are being made."""
+
+
+def dismiss(proposals: list[Proposal]) -> None:
+    """For whoever only wants the result."""
+
+
 class DraftingMethod(Protocol):
     """Called from one thread, one call at a time."""
 
@@ -28,10 +36,11 @@ class DraftingMethod(Protocol):
         """That one forward names after each prefix: what drafting costs goes by forwards."""
         ...
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         """One proposal per want; for a want ahead any number.
 
-        Drafting ahead ends, with what there is, once `interrupted` says so: something is wanted for sure. Under ratio
+        Drafting ahead tells `early` of what there is so far, for the verdict may come any time; and it ends, with what
+        there is, once `interrupted` says so: something is wanted for sure. Under ratio
         acceptance a token may depend on nothing but its prefix and the want's seed, and the length is fixed
         before the first token is drawn: a block that is not complete then is left out.
         """

@@ -6,6 +6,8 @@ Knows nothing of models.
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from torch import Tensor
+
 from actors.methods.draft_cache import Branch
 from actors.methods.outcomes import Choices
 from cluster.drafting import Proposal, Want
@@ -25,6 +27,7 @@ class DraftedToken:
     ids: tuple[int, ...] = ()  # draft_probs, under ratio
     weights: tuple[int, ...] = ()
     by_head: bool = False  # a recurrent head thought of it, not the model
+    state: Tensor | None = None  # (hidden,) what its logits were made of, if a recurrent head may go on from there
 
 
 @dataclass
@@ -38,6 +41,7 @@ class BlockDraft:
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
+    state: Tensor | None = None  # (hidden,) what the logits were made of at the outcome's last place
     unverified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
     logits: int = 1  # are wanted of the last so many of the tokens to feed
     drafted: list[DraftedToken] = field(default_factory=list)
@@ -48,6 +52,13 @@ class BlockDraft:
     @property
     def tokens(self) -> tuple[int, ...]:
         return tuple([token.token for token in self.drafted])
+
+    @property
+    def last(self) -> tuple[Tensor | None, int]:
+        """The last token so far, the outcome's if none was drafted, and the state that it was taken after."""
+        if self.drafted:
+            return self.drafted[-1].state, self.drafted[-1].token
+        return self.state, self.outcome[-1]
 
     @property
     def choices(self) -> list[Choices]:

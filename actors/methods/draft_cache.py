@@ -55,7 +55,7 @@ class DraftCache:
             found = self._open(session, tokens)
         else:
             found = branches[best]
-            self._cut(found, agreed[best])
+            self.cut(found, agreed[best])
         self._branches[session] = [found]
         return found
 
@@ -92,6 +92,11 @@ class DraftCache:
         """Frees what was cached of mask tokens."""
         self._book.truncate(branch.name, len(branch.tokens))
 
+    def cut(self, branch: Branch, length: int) -> None:
+        """Forgets all but the first `length` tokens of a branch, and masks after them."""
+        del branch.tokens[length:]
+        self._book.truncate(branch.name, length)
+
     def close(self, session: str) -> None:
         """Forgets a session; an unknown one is ignored."""
         for branch in self._branches.pop(session, []):
@@ -100,10 +105,6 @@ class DraftCache:
     def _open(self, session: str, tokens: Sequence[int]) -> Branch:
         name = self._name(session)
         return Branch(session, name, list(tokens[: self._book.open(name, tokens)]))
-
-    def _cut(self, branch: Branch, length: int) -> None:
-        del branch.tokens[length:]
-        self._book.truncate(branch.name, length)
 
     def _name(self, session: str) -> str:
         return f"{session}/{next(self._names)}"

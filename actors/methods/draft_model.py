@@ -8,15 +8,16 @@ arXiv 2603.03251). Knows nothing of streams or verification.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from actors.batch import Interrupted, never
 from actors.cache import FeedRow
 from actors.memory import page_bytes, page_count
-from actors.methods import TargetNeeds
+from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.block_draft import BlockDraft, DraftedToken
 from actors.methods.draft_cache import DraftCache
 from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
@@ -25,7 +26,7 @@ from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens,
 from actors.methods.recurrent_head import FurtherTokens, load_recurrent_head
 from actors.models import load_model
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
-from actors.runner import ModelRunner, Runner
+from actors.runner import InterruptibleRunner, ModelRunner
 from actors.sampling import process
 from cluster.config import CacheConfig
 from cluster.drafting import Proposal, Want, block_room
@@ -37,6 +38,8 @@ WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
 AHEAD_ROWS, ROWS_EACH = 8, 2  # rows of a forward for what may be wanted: so many at least, so many for each session
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
+GUESSED = 32  # the same where a recurrent head names their first tokens; of so many in a pass it does
+GUESS_TOKENS = 2  # each
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
 
@@ -67,7 +70,7 @@ class DraftModel:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: InterruptibleRunner,
         token_ids: Tensor,
         cache: DraftCache,
         limits: DraftingLimits,
@@ -84,11 +87,11 @@ class DraftModel:
     def tokens_per_forward(self) -> int:
         return self._further.width if self._further else self._masks.width
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         sure = [want for want in wants if want.unverified is None]
         ahead = [want for want in wants if want.unverified is not None]
         proposals = self._propose_now(sure) if sure else []
-        return proposals + (self._propose_ahead(ahead, interrupted) if ahead else [])
+        return proposals + (self._propose_ahead(ahead, interrupted, early) if ahead else [])
 
     def observe(self, verdict: Verdict) -> None:
         """Everything it needs comes with the next want."""
@@ -122,32 +125,34 @@ class DraftModel:
 
     # ------------------------------------------------------------ blocks that may be wanted
 
-    def _propose_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
-        guesses = self._draft_ahead(wants, interrupted)
+    def _propose_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early) -> list[Proposal]:
+        guesses = self._draft_ahead(wants, interrupted, early)
         self._considered |= {want.open.session: {} for want in wants}
         for draft in guesses:
             self._considered[draft.want.open.session][draft.address] = draft.by_model
-        return [draft.proposal() for draft in guesses]
+        return _proposals(guesses)
 
-    def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[BlockDraft]:
-        """Blocks for what the verdicts may bring, by the likeliest tokens first, until the first verdict is due."""
+    def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early) -> list[BlockDraft]:
+        """Blocks for what the verdicts may bring, by the likeliest tokens first, until the first verdict is due.
+
+        What there is after each forward is told early; under ratio, where one version must do, what is complete.
+        """
         begun = [draft for want in wants for draft in self._begin_ahead(want)]
+        self._guess(begun, interrupted)
         open_ends, busy, until = begun, _sessions(wants), min(want.until for want in wants)
         rows = max(AHEAD_ROWS, ROWS_EACH * len(wants))
-        began = ended = self._clock()
-        while open_ends and not interrupted() and ended + (ended - began) <= until:  # the next forward takes as long
-            began = ended
+        took_s = 0.0  # the latest forward, and the next one will take as long
+        while open_ends and not interrupted() and (began := self._clock()) + took_s <= until:
             open_ends = sorted(open_ends, key=lambda draft: -draft.urgency)
             chosen, open_ends = open_ends[:rows], open_ends[rows:]
-            for draft in self._advance(chosen, busy):
-                if draft.is_root:
-                    after = self._branch_out(draft, self._outcomes(draft))
-                    begun, open_ends = begun + after, open_ends + after
-                elif not draft.is_done:
-                    open_ends.append(draft)
-            ended = self._clock()
-        guesses = [draft for draft in begun if draft.drafted and not draft.is_root]
-        return sorted(guesses, key=lambda draft: -draft.chance)
+            advanced = self._advance(chosen, busy, interrupted)
+            took_s = self._clock() - began
+            after = [d for draft in advanced if draft.is_root for d in self._branch_out(draft, self._outcomes(draft))]
+            self._guess(after, interrupted)
+            begun += after
+            open_ends += after + [draft for draft in advanced if not draft.is_root and not draft.is_done]
+            early(_proposals([draft for draft in begun if draft.is_done or not draft.ratio]))
+        return [draft for draft in begun if not draft.is_root]
 
     def _begin_ahead(self, want: Want) -> list[BlockDraft]:
         """The root, and drafts for a rejection if what may follow the tokens before it is known already.
@@ -176,19 +181,32 @@ class DraftModel:
         want, base = root.want, len(root.want.tokens)
         stops = frozenset(want.open.stop_ids)  # no block follows the end
         drafts: list[BlockDraft] = []
-        for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[:OUTCOMES]:
+        most = OUTCOMES if self._further is None else GUESSED
+        for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[:most]:
             room = min(want.max_tokens, block_room(want.open, base + len(outcome)))
             cached = base + len(outcome) - 1
             if chance < LEAST_CHANCE or room <= 0 or not stops.isdisjoint(outcome) or cached > len(root.branch.tokens):
                 continue
             base_hash = hashes_after(want.prefix_hash, outcome)[-1]
-            branch = self._cache.fork(root.branch, cached)
-            drafts.append(BlockDraft(want, branch, [outcome[-1]], base_hash, room, outcome, chance))
+            branch, state = self._cache.fork(root.branch, cached), root.drafted[len(outcome) - 1].state
+            drafts.append(BlockDraft(want, branch, [outcome[-1]], base_hash, room, outcome, chance, state))
         return drafts
+
+    def _guess(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
+        """Has the recurrent head name blocks at once, which forwards name anew while there is time.
+
+        Not where a prefix must keep its continuation, nor where tokens are sampled, which takes as long as a forward.
+        """
+        if self._further is not None:
+            may = [draft for draft in drafts if draft.state is not None and _is_argmax(draft)]
+            likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
+            self._go_on(likeliest, self._further, GUESS_TOKENS, interrupted)
 
     # ------------------------------------------------------------ drafting
 
-    def _advance(self, drafts: Sequence[BlockDraft], busy: set[str]) -> list[BlockDraft]:
+    def _advance(
+        self, drafts: Sequence[BlockDraft], busy: set[str], interrupted: Callable[[], bool] = never
+    ) -> list[BlockDraft]:
         """One forward for all of them; those that were read to their end and so have more tokens, or are done.
 
         What is not read to its end, or has no room in the pool, goes without; the next want goes on from there.
@@ -208,7 +226,14 @@ class DraftModel:
                 draft.pending, budget = rest, budget - len(part) - len(masks)
         if not rows:
             return []
-        logits = torch.split(self._runner.forward(rows, copies), [row.logits for row in rows])
+        sizes = [row.logits for row in rows]
+        try:
+            logits = torch.split(self._runner.forward(rows, copies, interrupted), sizes)
+        except Interrupted:
+            for draft, row in zip(fed, rows, strict=True):
+                self._cache.cut(draft.branch, row.start)
+            return []
+        states = torch.split(self._further.states, sizes) if self._further else [None] * len(rows)
         for draft, row in zip(fed, rows, strict=True):
             if not draft.is_root and row.logits > 1:
                 self._cache.drop_masks(draft.branch)
@@ -216,50 +241,49 @@ class DraftModel:
         found = [fed[index] for index in read]
         for draft in found:
             draft.forget_guesses()
-        self._extend(found, [logits[index] for index in read])
+        self._extend(found, [logits[index] for index in read], [states[index] for index in read])
         for draft in found:
             draft.settle()
         if self._further is not None:
-            self._go_on(found, read, self._further)
+            self._go_on(found, self._further, self._further.width - 1, interrupted)
         for draft in found:
             if not draft.is_complete:
                 draft.settle()
         return found
 
-    def _go_on(self, drafts: Sequence[BlockDraft], places: Sequence[int], further: FurtherTokens) -> None:
-        """Further tokens after the one that the forward named for each draft, at these places of its logits."""
-        open_ends = list(zip(places, drafts, strict=True))
-        for _ in range(further.width - 1):
-            open_ends = [(place, draft) for place, draft in open_ends if not draft.is_complete]
-            if not open_ends:
+    def _go_on(
+        self, drafts: Sequence[BlockDraft], further: FurtherTokens, tokens: int, interrupted: Callable[[], bool]
+    ) -> None:
+        """Up to so many further tokens after the last one of each draft."""
+        for _ in range(tokens):
+            drafts = [draft for draft in drafts if not draft.is_complete]
+            if not drafts or interrupted():
                 return
-            going = [draft for _, draft in open_ends]
-            for draft in going:
+            for draft in drafts:
                 draft.is_guessed = True
-            logits = further.after([place for place, _ in open_ends], [draft.drafted[-1].token for draft in going])
-            self._extend(going, torch.split(logits, 1))
-            open_ends = list(enumerate(going))
+            states, taken = zip(*[draft.last for draft in drafts], strict=True)
+            logits, after = further.after(torch.stack(states), taken)
+            self._extend(drafts, torch.split(logits, 1), torch.split(after, 1))
 
-    def _extend(self, drafts: Sequence[BlockDraft], logits: Sequence[Tensor]) -> None:
-        """Adds tokens to each draft, or ends it; logits (tokens, columns) for each."""
-        sampling = [draft.want.open.sampling for draft in drafts]
-        simple = [index for index, how in enumerate(sampling) if how.greedy and not how.penalised]
+    def _extend(self, drafts: Sequence[BlockDraft], logits: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
+        """Adds tokens to each draft, or ends it; logits (tokens, columns) and states (tokens, hidden) for each."""
+        simple = [index for index, draft in enumerate(drafts) if _is_argmax(draft)]
         if simple:
             parts = [logits[index] for index in simple]
             choices = iter(self._greedy_choices(torch.cat(parts)))
             for index, part in zip(simple, parts, strict=True):
-                for there in list(islice(choices, len(part))):
-                    self._append(drafts[index], there.tokens[0], there)
+                for there, state in zip(islice(choices, len(part)), _each(states[index], len(part)), strict=True):
+                    self._append(drafts[index], there.tokens[0], there, state)
         for index in set(range(len(drafts))) - set(simple):
-            for row in logits[index]:
-                self._extend_by_sampling(drafts[index], row)
+            for row, state in zip(logits[index], _each(states[index], len(logits[index])), strict=True):
+                self._extend_by_sampling(drafts[index], row, state)
 
     def _greedy_choices(self, logits: Tensor) -> list[Choices]:
         values, columns = torch.log_softmax(logits.float(), dim=-1).topk(min(CHOICES, logits.shape[-1]), dim=-1)
         ids, chances = self._token_ids[columns].tolist(), values.exp().tolist()
         return [Choices(*row) for row in zip(ids, chances, strict=True)]
 
-    def _extend_by_sampling(self, draft: BlockDraft, logits: Tensor) -> None:
+    def _extend_by_sampling(self, draft: BlockDraft, logits: Tensor, state: Tensor | None) -> None:
         if draft.is_complete:
             return
         request = draft.want.open
@@ -269,13 +293,19 @@ class DraftModel:
         row = process(whole.unsqueeze(0), request.sampling, generated, ())[0]
         if draft.ratio:
             token, ids, weights = self._draw_by_ratio(draft, row)
-            self._append(draft, token, _choices(row), ids, weights)
+            self._append(draft, token, _choices(row), state, ids, weights)
         else:
             token, choices = self._draw_coupled(draft, row)
-            self._append(draft, token, choices)
+            self._append(draft, token, choices, state)
 
     def _append(
-        self, draft: BlockDraft, token: int, choices: Choices, ids: tuple[int, ...] = (), weights: tuple[int, ...] = ()
+        self,
+        draft: BlockDraft,
+        token: int,
+        choices: Choices,
+        state: Tensor | None,
+        ids: tuple[int, ...] = (),
+        weights: tuple[int, ...] = (),
     ) -> None:
         if draft.is_complete:
             return
@@ -286,7 +316,7 @@ class DraftModel:
             draft.is_cut = True
             return
         prefix_hash = extend_hash(draft.prefix_hash, token)
-        draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights, draft.is_guessed))
+        draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights, draft.is_guessed, state))
         # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
         is_awaited = draft.want.unverified is None
         draft.is_cut = is_awaited and not draft.ratio and survival < self._limits.min_confidence
@@ -325,6 +355,23 @@ def _choices(logits: Tensor) -> Choices:
     """The likeliest tokens, likeliest first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
     return Choices(ids.tolist(), chances.tolist())
+
+
+def _proposals(drafts: Sequence[BlockDraft]) -> list[Proposal]:
+    """What there is to offer of blocks ahead, the likeliest outcomes first."""
+    offered = [draft for draft in drafts if draft.drafted and not draft.is_root]
+    return [draft.proposal() for draft in sorted(offered, key=lambda draft: -draft.chance)]
+
+
+def _is_argmax(draft: BlockDraft) -> bool:
+    """Whether its tokens are the likeliest ones."""
+    sampling = draft.want.open.sampling
+    return sampling.greedy and not sampling.penalised
+
+
+def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
+    """Of every token, (hidden,)."""
+    return repeat(None, tokens) if states is None else states
 
 
 def _sessions(wants: Sequence[Want]) -> set[str]:

@@ -6,7 +6,7 @@ of the two drafts is a function of the prefix alone, so ratio acceptance stays e
 
 from collections.abc import Callable, Sequence
 
-from actors.methods import DraftingMethod, TargetNeeds
+from actors.methods import DraftingMethod, Early, TargetNeeds, dismiss
 from cluster.drafting import Proposal, Want
 from protos.messages import Verdict
 
@@ -23,11 +23,11 @@ class LookupFirst:
     def tokens_per_forward(self) -> int:
         return self._model.tokens_per_forward
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         found = [proposal for proposal in self._lookup.propose(wants, interrupted) if proposal.tokens]
         served = {proposal.session for proposal in found}
         rest = [want for want in wants if want.open.session not in served]
-        return found + (self._model.propose(rest, interrupted) if rest else [])
+        return found + (self._model.propose(rest, interrupted, early) if rest else [])
 
     def observe(self, verdict: Verdict) -> None:
         self._lookup.observe(verdict)

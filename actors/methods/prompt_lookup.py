@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from actors.methods import TargetNeeds
+from actors.methods import Early, TargetNeeds, dismiss
 from cluster.drafting import Proposal, Want
 from protos.messages import Verdict
 
@@ -44,7 +44,7 @@ class PromptLookup:
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         """Nothing ahead: a lookup takes no time once the verdict is in."""
         return [self._propose(want) for want in wants if want.unverified is None]
 

@@ -30,13 +30,18 @@ class FurtherTokens(Protocol):
 
     width: int  # tokens in all, the forward's own included
 
-    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Logits of what follows `tokens`, which stand at these places of the logits that were given last."""
+    @property
+    def states(self) -> Tensor:
+        """What the latest forward's logits were made of, (places, hidden)."""
+        ...
+
+    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits of what follows `tokens`, each taken after one of these states; and the states they are made of."""
         ...
 
 
 class RecurrentDecoder:
-    """A `Decoder` that goes on from its latest states: `FurtherTokens`."""
+    """A `Decoder` that remembers its latest states, and goes on from them or others: `FurtherTokens`."""
 
     def __init__(self, decoder: LlamaDecoder, weights: dict[str, Tensor], eps: float, width: int) -> None:
         self.width = width
@@ -44,21 +49,19 @@ class RecurrentDecoder:
         self._state_norm = norm_of(weights["state_norm.weight"], eps)
         self._token_norm = norm_of(weights["token_norm.weight"], eps)
         self._gate_up, self._down = projection(weights["gate_up.weight"]), projection(weights["down.weight"])
-        self._states = torch.empty(0)  # (places, hidden) of the latest logits
+        self.states = torch.empty(0)
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
-        self._states = self._decoder.states(batch)
-        return self._decoder.head(self._states)
+        self.states = self._decoder.states(batch)
+        return self._decoder.head(self.states)
 
     @torch.inference_mode()
-    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        device = self._states.device
-        states = self._states[torch.tensor(places, device=device)]
-        taken = self._decoder.embed(torch.tensor(tokens, device=device))
+    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        taken = self._decoder.embed(torch.tensor(tokens, device=states.device))
         inputs = torch.cat((self._state_norm(states), self._token_norm(taken)), dim=-1)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
-        self._states = self._down.plus(F.silu(gate) * up, states)
-        return self._decoder.head(self._states)
+        states = self._down.plus(F.silu(gate) * up, states)
+        return self._decoder.head(states), states
 
 
 def load_recurrent_head(folder: Path, model: PreTrainedModel, width: int) -> RecurrentDecoder | None:

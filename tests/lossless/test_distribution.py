@@ -92,7 +92,7 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
         schedule,
         new_tokens=5,
         ahead=2,
-        interruption=0.2,
+        interruption=0.1,
         pages=pages,
         **several,
     )

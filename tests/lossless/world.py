@@ -12,12 +12,15 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from actors.batch import Interrupted, never
+from actors.cache import FeedRow
 from actors.executor import StepExecutor
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.parallel import MaskTokens
 from actors.toy import ToyRunner
-from cluster.drafting import DraftBook, DrafterLimits
+from cluster.drafting import DraftBook, DrafterLimits, Proposal
+from cluster.pages import PageCopy
 from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
 from cluster.steps import StepPlan
 from cluster.streams import Send
@@ -74,14 +77,31 @@ class Setting:
     recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
 
 
+class ToyDraft(ToyRunner):
+    """Can be interrupted."""
+
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> Tensor:
+        if interrupted():
+            raise Interrupted
+        self.latest = super().forward(rows, copies)
+        return self.latest
+
+
 class Flatter:
     """A recurrent head: the draft's own logits, halved."""
 
-    def __init__(self, logits: Tensor, width: int) -> None:
-        self.width, self._logits = width, logits / 2
+    def __init__(self, draft: ToyDraft, logits: Tensor, width: int) -> None:
+        self.width, self._draft, self._logits = width, draft, logits / 2
 
-    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        return self._logits[torch.tensor(tokens)]
+    @property
+    def states(self) -> Tensor:
+        """It needs none."""
+        return self._draft.latest
+
+    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._logits[torch.tensor(tokens)], states
 
 
 class World:
@@ -103,14 +123,15 @@ class World:
         cache = DraftCache(8 * sessions, PAGE_SIZE)
         drafting = DraftingLimits(top_k=vocabulary, min_confidence=0.0)
         masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
+        draft = ToyDraft(masked)
         self._method = DraftModel(
-            ToyRunner(masked),
+            draft,
             torch.arange(vocabulary),
             cache,
             drafting,
             clock=lambda: self._now,
             masks=MaskTokens(vocabulary, setting.width),
-            further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+            further=Flatter(draft, setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
         )
         self._now, self._order = 0.0, count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -189,12 +210,14 @@ class World:
         if not wants:
             return
         self._drafting = True
-        proposals = self._method.propose(wants, self._is_interrupted)
+        told: list[list[Proposal]] = []
+        told.append(self._method.propose(wants, self._is_interrupted, told.append))
 
         def end() -> None:
             self._drafting = False
-            self._route(self.book.proposed(proposals, self._now))
 
+        for index, proposals in enumerate(told, 1):
+            self._after(PASS_S * index / len(told), lambda p=proposals: self._route(self.book.proposed(p, self._now)))
         self._after(PASS_S, end)
 
     def _is_interrupted(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.batch import never
 from actors.cache import FeedRow
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
@@ -30,9 +31,13 @@ class SpyRunner(ToyRunner):
         super().__init__(logits)
         self.fed: list[list[FeedRow]] = []
         self.read: list[tuple[int, ...]] = []  # all tokens up to the end of every row fed
+        self.interrupted: Callable[[], bool] = never  # as the latest forward was told
         self._memory = TokenMemory(PAGE_SIZE)
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> Tensor:
+        self.interrupted = interrupted
         self.fed.append(list(rows))
         self._memory.copy(copies)
         for row in rows:
@@ -79,10 +84,6 @@ def a_method(
 def a_want(tokens: tuple[int, ...], max_tokens: int = 3, session: str = "s", **changes: Any) -> Want:
     changes = {"sampling": GREEDY, "tokens": (1,)} | changes
     return Want(an_open(session, **changes), tokens, Prefix(KEY, tokens).hash, max_tokens)
-
-
-def never() -> bool:
-    return False
 
 
 def after_checks(count: int) -> Callable[[], bool]:

@@ -1,11 +1,14 @@
 """Drafting for what a verdict may bring: which outcomes, what is fed for them, and that a right guess is as good as
 a block drafted after the verdict."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from actors.batch import Interrupted
+from actors.cache import FeedRow
 from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, ROWS_EACH, DraftModel
 from actors.methods.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting import Proposal, Want
@@ -336,6 +339,55 @@ def test_an_interrupted_session_drafts_on_as_if_nothing_had_been(acceptance, sam
 def test_blocks_that_are_wanted_for_sure_are_never_interrupted():
     (block,) = a_method(PrefixRunner()).propose([a_want(PREFIX, 3)], lambda: True)
     assert len(block.tokens) == 3
+
+
+# ---------------------------------------------------------------- given up within a forward
+
+
+class GivingUp(PrefixRunner):
+    """Gives forwards up when it has copied and written, as a model does that is interrupted at a later layer."""
+
+    def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
+        if self.interrupted():
+            raise Interrupted
+        return super().logits(rows, whole)
+
+
+@RULES
+@pytest.mark.parametrize("forwards", range(4))
+def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwards):
+    """What had been drafted before it stands, and whatever is wanted next is what it would have been."""
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    method = a_method(GivingUp(scale=1.0))
+    block, guesses = drafted_ahead(method, want, after_checks(2 * forwards + 1))
+    _, before = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want, after_checks(forwards))
+    assert guesses == before
+    for last in (block.tokens[-1], 9):
+        further = replace(after(want, *block.tokens[:-1], last), max_tokens=4)
+        (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([further], never)
+        assert method.propose([further], never) == [fresh]
+    method.close(["s"])
+    assert method.is_idle
+
+
+# ---------------------------------------------------------------- told early
+
+
+@RULES
+def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling):
+    """Under ratio only blocks that will not change, for there the first version that arrives is the one."""
+    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    told: list[list[Proposal]] = []
+    method = a_method(runner := PrefixRunner(scale=1.0))
+    (block,) = method.propose([want], never)
+    read = len(runner.fed)
+    last = method.propose([ahead_of(want, block)], never, told.append)
+    assert len(told) == len(runner.fed) - read
+    assert {guess.prefix_hash for guess in told[-1]} == {guess.prefix_hash for guess in last}
+    for guesses in told:
+        assert are_beginnings(guesses, last)
+        if acceptance is RATIO:
+            assert all(guess in last for guess in guesses)
 
 
 # ---------------------------------------------------------------- a small pool

@@ -1,7 +1,7 @@
 """Drafting with a model: what is fed, what is proposed, and what a proposal may depend on."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -293,7 +293,9 @@ def test_a_long_prompt_is_read_over_several_passes_and_keeps_nobody_waiting():
 
 def test_a_model_that_computes_nonsense_still_gives_tokens():
     class Nonsense(SpyRunner):
-        def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+        def forward(
+            self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+        ) -> Tensor:
             return torch.full_like(super().forward(rows, copies), torch.nan)
 
     for acceptance in (COUPLED, RATIO):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from actors.draft import Drafter
-from actors.methods import TargetNeeds
+from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.toy import ToyRunner
@@ -30,7 +30,7 @@ class InterruptedMethod(DraftModel):
         self.closing, self.go_on = threading.Event(), threading.Event()
         self.proposed: list[dict[str, int]] = []  # tokens of each session's block, by pass
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         proposals = super().propose(wants, interrupted)
         self.proposed.append({proposal.session: len(proposal.tokens) for proposal in proposals})
         return proposals
@@ -102,7 +102,7 @@ class EndlessMethod:
         self.ahead, self.interrupted, self.stop = threading.Event(), threading.Event(), threading.Event()
         self.passes: list[tuple[str, ...]] = []
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         self.passes.append(tuple(want.open.session for want in wants))
         if not wants[0].unverified:
             return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (1,)) for w in wants]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.methods import TargetNeeds
+from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
 from cluster.drafting import Proposal, Want
@@ -24,7 +24,7 @@ class Asked:
         self.closed: list[str] = []
         self.interrupted: Callable[[], bool] | None = None
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool]) -> list[Proposal]:
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         self.sessions += [want.open.session for want in wants]
         self.interrupted = interrupted
         return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (9,), outcome=w.unverified) for w in wants]

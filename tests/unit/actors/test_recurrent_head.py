@@ -14,14 +14,14 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from actors.cache import FeedRow
 from actors.methods.draft_cache import DraftCache
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import AHEAD_ROWS, GUESS_TOKENS, GUESSED, DraftingLimits, DraftModel
 from actors.methods.recurrent_head import FILE, load_recurrent_head
 from actors.noise import Purpose, gumbel_argmax, key
 from actors.runner import ModelRunner
 from cluster.drafting import Proposal, Want
 from cluster.errors import ModelError
 from protos.messages import Acceptance
-from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, after_checks, never
+from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, never
 from tests.unit.cluster.samples import GREEDY
 
 HIDDEN, WIDE = 8, 12
@@ -58,6 +58,7 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
     rows = [FeedRow((1, 2, 3), 0, 1, (0,)), FeedRow((4, 5), 0, 1, (1,)), FeedRow((6,), 0, 1, (2,))]
     states = torch.cat([model.model(torch.tensor([row.tokens])).last_hidden_state[0, -1:] for row in rows])
     torch.testing.assert_close(runner.forward(rows), model.lm_head(states), atol=1e-5, rtol=1e-5)
+    found = head.states
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (HIDDEN,), weights[name], model.config.rms_norm_eps)
@@ -67,7 +68,9 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
         inputs = torch.cat((norm(states[kept], "state_norm.weight"), norm(embedded, "token_norm.weight")), -1)
         gate, up = (inputs @ weights["gate_up.weight"].T).chunk(2, -1)
         states = states[kept] + (F.silu(gate) * up) @ weights["down.weight"].T
-        torch.testing.assert_close(head.after(kept, taken), model.lm_head(states), atol=1e-4, rtol=1e-4)
+        logits, found = head.after(found[kept], taken)
+        torch.testing.assert_close(found, states, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, model.lm_head(states), atol=1e-4, rtol=1e-4)
 
 
 def test_a_folder_without_a_head_has_none(tmp_path: Path) -> None:
@@ -100,21 +103,42 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 class Following:
-    """Further tokens by the same table of logits, so that blocks are those of a forward for each token."""
+    """Further tokens by the same table of logits, so that blocks are those of a forward for each token.
 
-    def __init__(self, width: int = 3) -> None:
+    A state is the token that its logits were read after.
+    """
+
+    def __init__(self, runner: SpyRunner, width: int = 3) -> None:
         self.width = width
-        self.asked: list[list[int]] = []  # places, of each call
+        self.asked: list[list[int]] = []  # states, of each call
+        self._runner = runner
 
-    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        self.asked.append(list(places))
-        return LOGITS[torch.tensor(tokens)]
+    @property
+    def states(self) -> Tensor:
+        return torch.tensor([[token] for row in self._runner.fed[-1] for token in row.tokens[-row.logits :]])
+
+    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self.asked.append(states[:, 0].tolist())
+        return LOGITS[torch.tensor(tokens)], torch.tensor(tokens).unsqueeze(1)
 
 
-def a_method(runner: SpyRunner, further: Following | None, **limits: Any) -> DraftModel:
+def a_method(runner: SpyRunner, head: type[Following] | None, **limits: Any) -> DraftModel:
+    return with_head(runner, head(runner) if head else None, **limits)
+
+
+def with_head(runner: SpyRunner, further: Following | None, **limits: Any) -> DraftModel:
     limits = {"top_k": 4, "min_confidence": 0.0} | limits
     cache = DraftCache(64, PAGE_SIZE)
-    return DraftModel(runner, torch.arange(VOCABULARY), cache, DraftingLimits(**limits), lambda: 0.0, further=further)
+
+    def clock() -> float:
+        return float(len(runner.fed))
+
+    return DraftModel(runner, torch.arange(VOCABULARY), cache, DraftingLimits(**limits), clock, further=further)
+
+
+def within(want: Want, forwards: int) -> Want:
+    """The same, if there is time for so many forwards."""
+    return replace(want, until=float(forwards))
 
 
 @pytest.mark.parametrize(("length", "forwards"), [(1, 1), (3, 1), (4, 2), (7, 3)])
@@ -124,49 +148,49 @@ def test_blocks_are_those_of_a_forward_each_in_fewer_forwards(length, forwards, 
     """Under every rule: the tokens drawn are what the head goes on from, and what their draft_probs are given."""
     want = a_want((1, 2), length, sampling=sampling, acceptance=acceptance)
     runner = SpyRunner()
-    assert a_method(runner, Following()).propose([want], never) == a_method(SpyRunner(), None).propose([want], never)
+    assert a_method(runner, Following).propose([want], never) == a_method(SpyRunner(), None).propose([want], never)
     assert len(runner.fed) == forwards
 
 
 def test_coupled_further_tokens_are_drawn_with_the_noise_of_their_positions():
     want = a_want((1, 2), 3, sampling=DRAWN, seed=5)
-    (proposal,) = a_method(SpyRunner(), Following()).propose([want], never)
+    (proposal,) = a_method(SpyRunner(), Following).propose([want], never)
     before = (2, *proposal.tokens)
     for at, token in enumerate(proposal.tokens):
         assert token == gumbel_argmax(LOGITS[before[at]], key(5, 0, 2 + at, Purpose.DRAW))
 
 
-def test_who_is_done_leaves_and_the_others_are_found_at_their_places():
+def test_who_is_done_leaves_and_the_others_go_on_from_their_own_states():
     wants = [a_want((1,), 1, "a"), a_want((2,), 3, "b"), a_want((3,), 2, "c"), a_want((4,), 3, "d")]
-    further = Following()
-    proposals = a_method(SpyRunner(), further).propose(wants, never)
+    further = Following(runner := SpyRunner())
+    proposals = with_head(runner, further).propose(wants, never)
     assert proposals == a_method(SpyRunner(), None).propose(wants, never)
-    assert further.asked == [[1, 2, 3], [0, 2]]
+    assert further.asked == [[2, 3, 4], [proposals[1].tokens[0], proposals[3].tokens[0]]]
 
 
 def test_what_is_not_read_to_its_end_yet_is_not_gone_on_from():
-    further = Following()
+    further = Following(runner := SpyRunner())
     wants = [a_want((1,) * 9, session="long"), a_want((2, 3), session="short")]
-    (long, short) = a_method(SpyRunner(), further, pass_tokens=8).propose(wants, never)
+    (long, short) = with_head(runner, further, pass_tokens=8).propose(wants, never)
     assert (len(long.tokens), len(short.tokens)) == (0, 3)
-    assert further.asked == [[0], [0]]
+    assert further.asked == [[3], [short.tokens[0]]]
 
 
 def test_doubt_ends_a_block_at_any_of_its_tokens():
     want = a_want((1,), 3)
     for confidence in (0.0, 0.1, 0.3, 1.0):
         found = [
-            a_method(SpyRunner(), further, min_confidence=confidence).propose([want], never)
-            for further in (None, Following())
+            a_method(SpyRunner(), head, min_confidence=confidence).propose([want], never) for head in (None, Following)
         ]
         assert found[0] == found[1]
 
 
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading():
     runner = SpyRunner()
-    guesses = a_method(runner, Following()).propose([ahead(a_want((1, 2), 3))], after_checks(2))
+    guesses = a_method(runner, Following).propose([within(ahead(a_want((1, 2), 3)), 2)], never)
     assert len(runner.fed) == 2
-    assert {len(guess.tokens) for guess in guesses} == {3}
+    assert {len(guess.tokens) for guess in guesses[:AHEAD_ROWS]} == {3}
+    assert {len(guess.tokens) for guess in guesses[AHEAD_ROWS:]} == {GUESS_TOKENS}, "less likely, and named by the head"
 
 
 # ---------------------------------------------------------------- second thoughts
@@ -175,8 +199,9 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading():
 class Mistaken(Following):
     """Likes best what the model likes least."""
 
-    def after(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        return -super().after(places, tokens)
+    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        logits, after = super().after(states, tokens)
+        return -logits, after
 
 
 def ahead(want: Want) -> Want:
@@ -192,18 +217,18 @@ def test_while_there_is_time_forwards_name_anew_what_the_head_named():
     """One token of each block a forward, so that an interruption leaves whole blocks, the better the later it comes."""
     want = ahead(a_want((1, 2), 3))
     by_model = a_method(SpyRunner(), None).propose([want], never)
-    hasty = a_method(SpyRunner(), Mistaken()).propose([want], after_checks(2))
+    hasty = a_method(SpyRunner(), Mistaken).propose([within(want, 2)], never)[:AHEAD_ROWS]
     assert {len(guess.tokens) for guess in hasty} == {3}
-    assert firsts(hasty, 1) == firsts(by_model, 1)
+    assert firsts(hasty, 1).items() <= firsts(by_model, 1).items()
     assert not firsts(hasty, 2).items() & firsts(by_model, 2).items()
     runner = SpyRunner()
-    assert a_method(runner, Mistaken()).propose([want], never) == by_model
+    assert {*by_model} <= {*a_method(runner, Mistaken).propose([want], never)}
     assert max(len(row.tokens) for rows in runner.fed[1:] for row in rows) == 1, "guesses are never fed"
 
 
 def test_whoever_waits_for_a_block_does_not_wait_for_second_thoughts():
     runner = SpyRunner()
-    (block,) = a_method(runner, Mistaken()).propose([a_want((1, 2), 3)], never)
+    (block,) = a_method(runner, Mistaken).propose([a_want((1, 2), 3)], never)
     assert len(runner.fed) == 1
     assert block.tokens[1] == int(LOGITS[block.tokens[0]].argmin())
 
@@ -211,10 +236,60 @@ def test_whoever_waits_for_a_block_does_not_wait_for_second_thoughts():
 def test_under_ratio_there_are_none():
     """A prefix has one continuation there: which version of a block is used says nothing about its tokens."""
     want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.RATIO)
-    guesses = a_method(SpyRunner(), Mistaken()).propose([ahead(want)], never)
+    guesses = a_method(SpyRunner(), Mistaken).propose([ahead(want)], never)
     for guess in guesses:
         tokens = (*want.tokens, *guess.outcome)
         later = replace(want, tokens=tokens, prefix_hash=guess.prefix_hash)
-        (block,) = a_method(SpyRunner(), Mistaken()).propose([later], never)
+        (block,) = a_method(SpyRunner(), Mistaken).propose([later], never)
         assert replace(guess, outcome=()) == block
     assert len(guesses) > 1
+
+
+# ---------------------------------------------------------------- first thoughts
+
+
+def test_the_head_names_blocks_for_all_outcomes_before_the_model_names_any():
+    """Of the tokens there are after the one that an outcome ends with, though no forward has read it."""
+    runner, want = SpyRunner(), ahead(a_want((1, 2), 3))
+    guesses = a_method(runner, Following).propose([within(want, 1)], never)
+    assert len(runner.fed) == 1, "the block under verification was read, and nothing else"
+    assert len(guesses) > 8
+    for guess in guesses:
+        later = replace(want, tokens=(1, 2, *guess.outcome), prefix_hash=guess.prefix_hash, unverified=None)
+        (block,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
+        assert replace(guess, outcome=()) == block
+
+
+def test_of_many_outcomes_the_likeliest_are_named():
+    wants = [within(ahead(a_want((1, 2, i), 3, session=str(i))), 1) for i in range(4)]
+    guesses = a_method(SpyRunner(), Following).propose(wants, never)
+    assert len(guesses) == GUESSED
+    assert len({guess.session for guess in guesses}) == 4
+
+
+@pytest.mark.parametrize("rules", [{"sampling": DRAWN, "acceptance": rule} for rule in Acceptance])
+def test_where_tokens_are_sampled_the_model_names_all_first_tokens(rules):
+    want = within(ahead(a_want((1, 2), 3, **rules)), 1)
+    assert a_method(SpyRunner(), Following).propose([want], never) == []
+
+
+@pytest.mark.parametrize("steps", range(GUESS_TOKENS + 1))
+def test_whatever_is_wanted_for_sure_interrupts_the_head_too(steps):
+    runner = SpyRunner()
+    further = Following(runner)
+    want = ahead(a_want((1, 2), 3))
+    guesses = with_head(runner, further).propose([want], lambda: len(further.asked) == steps and bool(runner.fed))
+    assert len(further.asked) == steps
+    assert {len(guess.tokens) for guess in guesses} == ({steps} if steps else set())
+
+
+def test_thoughts_are_told_early_and_better_ones_after_them():
+    told: list[list[Proposal]] = []
+    want = ahead(a_want((1, 2), 3))
+    last = a_method(SpyRunner(), Mistaken).propose([want], never, told.append)
+    assert len(told) > 2
+    assert told[-1] == last
+    by_model = firsts(last, 1)
+    right = [sum(by_model[outcome] == first for outcome, first in firsts(guesses, 1).items()) for guesses in told]
+    assert right == sorted(right)
+    assert right[0] < right[-1] == len(by_model)

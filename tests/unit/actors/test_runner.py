@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from actors.attention.gathered import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
+from actors.batch import Interrupted
 from actors.cache import FeedRow, PagedCache
 from actors.runner import ModelRunner
 from cluster.errors import ModelError
@@ -125,6 +126,16 @@ def test_a_rollback_leaves_no_trace(plain):
     check(plain, [row(table, right[8:], 8, 4)], [right])
     other = tokens_of(7, 3)
     check(plain, [row(table, other, 0, 3)], [other])
+
+
+def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):
+    """What it had cached by then is overwritten by whatever is fed there next."""
+    wrong, right = tokens_of(8, 12), tokens_of(9, 9)
+    answers = iter((False, True))
+    with pytest.raises(Interrupted):
+        plain.runner.forward([row(TABLES[0], wrong, 0, 1)], interrupted=lambda: next(answers))
+    assert next(answers, None) is None, "two layers have asked"
+    check(plain, [row(TABLES[0], right, 0, 9)], [right])
 
 
 def test_sessions_that_share_pages_and_part_give_plain_logits(plain):

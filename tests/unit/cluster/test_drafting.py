@@ -358,6 +358,15 @@ def test_wrong_guesses_are_forgotten_with_the_verdict_and_cost_nothing_else():
     assert desk.book.counts["guess_miss"] == 1, "a session without guesses has missed none"
 
 
+def test_of_a_guess_that_is_told_again_only_what_is_new_is_sent():
+    desk = under_verification()
+    want = desk.ahead()
+    blocks = [(8,), (8,), (8, 9), (3, 9), (3, 9)]
+    assert [len(desk.guess(want, (5, 6, 7), *block)) for block in blocks] == [1, 0, 1, 1, 0]
+    desk.verdict((1, 2), 5, 6, 7)
+    assert desk.ahead().unverified == (3, 9), "the last that was sent"
+
+
 def test_a_guess_for_other_tokens_of_the_same_length_is_no_hit():
     desk = under_verification()
     desk.guess(desk.ahead(), (5, 7), 3)

@@ -21,6 +21,7 @@ from cluster.verifier import Verifier, VerifierLimits
 from cluster.waiting_room import RoomLimits
 from cluster.yields import PROOF, Fleet, Yield
 from protos.messages import (
+    Acceptance,
     Attach,
     Close,
     Detach,
@@ -31,6 +32,7 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Resync,
+    Sampling,
     SparseProbs,
     Verdict,
 )
@@ -297,14 +299,31 @@ def test_a_row_carries_its_blocks_draft_probs():
 # ---------------------------------------------------------------- the room
 
 
-def test_the_first_arrival_for_a_prefix_stays():
-    """Which of two blocks is used must not depend on the second: under ratio that would bias the text."""
+def test_under_ratio_the_first_arrival_for_a_prefix_stays():
+    """Which of two blocks is used must not depend on the second: that would bias the text."""
     desk = Desk()
-    desk.open(tokens=(1, 2))
+    desk.open(tokens=(1, 2), acceptance=Acceptance.RATIO, sampling=Sampling())
     desk.block((1, 2), (9,))
     desk.block((1, 2), text((1, 2), 1))
     assert only_verdict(desk.step()).accepted == 0
     assert desk.dropped == {"duplicate": 1}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"acceptance": Acceptance.COUPLED, "sampling": Sampling()},
+        {"acceptance": Acceptance.RATIO, "sampling": Sampling(temperature=0.0)},
+    ],
+    ids=["coupled", "greedy"],
+)
+def test_elsewhere_a_drafter_may_think_again(rules):
+    desk = Desk()
+    desk.open(tokens=(1, 2), **rules)
+    for block in ((9,), text((1, 2), 1), text((1, 2), 1)):
+        desk.block((1, 2), block)
+    assert only_verdict(desk.step()).accepted == 1
+    assert desk.dropped == {"duplicate": 1}, "of the same twice, one is heard"
 
 
 def test_a_block_waits_for_its_prefix_and_is_used_there():
