@@ -12,7 +12,7 @@ from cluster.step_cost import octave
 
 MEMORY = 0.02  # weight of the latest step
 PROOF, CLEAR_PROOF = 48, 16  # steps before anything is concluded; the latter where it is beyond doubt
-FIRST_PAUSE, LONGEST_PAUSE = 256, 8192  # steps; doubles while speculation keeps losing
+FIRST_PAUSE, LONGEST_PAUSE = 64, 8192  # steps; doubles while speculation keeps losing
 FIRST_LOOK = 8  # steps of speculation before it is known what plain ones cost
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now
 LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 256  # steps of speculation between; the latter where it is a close call
