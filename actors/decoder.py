@@ -16,7 +16,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention
 from actors.batch import RaggedBatch
-from actors.linear import Projection, SharedProjection, fastest_rows, pack_linears, projection
+from actors.linear import Product, Projection, SharedProjection, pack_linears, projection
 from actors.sharding import RowParallelLinear, VocabularyParallelHead
 
 KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
@@ -32,10 +32,10 @@ class Decoder(Protocol):
 class ModelDecoder:
     """Through the model's own code and the registered attention."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
-        pack_linears(model)
+        pack_linears(model, product)
         self._model = model
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
@@ -101,18 +101,18 @@ class Layer:
 class LlamaDecoder:
     """Llama, Mistral, Qwen2 and Qwen3, with their own weights in fewer operations."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         body = model.get_decoder()
         first = body.layers[0].self_attn
         self._head_dim = int(first.head_dim)
         self._heads = first.q_proj.weight.shape[0] // self._head_dim
         self._kv_heads = first.k_proj.weight.shape[0] // self._head_dim
         self._embedding = body.embed_tokens.weight.detach()
-        self._least_rows = fastest_rows(self._embedding)
         self._rotary: nn.Module = body.rotary_emb
-        self._layers = [_layer(module) for module in body.layers]
+        self._layers = [_layer(module, product) for module in body.layers]
+        self._least_rows = self._layers[0].qkv.fastest_rows
         self._norm = _norm(body.norm)
-        self._head = _alone(model.get_output_embeddings())
+        self._head = _alone(model.get_output_embeddings(), product)
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
         return self.head(self.states(batch))
@@ -170,17 +170,17 @@ def _norm(module: Any) -> Norm:
     return norm_of(module.weight.detach(), module.variance_epsilon)
 
 
-def _layer(module: Any) -> Layer:
+def _layer(module: Any, product: Product) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     return Layer(
         attention_norm=_norm(module.input_layernorm),
-        qkv=_together(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_together(product, attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        attention_out=_alone(attention.o_proj),
+        attention_out=_alone(attention.o_proj, product),
         mlp_norm=_norm(module.post_attention_layernorm),
-        gate_up=_together(mlp.gate_proj, mlp.up_proj),
-        down=_alone(mlp.down_proj),
+        gate_up=_together(product, mlp.gate_proj, mlp.up_proj),
+        down=_alone(mlp.down_proj, product),
         scaling=attention.scaling,
         window=_window(attention),
     )
@@ -193,19 +193,20 @@ def _window(attention: Any) -> int | None:
     return window
 
 
-def _together(*linears: nn.Linear) -> Projection:
+def _together(product: Product, *linears: nn.Linear) -> Projection:
     """One product in place of several over the same input."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
-    return projection(weight, torch.cat(biases) if biases else None)
+    return product(weight, torch.cat(biases) if biases else None)
 
 
-def _alone(linear: nn.Linear) -> Projection:
+def _alone(linear: nn.Linear, product: Product) -> Projection:
     """One layer's product; a rank's part of it is summed or gathered as the layer itself would."""
+    weight = linear.weight.detach()
     if isinstance(linear, RowParallelLinear):
-        return SharedProjection(projection(linear.weight), linear.reduce)
-    whole = projection(linear.weight, linear.bias)
+        return SharedProjection(product(weight, None), linear.reduce)
+    whole = product(weight, linear.bias.detach() if linear.bias is not None else None)
     return SharedProjection(whole, linear.gather) if isinstance(linear, VocabularyParallelHead) else whole
 
 
@@ -220,6 +221,6 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
     )
 
 
-def decoder_for(model: PreTrainedModel) -> Decoder:
-    """The leanest decoder that computes this model."""
-    return LlamaDecoder(model) if is_llama_kind(model) else ModelDecoder(model)
+def decoder_for(model: PreTrainedModel, product: Product = projection) -> Decoder:
+    """The leanest decoder that computes this model, with such products."""
+    return LlamaDecoder(model, product) if is_llama_kind(model) else ModelDecoder(model, product)

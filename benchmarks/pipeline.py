@@ -65,8 +65,10 @@ PIPELINE = (
     Arm("control", "useless", max_draft_tokens=0),
 )
 TEMPERATURES = (0.0, 0.7, 1.0)
+# How many tokens are accepted where every round has a block, whatever it costs, is what lock step tells.
 ACCEPTANCE = tuple(
-    Arm(f"{rule} {temperature:g}", "adaptive", None, temperature, rule)
+    Arm(f"{rule} {temperature:g}{suffix}", server, None, temperature, rule)
+    for server, suffix in (("adaptive", ""), ("lock_step", ", lock step"))
     for temperature in TEMPERATURES
     for rule in ("ratio", "coupled")
 )
@@ -225,16 +227,17 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def acceptance_markdown(arms: Sequence[Arm], cells: Iterable[Cell]) -> str:
-    """A line for each rule, temperature and concurrency."""
+    """A line for each rule, temperature, pacing and concurrency."""
     lines = [
-        "| at once | temperature | rule | acceptance rate | tokens a verify | block length | tokens/s |",
-        "|---|---|---|---|---|---|---|",
+        "| at once | pacing | temperature | rule | acceptance rate | tokens a verify | block length | tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     arm_of = {arm.name: arm for arm in arms}
     for cell in sorted(cells, key=lambda cell: (cell.concurrency, list(arm_of).index(cell.arm))):
         arm = arm_of[cell.arm]
         values = (
             str(cell.concurrency),
+            str(arm.server),
             f"{arm.temperature:g}",
             str(arm.acceptance),
             shown(cell.acceptance_rate),

@@ -198,7 +198,8 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
     lookup = PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
     if draft.model is None:
         return lookup
-    from actors.methods.draft_model import DraftingLimits, load_draft_model
+    from actors.methods.checkpoint import load_draft_model
+    from actors.methods.draft_model import DraftingLimits
 
     folder = local_folder(draft.model)
     check_draft(target_tokens, folder)
@@ -212,6 +213,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
         target_ids=target_tokens.keys(),
         limits=DraftingLimits(speculation.draft_probs_top_k, speculation.min_confidence),
         longest_block=speculation.max_draft_tokens,
+        in_eight_bits=draft.quantization == "int8",
     )
     return LookupFirst(lookup, model) if draft.method == "lookup_first" else model
 

@@ -9,26 +9,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from actors.batch import Interrupted, never
 from actors.cache import FeedRow
-from actors.memory import page_bytes, page_count
 from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.block_draft import BlockDraft, DraftedToken
 from actors.methods.draft_cache import DraftCache
-from actors.methods.frequent_tokens import read_frequent_tokens, reduce_head
+from actors.methods.forward_time import ForwardTime
 from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
-from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens, read_mask_tokens, tokens_per_forward
-from actors.methods.recurrent_head import FurtherTokens, load_recurrent_head
-from actors.models import load_model
+from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens
+from actors.methods.recurrent_head import FurtherTokens
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
-from actors.runner import InterruptibleRunner, ModelRunner
+from actors.runner import InterruptibleRunner
 from actors.sampling import process
-from cluster.config import CacheConfig
 from cluster.drafting import Proposal, Want, block_room
 from cluster.pages import PageCopy
 from protos.messages import Verdict
@@ -36,9 +32,9 @@ from protos.prefix import extend_hash, hashes_after
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
-AHEAD_ROWS, ROWS_EACH = 8, 2  # rows of a forward for what may be wanted: so many at least, so many for each session
+AHEAD_ROWS, ROWS_EACH = 8, 2  # most rows of a forward for what may be wanted: so many, or so many for each session
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
-GUESSED = 32  # the same where a recurrent head names their first tokens; of so many in a pass it does
+GUESSED = 16  # the same where a recurrent head names their first tokens; of so many in a pass it does
 GUESS_TOKENS = 2  # each
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
@@ -64,7 +60,10 @@ _Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
 
 
 class DraftModel:
-    """Drafts with a model behind a `Runner`, whose logits' columns are those of `token_ids`, shape (columns,)."""
+    """Drafts with a model behind a `Runner`, whose logits' columns are those of `token_ids`, shape (columns,).
+
+    Those of `further` tokens may be only the first of them.
+    """
 
     needs = TargetNeeds()
 
@@ -81,6 +80,7 @@ class DraftModel:
         self._runner, self._token_ids, self._cache, self._limits = runner, token_ids, cache, limits
         self._clock, self._masks, self._further = clock, masks, further
         self._ids: list[int] = token_ids.tolist()
+        self._ahead_time = ForwardTime()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
 
     @property
@@ -140,19 +140,27 @@ class DraftModel:
         begun = [draft for want in wants for draft in self._begin_ahead(want)]
         self._guess(begun, interrupted)
         open_ends, busy, until = begun, _sessions(wants), min(want.until for want in wants)
-        rows = max(AHEAD_ROWS, ROWS_EACH * len(wants))
+        limit = max(AHEAD_ROWS, ROWS_EACH * len(wants))
         took_s = 0.0  # the latest forward, and the next one will take as long
         while open_ends and not interrupted() and (began := self._clock()) + took_s <= until:
             open_ends = sorted(open_ends, key=lambda draft: -draft.urgency)
+            rows = self._rows_ahead(limit, until - began)
             chosen, open_ends = open_ends[:rows], open_ends[rows:]
             advanced = self._advance(chosen, busy, interrupted)
             took_s = self._clock() - began
+            if advanced:
+                self._ahead_time.learn(len(chosen), took_s)
             after = [d for draft in advanced if draft.is_root for d in self._branch_out(draft, self._outcomes(draft))]
             self._guess(after, interrupted)
             begun += after
             open_ends += after + [draft for draft in advanced if not draft.is_root and not draft.is_done]
             early(_proposals([draft for draft in begun if draft.is_done or not draft.ratio]))
         return [draft for draft in begun if not draft.is_root]
+
+    def _rows_ahead(self, limit: int, left_s: float) -> int:
+        """Two forwards of few rows bring the likeliest blocks sooner, and further, than one of many."""
+        twice = self._ahead_time.most_rows(limit, left_s / 2)
+        return twice or self._ahead_time.most_rows(limit, left_s) or 1
 
     def _begin_ahead(self, want: Want) -> list[BlockDraft]:
         """The root, and drafts for a rejection if what may follow the tokens before it is known already.
@@ -288,7 +296,7 @@ class DraftModel:
             return
         request = draft.want.open
         whole = logits.new_full((self._runner.vocabulary,), -torch.inf)
-        whole[self._token_ids] = logits
+        whole[self._token_ids[: len(logits)]] = logits  # a recurrent head may choose among fewer
         generated = draft.generated if request.sampling.penalised else ()
         row = process(whole.unsqueeze(0), request.sampling, generated, ())[0]
         if draft.ratio:
@@ -376,30 +384,3 @@ def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
 
 def _sessions(wants: Sequence[Want]) -> set[str]:
     return {want.open.session for want in wants}
-
-
-def load_draft_model(
-    folder: Path,
-    dtype: str,
-    device: torch.device,
-    cache: CacheConfig,
-    sessions: int,
-    context: int,
-    target_ids: Iterable[int],
-    limits: DraftingLimits,
-    longest_block: int,
-) -> DraftModel:
-    """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
-    model = load_model(folder, dtype, device)
-    rows = int(model.config.get_text_config().vocab_size)
-    frequent = read_frequent_tokens(folder, rows)
-    proposable = sorted({i for i in target_ids if i < rows} & set(frequent if frequent is not None else range(rows)))
-    token_ids = torch.tensor(proposable, device=device)
-    if len(token_ids) < rows:
-        reduce_head(model, token_ids)
-    further = load_recurrent_head(folder, model.eval(), tokens_per_forward(model.config, longest_block))
-    masks = ONE_AT_A_TIME if further else read_mask_tokens(model.config, longest_block)
-    pages = page_count(cache, page_bytes(model, cache.page_size), sessions, context, device)
-    runner = ModelRunner(model, pages, cache.page_size, decoder=further)
-    book = DraftCache(pages, cache.page_size)
-    return DraftModel(runner, token_ids, book, limits, masks=masks, further=further)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from actors.batch import RaggedBatch
 from actors.decoder import LlamaDecoder, is_llama_kind, norm_of
-from actors.linear import projection
+from actors.linear import Product, Projection, projection
 from cluster.errors import ModelError
 
 FILE = "recurrent_head.safetensors"
@@ -43,12 +43,20 @@ class FurtherTokens(Protocol):
 class RecurrentDecoder:
     """A `Decoder` that remembers its latest states, and goes on from them or others: `FurtherTokens`."""
 
-    def __init__(self, decoder: LlamaDecoder, weights: dict[str, Tensor], eps: float, width: int) -> None:
+    def __init__(
+        self,
+        decoder: LlamaDecoder,
+        head: Projection,
+        weights: dict[str, Tensor],
+        eps: float,
+        width: int,
+        product: Product,
+    ) -> None:
         self.width = width
-        self._decoder = decoder
+        self._decoder, self._head = decoder, head
         self._state_norm = norm_of(weights["state_norm.weight"], eps)
         self._token_norm = norm_of(weights["token_norm.weight"], eps)
-        self._gate_up, self._down = projection(weights["gate_up.weight"]), projection(weights["down.weight"])
+        self._gate_up, self._down = product(weights["gate_up.weight"], None), product(weights["down.weight"], None)
         self.states = torch.empty(0)
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
@@ -61,11 +69,15 @@ class RecurrentDecoder:
         inputs = torch.cat((self._state_norm(states), self._token_norm(taken)), dim=-1)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
         states = self._down.plus(F.silu(gate) * up, states)
-        return self._decoder.head(states), states
+        return self._head(states), states
 
 
-def load_recurrent_head(folder: Path, model: PreTrainedModel, width: int) -> RecurrentDecoder | None:
+def load_recurrent_head(
+    folder: Path, model: PreTrainedModel, width: int, product: Product = projection, columns: int | None = None
+) -> RecurrentDecoder | None:
     """The one in the model's folder, to name `width` tokens a forward; None where there is none.
+
+    It chooses among the first `columns` of the model's logits, or among all.
 
     Raises ModelError when it does not fit the model.
     """
@@ -81,4 +93,6 @@ def load_recurrent_head(folder: Path, model: PreTrainedModel, width: int) -> Rec
     if shapes != dict(zip(SHAPES, ((hidden,), (hidden,), (2 * wide, 2 * hidden), (hidden, wide)), strict=True)):
         raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
     weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
-    return RecurrentDecoder(LlamaDecoder(model), weights, float(model.config.rms_norm_eps), width)
+    decoder, whole = LlamaDecoder(model, product), model.get_output_embeddings()
+    head = product(whole.weight.detach()[:columns], whole.bias.detach()[:columns] if whole.bias is not None else None)
+    return RecurrentDecoder(decoder, head, weights, float(model.config.rms_norm_eps), width, product)

@@ -38,7 +38,7 @@ def main() -> None:
     counts = count_tokens([path for folder in arguments.data for path in sorted(folder.glob("*.npz"))], vocabulary)
     kept = np.argsort(-counts, kind="stable")[: arguments.tokens]
     (arguments.draft / "frequent_tokens.json").write_text(
-        json.dumps(sorted(kept.tolist()), separators=(",", ":")), encoding="utf-8"
+        json.dumps(kept.tolist(), separators=(",", ":")), encoding="utf-8"
     )
     print(f"{len(kept)} tokens: {counts[kept].sum() / counts.sum():.2%} of what occurs")
 

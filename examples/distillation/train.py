@@ -48,6 +48,7 @@ class TrainConfig:
     guidance: float  # weight of the loss that shows heads where to look
     guided_layers: tuple[int, int]
     guided_heads: int
+    muon: bool
     learning_rate: float
     embedding_share: float  # of the learning rate
     warmup_steps: int
@@ -278,16 +279,17 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
 def optimizers_for(
     model: PreTrainedModel, head: RecurrentHead | None, config: TrainConfig
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the norms; `VocabularyRows` looks after the embedding."""
+    """Muon for the matrices if wanted, AdamW for the rest; `VocabularyRows` looks after the embedding."""
     embedding = model.get_input_embeddings().weight
     parameters = [*(() if config.head_only else model.parameters()), *(head.parameters() if head else ())]
     matrices = [p for p in parameters if p.dim() > 1 and p is not embedding]
     vectors = [p for p in parameters if p.dim() <= 1]
     rate, decay = config.learning_rate, config.weight_decay
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(vectors, lr=rate, betas=BETAS, weight_decay=0.0, fused=True),
-    ]
+    adamw = torch.optim.AdamW(vectors, lr=rate, betas=BETAS, weight_decay=0.0, fused=True)
+    if config.muon:
+        return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
+    adamw.add_param_group({"params": matrices, "weight_decay": decay})
+    return [adamw]
 
 
 def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
@@ -379,6 +381,9 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", type=float, default=0.2, help="weight of showing heads where to look")
     parser.add_argument("--guided-layers", type=int, nargs=2, default=[1, 3], help="first and last of the added layers")
     parser.add_argument("--guided-heads", type=int, default=4, help="so many heads of each are shown where to look")
+    parser.add_argument(
+        "--muon", action=argparse.BooleanOptionalAction, default=True, help="for matrices; dear for wide layers"
+    )
     parser.add_argument("--learning-rate", type=float, default=6e-4, help="at its highest")
     parser.add_argument("--embedding-share", type=float, default=0.2, help="of the learning rate, for the embedding")
     parser.add_argument("--warmup-steps", type=int, default=60, help="until the learning rate is reached")

@@ -12,10 +12,12 @@ from actors.attention.gathered import Gathered
 from actors.batch import RaggedBatch
 from actors.cache import FeedRow, PagedCache
 from actors.decoder import Decoder, LlamaDecoder, MirroredNorm, ModelDecoder, PlainNorm, decoder_for, is_llama_kind
+from actors.linear import EightBitProjection
 from tests.unit.actors.tiny_models import MODELS, SIZES, jittered, tokens_of
 
 LLAMA_KIND = ["llama", "qwen2", "qwen3", "mistral"]
 BFLOAT16_TOLERANCE = 0.03  # of the norm of all logits; bfloat16 keeps 8 bits, and a few roundings add up
+EIGHT_BIT_TOLERANCE = 0.06  # the same, of integers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,6 +91,14 @@ def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
     assert (ours - exact).norm() < BFLOAT16_TOLERANCE * exact.norm()
     theirs = decode(ModelDecoder(own), torch.bfloat16).float()
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_eight_bits_the_logits_are_those_of_float32_but_for_rounding(name):
+    exact, twin = twins(name, torch.float32)
+    rounded = decode(decoder_for(twin, EightBitProjection), torch.float32)
+    expected = decode(decoder_for(exact), torch.float32)
+    assert 0 < (rounded - expected).norm() < EIGHT_BIT_TOLERANCE * expected.norm()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])

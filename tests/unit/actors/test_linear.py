@@ -1,4 +1,4 @@
-"""Packed products give what `F.linear` gives."""
+"""Packed products give what `F.linear` gives; those in 8 bits nearly."""
 
 from typing import Any
 
@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from actors.linear import PackedLinear, PackedProjection, PlainProjection, can_pack, pack_linears, projection
+from actors.linear import (
+    EightBitProjection,
+    PackedLinear,
+    PackedProjection,
+    PlainProjection,
+    can_pack,
+    can_round,
+    pack_linears,
+    projection,
+)
 
 DTYPES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
 
@@ -46,6 +55,41 @@ def test_what_cannot_be_packed_is_multiplied_plainly(with_bias):
     x, other = torch.randn(3, 16, dtype=torch.float64), torch.randn(3, 24, dtype=torch.float64)
     torch.testing.assert_close(plain(x), F.linear(x, weight, bias))
     torch.testing.assert_close(plain.plus(x, other), F.linear(x, weight, bias) + other)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_a_product_in_eight_bits_is_off_by_their_rounding(rows, with_bias):
+    """Each factor is off by at most half a step: 1/254 of the largest of its row, 1/127 with 7 bits."""
+    if not can_round(torch.device("cpu")):
+        pytest.skip("this build of torch has no products in 8 bits")
+    torch.manual_seed(1)
+    weight, bias = torch.randn(24, 16), torch.randn(24) if with_bias else None
+    eight = EightBitProjection(weight, bias)
+    for shape in ((rows, 16), (1, rows, 16)):
+        x, other = torch.randn(shape), torch.randn(*shape[:-1], 24)
+        expected, kept = F.linear(x, weight, bias), other.clone()
+        off_x, off_weight = x.abs().amax(-1, keepdim=True) / 127, weight.abs().amax(-1) / 254
+        bound = 16 * (off_x * weight.abs().amax(-1) + x.abs().amax(-1, keepdim=True) * off_weight)
+        assert ((eight(x) - expected).abs() <= bound).all()
+        assert ((eight(x) - expected).norm() / expected.norm()) < 0.03
+        torch.testing.assert_close(eight.plus(x, other), eight(x) + other)
+        torch.testing.assert_close(other, kept)
+
+
+def test_a_large_row_costs_the_others_nothing():
+    """The first token of a prompt is often a hundred times the others."""
+    torch.manual_seed(1)
+    eight, x = EightBitProjection(torch.randn(24, 16), None), torch.randn(3, 16)
+    beside = torch.cat((1000 * x[:1], x))
+    torch.testing.assert_close(eight(beside)[1:], eight(x), atol=0.2, rtol=0.0)
+    assert (eight(beside)[1:] - eight(x)).norm() / eight(x).norm() < 0.01
+
+
+def test_rows_and_weights_of_zeros_give_zeros():
+    eight = EightBitProjection(torch.zeros(24, 16), None)
+    assert not eight(torch.zeros(3, 16)).any()
+    assert not eight(torch.zeros(1, 16)).any()
 
 
 class Special(nn.Linear):

@@ -113,3 +113,17 @@ def test_every_key_has_a_place_in_the_schema():
         "speculation",
         "server",
     }
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"method": "prompt_lookup", "quantization": "int8"},
+        {"model": "org/draft", "quantization": "int8", "resources": {"num_gpus": 0.5}},
+    ],
+    ids=["no model", "on a GPU"],
+)
+def test_eight_bits_are_for_draft_models_on_cpus(draft):
+    with pytest.raises(ConfigError, match="quantization int8 is for a draft model on CPUs"):
+        validated(SMALLEST | {"draft": draft})
+    assert validated(SMALLEST | {"draft": {"model": "org/draft", "quantization": "int8"}}).draft.quantization == "int8"

@@ -1,0 +1,128 @@
+"""Make the draft that training starts from: the target itself, without most of its layers.
+
+Layers go one after the other, each time the one without which the rest still says most of what the target says. What
+is left is wrong at first, but it has the target's embedding and much of what its layers know; training heals it with
+far less data than random layers need. (Such drafts: Zhang et al. 2023, arXiv 2309.08168; choosing by the loss that a
+removal costs: Kim et al. 2024, arXiv 2402.02834.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from chunks import Example, read_chunk
+from rich.console import Console
+from target import TargetSource
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sequences of one length, and what the teacher says at some of their positions."""
+
+    tokens: Tensor  # [sequences, length]
+    rows: Tensor  # [positions]
+    columns: Tensor  # [positions]
+    top_ids: Tensor  # [positions, k]
+    top_probs: Tensor  # [positions, k], sums to one
+
+    @classmethod
+    def of(cls, examples: list[Example], sequences: int, length: int) -> Probe:
+        fitting = [e for e in examples if e.tokens.size >= length]
+        chosen = [fitting[i] for i in np.linspace(0, len(fitting) - 1, sequences).astype(int)]
+        asked = [(e.scored < length) & (e.scored >= e.answer_start - 1) for e in chosen]
+        probs = torch.from_numpy(np.concatenate([e.top_probs[a] for e, a in zip(chosen, asked, strict=True)])).float()
+        return cls(
+            tokens=torch.from_numpy(np.stack([e.tokens[:length] for e in chosen]).astype(np.int64)),
+            rows=torch.from_numpy(np.repeat(np.arange(sequences), [a.sum() for a in asked])),
+            columns=torch.from_numpy(np.concatenate([e.scored[a] for e, a in zip(chosen, asked, strict=True)])).long(),
+            top_ids=torch.from_numpy(
+                np.concatenate([e.top_ids[a] for e, a in zip(chosen, asked, strict=True)]).astype(np.int64)
+            ),
+            top_probs=probs / probs.sum(dim=1, keepdim=True),
+        )
+
+
+class Layers:
+    """The target, run with some of its layers only."""
+
+    def __init__(self, target: PreTrainedModel, probe: Probe) -> None:
+        self._target, self._probe = target, probe
+        self._decoder = target.get_decoder()
+        self._embedded = self._decoder.embed_tokens(probe.tokens)
+        self._angles = self._decoder.rotary_emb(self._embedded, torch.arange(probe.tokens.shape[1])[None])
+
+    def after(self, hidden: Tensor, layer: int) -> Tensor:
+        return self._decoder.layers[layer](hidden, attention_mask=None, position_embeddings=self._angles)
+
+    def loss(self, hidden: Tensor) -> tuple[float, float]:
+        """Cross-entropy against the teacher, and how often its likeliest token is the teacher's."""
+        probe = self._probe
+        logits = self._target.get_output_embeddings()(self._decoder.norm(hidden[probe.rows, probe.columns])).float()
+        logs = logits.log_softmax(dim=-1).gather(1, probe.top_ids)
+        agreed = (logits.argmax(dim=-1) == probe.top_ids[:, 0]).float().mean()
+        return float(-(probe.top_probs * logs).sum(dim=1).mean()), float(agreed)
+
+    @torch.inference_mode()
+    def without_one(self, kept: list[int]) -> tuple[int, float, float]:
+        """The layer that is missed least, and loss and agreement without it. First and last layer always stay."""
+        best = (-1, float("inf"), 0.0)
+        hidden = self.after(self._embedded, kept[0])
+        for place in range(1, len(kept) - 1):
+            rest = hidden
+            for layer in kept[place + 1 :]:
+                rest = self.after(rest, layer)
+            best = min(best, (kept[place], *self.loss(rest)), key=lambda found: found[1])
+            hidden = self.after(hidden, kept[place])
+        return best
+
+
+@torch.no_grad()
+def with_layers(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
+    """A model of the same kind with these layers of the target."""
+    config = type(target.config).from_dict({**target.config.to_dict(), "num_hidden_layers": len(kept)})
+    draft = type(target)(config).to(target.dtype)
+    old, new = target.get_decoder(), draft.get_decoder()
+    new.embed_tokens.load_state_dict(old.embed_tokens.state_dict())
+    new.norm.load_state_dict(old.norm.state_dict())
+    for place, layer in enumerate(kept):
+        new.layers[place].load_state_dict(old.layers[layer].state_dict())
+    return draft
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("out", type=Path, help="folder for the starting draft")
+    parser.add_argument("data", type=Path, nargs="+", help="chunk files that tell what the target says")
+    parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
+    parser.add_argument("--layers", type=int, nargs="+", default=[10], help="how many stay; OUT gets -N for several")
+    parser.add_argument("--sequences", type=int, default=12, help="that tell what a removal costs")
+    parser.add_argument("--length", type=int, default=128, help="of each")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    target = TargetSource(arguments.target, arguments.gguf_file).load_model(torch.bfloat16)
+    examples = [example for path in arguments.data for example in read_chunk(path)]
+    layers = Layers(target, Probe.of(examples, arguments.sequences, arguments.length))
+    kept = list(range(target.config.num_hidden_layers))
+    while len(kept) > min(arguments.layers):
+        gone, loss, agreement = layers.without_one(kept)
+        kept.remove(gone)
+        console.print(f"{len(kept)} layers without {gone}: loss {loss:.3f}, agreement {agreement:.3f}: {kept}")
+        if len(kept) in arguments.layers:
+            several = len(arguments.layers) > 1
+            folder = arguments.out.with_name(f"{arguments.out.name}-{len(kept)}") if several else arguments.out
+            with_layers(target, kept).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
