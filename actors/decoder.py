@@ -203,10 +203,9 @@ def _together(product: Product, *linears: nn.Linear) -> Projection:
 
 def _alone(linear: nn.Linear, product: Product) -> Projection:
     """One layer's product; a rank's part of it is summed or gathered as the layer itself would."""
-    weight = linear.weight.detach()
     if isinstance(linear, RowParallelLinear):
-        return SharedProjection(product(weight, None), linear.reduce)
-    whole = product(weight, linear.bias.detach() if linear.bias is not None else None)
+        return SharedProjection(product(linear.weight, None), linear.reduce)
+    whole = product(linear.weight, linear.bias)
     return SharedProjection(whole, linear.gather) if isinstance(linear, VocabularyParallelHead) else whole
 
 

@@ -84,11 +84,12 @@ class EightBitProjection:
     fastest_rows = 1
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        weight = weight.float()
+        weight = weight.detach().float()
         scales = weight.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
         zeros = torch.zeros(len(scales), dtype=torch.long)
         rounded = torch.quantize_per_channel(weight, scales, zeros, axis=0, dtype=torch.qint8)
-        self._weight, self._bias = torch.ops.quantized.linear_prepack(rounded, None), bias
+        self._weight = torch.ops.quantized.linear_prepack(rounded, None)
+        self._bias = None if bias is None else bias.detach()
         self._linear = torch.ops.quantized.linear_dynamic
         # Without these instructions sums of two products are kept in 16 bits, which 7-bit rows do not overflow.
         self._reduce_range = not torch.cpu._is_vnni_supported()
@@ -150,7 +151,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._projection = product(linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None)
+        self._projection = product(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._projection(x)

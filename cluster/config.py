@@ -112,7 +112,7 @@ class DraftPool(_Frozen):
         if self.method != "prompt_lookup" and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
         if self.quantization != "none" and (self.model is None or self.resources.num_gpus):
-            raise ValueError(f"quantization {self.quantization} is for a draft model on CPUs")
+            raise ValueError(f"quantization {self.quantization} is for a draft model on CPUs; leave it out")
         if self.lookup_max_ngram < self.lookup_min_ngram:
             raise ValueError("lookup_max_ngram is smaller than lookup_min_ngram")
         return self

@@ -94,5 +94,5 @@ def load_recurrent_head(
         raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
     weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
     decoder, whole = LlamaDecoder(model, product), model.get_output_embeddings()
-    head = product(whole.weight.detach()[:columns], whole.bias.detach()[:columns] if whole.bias is not None else None)
+    head = product(whole.weight[:columns], None if whole.bias is None else whole.bias[:columns])
     return RecurrentDecoder(decoder, head, weights, float(model.config.rms_norm_eps), width, product)

@@ -36,14 +36,17 @@ class Probe:
         fitting = [e for e in examples if e.tokens.size >= length]
         chosen = [fitting[i] for i in np.linspace(0, len(fitting) - 1, sequences).astype(int)]
         asked = [(e.scored < length) & (e.scored >= e.answer_start - 1) for e in chosen]
-        probs = torch.from_numpy(np.concatenate([e.top_probs[a] for e, a in zip(chosen, asked, strict=True)])).float()
+
+        def at_asked(column: str) -> Tensor:
+            found = [getattr(e, column)[a] for e, a in zip(chosen, asked, strict=True)]
+            return torch.from_numpy(np.concatenate(found).astype(np.float32 if column == "top_probs" else np.int64))
+
+        probs = at_asked("top_probs")
         return cls(
             tokens=torch.from_numpy(np.stack([e.tokens[:length] for e in chosen]).astype(np.int64)),
             rows=torch.from_numpy(np.repeat(np.arange(sequences), [a.sum() for a in asked])),
-            columns=torch.from_numpy(np.concatenate([e.scored[a] for e, a in zip(chosen, asked, strict=True)])).long(),
-            top_ids=torch.from_numpy(
-                np.concatenate([e.top_ids[a] for e, a in zip(chosen, asked, strict=True)]).astype(np.int64)
-            ),
+            columns=at_asked("scored"),
+            top_ids=at_asked("top_ids"),
             top_probs=probs / probs.sum(dim=1, keepdim=True),
         )
 
