@@ -136,7 +136,7 @@ class TargetReplica:
                 self.timeline.record("block", message.session)
                 self.verifier.block(stream, message, now)
             elif isinstance(message, NoDraft):
-                self.verifier.no_draft(stream, message)
+                self.verifier.no_draft(stream, message, now)
             elif isinstance(message, Detach):
                 self.verifier.detach(stream, message)
         self._changed.set()

@@ -11,7 +11,7 @@ from cluster.block_room import BlockRoom
 from cluster.pacing import Ask
 from cluster.steps import Outcome, Row
 from cluster.yields import Yield
-from protos.messages import Block, DraftAnswer, Finish, Open, Verdict
+from protos.messages import Block, DraftAnswer, Finish, NoDraft, Open, Verdict
 from protos.prefix import Prefix
 
 VAIN_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
@@ -42,7 +42,7 @@ class TargetSession:
     told_len: int = 0  # length that the drafter knows of
     rests: bool = False  # whether it knows that nothing is asked of it
     ask: Ask = Ask()  # what the drafter was asked for
-    is_heard: bool = False  # whether a block came since the latest verdict, fit or not
+    is_heard: bool = False  # whether the drafter has answered since the latest verdict, with whatever
     no_draft_len: int = -1  # length after which the drafter has no block to offer
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # what came of the block that was asked for, for the row made last
     waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
@@ -68,22 +68,27 @@ class TargetSession:
         if self.ask.tokens == 0:
             return False
         length = self.prefix.length
-        return length - self.cached_len == 1 and length + 1 < self.open.max_len and self.no_draft_len != length
+        return length - self.cached_len == 1 and length + 1 < self.open.max_len and not self.has_no_draft
 
     @property
     def missed_by(self) -> str | None:
         """The drafter whose block the row made last went without."""
         return self.drafter if self.answer is DraftAnswer.MISSED else None
 
+    @property
+    def has_no_draft(self) -> bool:
+        """Whether the drafter has said that it has no block for the next row."""
+        return self.no_draft_len == self.prefix.length
+
     def ready_block(self) -> Block | None:
         return self.room.ready(self.prefix)
 
-    def delay_of(self, block: Block, now: float) -> float | None:
-        """How long after its verdict a block came; None for one drafted ahead, and for a guess that proved wrong."""
-        if not self.prefix.matches(block.base_len, block.prefix_hash):
+    def delay_of(self, answer: Block | NoDraft, now: float) -> float | None:
+        """How long after its verdict it came; None for a block drafted ahead, and for a guess that proved wrong."""
+        if not self.prefix.matches(answer.base_len, answer.prefix_hash):
             return None
         for length, decided in reversed(self.decided_at):
-            if length == block.base_len:
+            if length == answer.base_len:
                 return now - decided
         return None
 
@@ -114,7 +119,7 @@ class TargetSession:
         if len(tail) > budget:
             return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
         block = self.ready_block() if self.ask.tokens else None
-        if block is not None or self.no_draft_len == self.prefix.length:
+        if block is not None or self.has_no_draft:
             self.answer = DraftAnswer.GIVEN
         elif self._wants_block and (self.ask.waits or self.blocks.arrivals.vain_rounds >= VAIN_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
@@ -133,6 +138,8 @@ class TargetSession:
         if row.draft_len > 0:
             self.room.take(base_len, base_hash)
             self.blocks = self.blocks.after_block(self.ask.tokens, row.draft_len, outcome.accepted)
+        elif self.has_no_draft and self.ask.tokens:
+            self.blocks = self.blocks.after_nothing(self.ask.tokens)
         elif len(row.tokens) == 1 and self.drafter is not None and not self.is_heard:
             self.blocks = self.blocks.after_plain_round()
         self.is_heard = False

@@ -12,7 +12,8 @@ from cluster.step_cost import octave
 
 MEMORY = 0.02  # weight of the latest step
 PROOF, CLEAR_PROOF = 48, 16  # steps before anything is concluded; the latter where it is beyond doubt
-FIRST_PAUSE, LONGEST_PAUSE = 64, 8192  # steps; doubles while speculation keeps losing
+PRICE = 0.01  # of all steps, at most, are lost by trying what loses
+LEAST_PAUSE, LONGEST_PAUSE = 64, 8192  # steps
 FIRST_LOOK = 8  # steps of speculation before it is known what plain ones cost
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now
 LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 256  # steps of speculation between; the latter where it is a close call
@@ -31,7 +32,7 @@ class _AtLoad:
     steps: int = 0  # since it was last taken up
     looks: int = 0  # at what plain steps cost
     off_for: int = 0  # steps that are still to be made without
-    pause: int = FIRST_PAUSE
+    has_lost: bool = False  # when it was on the last time
 
     def add(self, tokens: float, plain: float) -> None:
         keep = 1 - MEMORY
@@ -57,8 +58,14 @@ class _AtLoad:
         """By more than luck explains; twice that where little was seen and it has not lost before."""
         if self.steps < CLEAR_PROOF:
             return False
-        is_likely = self.steps >= PROOF or self.pause > FIRST_PAUSE
+        is_likely = self.steps >= PROOF or self.has_lost
         return self.gain + (1 if is_likely else 2) * self.error < 1.0
+
+    @property
+    def pause(self) -> int:
+        """Steps to leave it off for, so that what its trial has cost is no more than its price."""
+        lost = min(self.steps, 1 / MEMORY) * (1 - self.gain)  # in plain steps
+        return int(min(max(lost / PRICE, LEAST_PAUSE), LONGEST_PAUSE))
 
 
 class TrackRecord:
@@ -90,10 +97,9 @@ class TrackRecord:
             return
         at.add(tokens, plain_tokens)
         if at.is_losing:
-            pause = min(2 * at.pause, LONGEST_PAUSE)
-            self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, pause=pause)
+            self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, has_lost=True)
         elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:
-            at.pause = FIRST_PAUSE
+            at.has_lost = False
             self._look(at)
 
     def _look(self, at: _AtLoad) -> None:

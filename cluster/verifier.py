@@ -164,14 +164,15 @@ class Verifier:
             self._unopened.block(drafter, block, now)
             return
         self._silent.heard(drafter)
-        self._note_arrival(session, block, now)
+        self._note_answer(session, block, len(block.tokens), now)
         session.room.place(block, session.open, session.prefix, now)
 
-    def no_draft(self, drafter: str, no_draft: NoDraft) -> None:
+    def no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """The drafter has no block for this prefix: it is not waited for."""
         self._silent.heard(drafter)
         session = self._seats.find(no_draft.session)
         if session is not None and session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
+            self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
             session.no_draft_len = no_draft.base_len
 
     def detach(self, drafter: str, detach: Detach) -> None:
@@ -299,13 +300,13 @@ class Verifier:
             return "beyond_context"
         return None
 
-    def _note_arrival(self, session: TargetSession, block: Block, now: float) -> None:
+    def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """A block drafted ahead counts once its guess has proved right."""
         session.is_heard = True
-        delay_s = session.delay_of(block, now)
+        delay_s = session.delay_of(answer, now)
         if delay_s is not None:
             session.blocks = session.blocks.after_arrival(delay_s)
-            self._load = self._load.after_draft(len(block.tokens), delay_s)
+            self._load = self._load.after_draft(tokens, delay_s)
 
     def _forget(self, name: str) -> None:
         self._unopened.ended(name)
@@ -367,7 +368,7 @@ class Verifier:
             self._load = replace(load, step=load.step.after_plain(rows, took_s))
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
-        if row.draft_len > 0:
+        if row.draft_len > 0 or (session.has_no_draft and session.asked):
             self._fleet = self._fleet.after_block(session.asked, row.draft_len, outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)

@@ -166,8 +166,12 @@ class Yield:
             self.trials.after_success() if accepted else self.trials,
         )
 
+    def after_nothing(self, asked: int) -> "Yield":
+        """The drafter had no block to offer: as good as one of which nothing was accepted, but no sign of decay."""
+        return Yield(self.chances.after(asked, 0, 0), self.arrivals, self.standing, self.trials)
+
     def after_arrival(self, delay_s: float) -> "Yield":
-        """A block came; the drafter lives."""
+        """A block came, or word that there is none; the drafter lives."""
         seen = self.arrivals
         return self._coming(Arrivals(0.7 * seen.delay_s + 0.3 * delay_s, seen.hits, 0, seen.unawaited))
 

@@ -153,7 +153,7 @@ class SimulatedTarget:
             elif isinstance(message, Attach):
                 self._send(self.verifier.attach(stream, message, now))
             elif isinstance(message, NoDraft):
-                self.verifier.no_draft(stream, message)
+                self.verifier.no_draft(stream, message, now)
             elif isinstance(message, Detach):
                 self.verifier.detach(stream, message)
         self._go_on()

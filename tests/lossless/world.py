@@ -272,7 +272,7 @@ class World:
         elif isinstance(message, Block):
             self.verifier.block(DRAFTER, message, self._now)
         elif isinstance(message, NoDraft):
-            self.verifier.no_draft(DRAFTER, message)
+            self.verifier.no_draft(DRAFTER, message, self._now)
         elif isinstance(message, Detach):
             self.verifier.detach(DRAFTER, message)
         else:

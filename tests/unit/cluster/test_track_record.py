@@ -1,8 +1,11 @@
 """Where speculation loses in fact it is left off for a while."""
 
 import random
+from itertools import groupby
 
-from cluster.track_record import FIRST_LOOK, FIRST_PAUSE, LONGEST_PAUSE, LOOK_STEPS, TrackRecord
+import pytest
+
+from cluster.track_record import FIRST_LOOK, LOOK_STEPS, PRICE, TrackRecord
 
 
 def run(record: TrackRecord, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
@@ -17,6 +20,11 @@ def run(record: TrackRecord, sessions: int, gain: float, steps: int, spread: flo
     return on
 
 
+def pauses(on: list[bool]) -> list[int]:
+    """The lengths of the runs of steps without drafts."""
+    return [len(list(steps)) for asked, steps in groupby(on) if not asked]
+
+
 def test_soon_there_are_plain_steps_to_see_what_they_cost_and_nothing_is_concluded_before():
     on = run(TrackRecord(), 4, 1.5, 100)
     assert on == [*[True] * FIRST_LOOK, *[False] * LOOK_STEPS, *[True] * (100 - FIRST_LOOK - LOOK_STEPS)]
@@ -25,12 +33,18 @@ def test_soon_there_are_plain_steps_to_see_what_they_cost_and_nothing_is_conclud
     assert record.gain(4) == 1.0
 
 
-def test_speculation_that_loses_is_left_off_for_longer_and_longer():
-    on = run(TrackRecord(), 4, 0.8, 40_000)
-    assert sum(on) < 0.03 * len(on)
-    pauses = [len(run) for run in "".join("x" if o else "." for o in on).split("x") if run]
-    assert pauses[1:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE]
-    assert max(pauses) == LONGEST_PAUSE
+@pytest.mark.parametrize("gain", [0.3, 0.8, 0.95])
+def test_what_speculation_loses_has_its_price(gain):
+    """However much it loses: what loses more is tried less often."""
+    steps = 40_000
+    on = run(TrackRecord(), 4, gain, steps)
+    assert (1 - gain) * sum(on) < 1.5 * PRICE * steps
+    assert sum(on[steps // 2 :]), "it may have come to pay by now"
+
+
+def test_what_loses_much_is_left_off_for_longer():
+    little, much = (pauses(run(TrackRecord(), 4, gain, 4000, spread=0.1)) for gain in (0.9, 0.5))
+    assert max(little) < min(much[1:])
 
 
 def test_speculation_that_wins_stays_on_but_for_a_few_plain_steps_now_and_then():

@@ -16,7 +16,6 @@ from cluster.pacing import Ask, Awaited
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
 from cluster.target_session import settle
-from cluster.track_record import FIRST_PAUSE
 from cluster.verifier import Verifier, VerifierLimits
 from cluster.waiting_room import RoomLimits
 from cluster.yields import PROOF, Fleet, Yield
@@ -601,8 +600,8 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
     lost = run("a", 4, 80)
     assert lost[0]
     assert not any(lost[-40:])
-    assert not any(run("b", 0, FIRST_PAUSE))
-    assert any(run("c", 4, FIRST_PAUSE))
+    assert not any(run("b", 0, 800))
+    assert any(run("c", 4, 800))
 
 
 def test_a_drafter_of_which_nothing_is_asked_hears_no_verdicts_until_something_is():
@@ -703,10 +702,29 @@ def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_sil
     desk.attach(tokens)
     for _ in range(2 * TRIP_STEPS):
         assert desk.verifier.plan(desk.now) is None
-        desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash))
+        desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
         verdict = only_verdict(desk.step())
         assert verdict.answer is DraftAnswer.GIVEN
         tokens += verdict.tokens
+
+
+def test_a_drafter_that_never_has_anything_to_offer_is_soon_asked_no_more():
+    """Or it would be kept busy for ever by a draft model that is sure of nothing."""
+    desk = Desk(max_context=1000, pages=1000)
+    desk.verifier = Verifier(desk.limits)
+    desk.open(max_len=900)
+    tokens: tuple[int, ...] = (1, 2, 3)
+    desk.attach(tokens)
+    asked = []
+    for _ in range(300):
+        desk.now += 0.05
+        desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+        desk.now += 0.1
+        verdict = only_verdict(desk.step())
+        tokens += verdict.tokens
+        asked.append(verdict.draft_tokens > 0)
+    assert asked[0]
+    assert 0 < sum(asked[100:]) < 20
 
 
 def test_having_nothing_to_offer_for_another_prefix_says_nothing():
@@ -714,9 +732,9 @@ def test_having_nothing_to_offer_for_another_prefix_says_nothing():
     desk.open()
     tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
     desk.attach(tokens)
-    desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), 1))
-    desk.verifier.no_draft(DRAFTER, NoDraft("s", 3, Prefix(KEY, (1, 2, 3)).hash))
-    desk.verifier.no_draft(DRAFTER, NoDraft("unknown", 3, 1))
+    desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), 1), desk.now)
+    desk.verifier.no_draft(DRAFTER, NoDraft("s", 3, Prefix(KEY, (1, 2, 3)).hash), desk.now)
+    desk.verifier.no_draft(DRAFTER, NoDraft("unknown", 3, 1), desk.now)
     assert desk.verifier.plan(desk.now) is None
 
 
