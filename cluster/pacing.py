@@ -14,7 +14,6 @@ from cluster.yields import Arrivals, Fleet, Yield
 
 TRIAL_ROUNDS, TRIAL_TOKENS = 2, 2  # that a trial may take until something is accepted, and asks for in each
 LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring
-GOING_ON = 0.2  # by so much more often is a block there after a step without drafts than after one with drafts
 ASK_AGAIN = 64  # rounds that were not waited for after which one may be, to see how long blocks take by now
 KEPT_UP, TAKEN_UP = 1.0, 1.15  # times its cost that drafting has to bring; the gap keeps noise from switching it
 
@@ -117,7 +116,7 @@ class Adaptive:
             tokens, worth = tokens + 1, worth + brings
         if arrivals.unawaited >= ASK_AGAIN and tokens:
             return Ask(tokens, worth, least_chance, waits=True)
-        if gain > GOING_ON * worth:
+        if gain > 0:
             return self._awaited(waited_for, waited_worth, least_chance, arrivals, load)
         return Ask(tokens, worth, least_chance) if arrivals.hits * worth > LEAST_GAIN else Ask()
 
