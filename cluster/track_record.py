@@ -12,7 +12,7 @@ from cluster.step_cost import octave
 
 MEMORY = 0.02  # weight of the latest step
 PROOF, CLEAR_PROOF = 48, 16  # steps before anything is concluded; the latter where it is beyond doubt
-PRICE = 0.01  # of all steps, at most, are lost by trying what loses
+PRICE = 0.01  # of the time, about, is lost by trying what loses
 LEAST_PAUSE, LONGEST_PAUSE = 64, 8192  # steps
 FIRST_LOOK = 8  # steps of speculation before it is known what plain ones cost
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now
@@ -63,7 +63,7 @@ class _AtLoad:
 
     @property
     def pause(self) -> int:
-        """Steps to leave it off for, so that what its trial has cost is no more than its price."""
+        """Steps to leave it off for, so that what its trial has cost comes to its price over them."""
         lost = min(self.steps, 1 / MEMORY) * (1 - self.gain)  # in plain steps
         return int(min(max(lost / PRICE, LEAST_PAUSE), LONGEST_PAUSE))
 
