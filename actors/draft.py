@@ -40,13 +40,14 @@ class Drafter:
         vocabulary: str,
         target_model: str,
         draft_ahead: bool = True,
+        min_confidence: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
         profile: DraftCost = UNKNOWN,
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary, self.target_model = vocabulary, target_model
-        self.book = DraftBook(limits, draft_ahead)
+        self.book = DraftBook(limits, draft_ahead, min_confidence)
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind

@@ -21,7 +21,7 @@ SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a step
 CONTEXT = 64  # tokens before them
 REPEATS = 5  # turns, of which the fastest counts: when a pool starts, much else does too
 ROWS = (1, 4, 16)  # sessions in a drafting pass
-SHORT, LONG = 1, 4  # forwards of a drafting pass
+LONG = 4  # forwards of a drafting pass
 PROMPT_TOKENS = 8
 
 
@@ -75,21 +75,27 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     A method that finds nothing in these prompts is measured at finding nothing.
     """
     sizes, width = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions], method.tokens_per_forward
-    lengths = (SHORT * width, LONG * width)
+    lengths = (1, width, LONG * width)
     wants = [[_want(limits, index, length) for index in range(rows)] for rows in sizes for length in lengths]
     seconds = iter(_least_s([partial(method.propose, each, lambda: False) for each in wants]))
     method.close([want.open.session for want in wants[-1]])
-    points, passes = [], []
-    for rows, (short, long) in zip(sizes, zip(seconds, seconds, strict=True), strict=True):
-        forward_s = max(0.0, long - short) / (LONG - SHORT)
-        points.append((rows, forward_s))
-        passes.append(max(0.0, short - SHORT * forward_s))
-    forward = ForwardCost(by_tokens=tuple(points))
-    return DraftCost(forward=forward, per_pass_s=median(passes), tokens_per_forward=width)
+    forwards, further, passes = [], [], []
+    for rows, (one, whole, long) in zip(sizes, zip(seconds, seconds, seconds, strict=True), strict=True):
+        naming_s = max(0.0, whole - one)  # all but the first of a forward's tokens
+        forward_s = max(0.0, (long - whole) / (LONG - 1) - naming_s)
+        forwards.append((rows, forward_s))
+        further.append((rows, naming_s / max(1, width - 1)))
+        passes.append(max(0.0, one - forward_s))
+    return DraftCost(
+        forward=ForwardCost(by_tokens=tuple(forwards)),
+        further=ForwardCost(by_tokens=tuple(further)),
+        per_pass_s=median(passes),
+        tokens_per_forward=width,
+    )
 
 
 def _want(limits: DrafterLimits, index: int, length: int) -> Want:
-    """Under ratio a block has the length asked for, however unlikely its tokens; no two prompts share a page."""
+    """Greedy, and of the length asked for however unlikely its tokens; no two prompts share a page."""
     tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
     request = Open(
         session=f"profile {index}",
@@ -98,11 +104,11 @@ def _want(limits: DrafterLimits, index: int, length: int) -> Want:
         prompt_len=len(tokens),
         max_len=limits.max_context,
         stop_ids=(),
-        sampling=Sampling(),
+        sampling=Sampling(temperature=0.0),
         seed=0,
         choice=0,
         hash_key=0,
-        acceptance=Acceptance.RATIO,
+        acceptance=Acceptance.COUPLED,
         max_draft_tokens=length,
     )
     return Want(request, tokens, Prefix(0, tokens).hash, length)

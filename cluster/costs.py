@@ -63,29 +63,36 @@ class ForwardCost(_Frozen):
 class DraftCost(_Frozen):
     """Seconds of one drafting pass: of its forwards, one after the other, and something for the pass.
 
-    A forward names `tokens_per_forward` tokens in each row; its curve is over rows.
+    A forward names up to `tokens_per_forward` tokens in each row, each of them after the first for `further` more. Both
+    curves are over rows.
     """
 
     forward: ForwardCost
+    further: ForwardCost = ForwardCost.linear(0.0)
     per_pass_s: float = Field(0.0, ge=0)
     tokens_per_forward: int = Field(1, ge=1)
 
     def times(self, factor: float) -> Self:
         """The same shape, so many times as slow."""
-        slower = {"forward": self.forward.times(factor), "per_pass_s": factor * self.per_pass_s}
+        slower = {
+            "forward": self.forward.times(factor),
+            "further": self.further.times(factor),
+            "per_pass_s": factor * self.per_pass_s,
+        }
         return self.model_copy(update=slower)
 
     def seconds(self, rows: float, tokens: int) -> float:
         """`tokens` is the length of the longest block of the pass."""
-        return self.per_pass_s + self.forwards(tokens) * self.forward_s(rows)
+        return self.per_pass_s + self.forwards(tokens) * self.forward_s(rows, tokens)
 
     def forwards(self, tokens: int) -> int:
         """That a block of so many tokens takes."""
         return -(-tokens // self.tokens_per_forward)
 
-    def forward_s(self, rows: float) -> float:
-        """One forward over so many rows."""
-        return self.forward.seconds(rows, rows)
+    def forward_s(self, rows: float, tokens: int) -> float:
+        """One forward over so many rows, to name as much of blocks of so many tokens as it can."""
+        further = max(0, min(tokens, self.tokens_per_forward) - 1)
+        return self.forward.seconds(rows, rows) + further * self.further.seconds(rows, rows)
 
 
 class CostModel(_Frozen):

@@ -47,8 +47,10 @@ class Want:
     """A session that wants a block after `tokens`.
 
     With `unverified`, a step is under way whose verdict is not in, over these draft tokens or over none: then blocks
-    are wanted for what may come of it, one for each likely outcome, and by `until`. Tokens less likely to stand than
-    `least_chance` are not wanted.
+    are wanted for what may come of it, one for each likely outcome, and by `until`. A token whose chance to be accepted,
+    and all before it, is below `least_chance` is not wanted, nor is any after one for which it is below
+    `min_confidence`; by the method's own lights, and not under ratio, where a block's length may not depend on its
+    tokens.
     """
 
     open: Open
@@ -58,6 +60,7 @@ class Want:
     unverified: tuple[int, ...] | None = None
     until: float = math.inf
     least_chance: float = 0.0
+    min_confidence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,12 @@ class _Session:
 class DraftBook:
     """All sessions of one drafter."""
 
-    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True) -> None:
-        self._limits = limits
-        self._draft_ahead = draft_ahead
+    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True, min_confidence: float = 0.0) -> None:
+        """`min_confidence` is that of wants whose blocks are waited for.
+
+        Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
+        """
+        self._limits, self._draft_ahead, self._min_confidence = limits, draft_ahead, min_confidence
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # longest without a block first
         self._closed: list[str] = []  # for the drafting method, with the next pass
         self._capacity = Capacity(limits.max_sessions)
@@ -225,9 +231,15 @@ class DraftBook:
             session.proposed_len = length = session.prefix.length
             self._sessions.move_to_end(name)
             tokens = tuple(session.prefix.tokens)
-            max_tokens = min(session.asked, block_room(session.open, length))
-            least_chance = session.least_chance
-            found.append(Want(session.open, tokens, session.prefix.hash, max_tokens, least_chance=least_chance))
+            want = Want(
+                session.open,
+                tokens,
+                session.prefix.hash,
+                min(session.asked, block_room(session.open, length)),
+                least_chance=session.least_chance,
+                min_confidence=self._min_confidence,
+            )
+            found.append(want)
         return found
 
     def wants_ahead(self, limit: int) -> list[Want]:

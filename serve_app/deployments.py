@@ -155,6 +155,7 @@ class DraftDeployment:
             vocabulary_fingerprint(tokens),
             target_model,
             ahead,
+            config.speculation.min_confidence,
             prepare_thread=compute_in_background if config.draft.resources.background else None,
             profile=self._costs,
         )
@@ -211,7 +212,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
         sessions=draft.max_sessions,
         context=config.model.max_context,
         target_ids=target_tokens.keys(),
-        limits=DraftingLimits(speculation.draft_probs_top_k, speculation.min_confidence),
+        limits=DraftingLimits(speculation.draft_probs_top_k),
         longest_block=speculation.max_draft_tokens,
         in_eight_bits=draft.quantization == "int8",
     )

@@ -108,6 +108,11 @@ class BlockDraft:
         return 0.0 if self.ratio or self.is_root else self.want.least_chance
 
     @property
+    def min_confidence(self) -> float:
+        """Of the tokens so far to stand, to go on from there."""
+        return 0.0 if self.ratio or self.is_root else self.want.min_confidence
+
+    @property
     def urgency(self) -> float:
         """How much the next forward is likely to bring; under ratio whatever was drafted so far, for use must not
         depend on it."""

@@ -43,15 +43,12 @@ LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 class DraftingLimits:
     """How a draft model drafts.
 
-    `top_k` entries of draft_probs are sent per token under ratio. Under the other rules a block that is waited for ends
-    where its chance to be accepted so far, by the draft model's own probabilities, has fallen below `min_confidence`;
-    under ratio its length may not depend on its tokens. A forward feeds at most `pass_tokens`: longer prompts are read
-    over several rounds, so that they neither keep the others' blocks waiting for long nor need more memory than there
-    is.
+    `top_k` entries of draft_probs are sent per token under ratio. A forward feeds at most `pass_tokens`: longer prompts
+    are read over several rounds, so that they neither keep the others' blocks waiting for long nor need more memory
+    than there is.
     """
 
     top_k: int
-    min_confidence: float
     pass_tokens: int = 2048
 
 
@@ -325,9 +322,7 @@ class DraftModel:
             return
         prefix_hash = extend_hash(draft.prefix_hash, token)
         draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights, draft.is_guessed, state))
-        # Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
-        is_awaited = draft.want.unverified is None
-        draft.is_cut = is_awaited and not draft.ratio and survival < self._limits.min_confidence
+        draft.is_cut = survival < draft.min_confidence
 
     def _draw_coupled(self, draft: BlockDraft, logits: Tensor) -> tuple[int, Choices]:
         """The token that the target would draw from these logits: with the same noise, at the same address."""

@@ -171,7 +171,8 @@ class SimulatedDrafter:
         rows = max(sessions, len(blocks))
         process, cost = self.process, self._cost
         per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        forward_s = process.slowness * cost.forward_s(rows)
+        longest = max([len(block.proposal.tokens) for block in blocks], default=0)
+        forward_s = process.slowness * cost.forward_s(rows, longest)
         forwards = max([block.forwards for block in blocks], default=int(ahead))
         return _Pass(process.clock.now, per_pass_s, forward_s, tuple(blocks), ahead, forwards)
 

@@ -132,7 +132,7 @@ async def cluster(
             ToyRunner(draft_logits),
             torch.arange(VOCABULARY),
             DraftCache(PAGES, PAGE_SIZE),
-            DraftingLimits(top_k=8, min_confidence=0.0),
+            DraftingLimits(top_k=8),
         )
         drafter = Drafter(
             method, DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), IDENTITY.vocabulary, IDENTITY.target_model

@@ -121,7 +121,7 @@ class World:
         self._executor = StepExecutor(ToyRunner(setting.target_logits), vocabulary)
         self._memory = TokenMemory(PAGE_SIZE)
         cache = DraftCache(8 * sessions, PAGE_SIZE)
-        drafting = DraftingLimits(top_k=vocabulary, min_confidence=0.0)
+        drafting = DraftingLimits(top_k=vocabulary)
         masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
         draft = ToyDraft(masked)
         self._method = DraftModel(

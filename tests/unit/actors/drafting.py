@@ -71,13 +71,12 @@ def a_method(
     runner: SpyRunner,
     kept: Sequence[int] = range(VOCABULARY),
     top_k: int = 4,
-    min_confidence: float = 0.0,
     pages: int = 64,
     pass_tokens: int = 2048,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> DraftModel:
     """`kept` are the ids whose logits the runner's columns are."""
-    limits = DraftingLimits(top_k, min_confidence, pass_tokens)
+    limits = DraftingLimits(top_k, pass_tokens)
     return DraftModel(runner, torch.tensor(list(kept)), DraftCache(pages, PAGE_SIZE), limits, clock)
 
 

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, device: torch.device = CPU, in_eight_bits: bool = False) -> DraftModel:
-    limits, cache = DraftingLimits(top_k=4, min_confidence=0.0), CacheConfig(page_size=4, gib=0.001)
+    limits, cache = DraftingLimits(top_k=4), CacheConfig(page_size=4, gib=0.001)
     return load_draft_model(folder, "float32", device, cache, 2, 64, range(VOCABULARY), limits, 4, in_eight_bits)
 
 

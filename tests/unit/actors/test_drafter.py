@@ -26,7 +26,7 @@ class InterruptedMethod(DraftModel):
 
     def __init__(self) -> None:
         runner, cache = ToyRunner(torch.eye(VOCABULARY)), DraftCache(pages=SESSIONS, page_size=8)
-        super().__init__(runner, torch.arange(VOCABULARY), cache, DraftingLimits(top_k=2, min_confidence=0.0))
+        super().__init__(runner, torch.arange(VOCABULARY), cache, DraftingLimits(top_k=2))
         self.closing, self.go_on = threading.Event(), threading.Event()
         self.proposed: list[dict[str, int]] = []  # tokens of each session's block, by pass
 

@@ -40,7 +40,7 @@ class MaskRunner(SpyRunner):
 
 
 def a_method(runner: MaskRunner, width: int = 3, **limits: Any) -> DraftModel:
-    limits = {"top_k": 4, "min_confidence": 0.0} | limits
+    limits = {"top_k": 4} | limits
     cache, masks = DraftCache(64, PAGE_SIZE), MaskTokens(MASK, width)
     return DraftModel(runner, torch.arange(VOCABULARY), cache, DraftingLimits(**limits), lambda: 0.0, masks)
 
@@ -107,7 +107,7 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptan
 
 
 def test_doubt_cuts_a_group_and_what_was_named_after_it_is_dropped():
-    (proposal,) = a_method(MaskRunner(), min_confidence=1.0).propose([a_want((1,), 3)], never)
+    (proposal,) = a_method(MaskRunner()).propose([replace(a_want((1,), 3), min_confidence=1.0)], never)
     assert proposal.tokens == named(1, 1)
 
 

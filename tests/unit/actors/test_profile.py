@@ -21,7 +21,7 @@ class Noting(DraftModel):
             ToyRunner(torch.zeros(VOCABULARY + 1, VOCABULARY)),
             torch.arange(VOCABULARY),
             DraftCache(pages=64, page_size=4),
-            DraftingLimits(top_k=2, min_confidence=0.9),
+            DraftingLimits(top_k=2),
             masks=MaskTokens(VOCABULARY, width),
         )
         self.passes: list[list[int]] = []
@@ -42,12 +42,13 @@ def test_blocks_have_the_length_asked_for_and_nothing_is_left_behind():
     assert method.is_idle
 
 
-def test_forwards_are_what_is_measured_however_many_tokens_each_names():
+def test_a_forward_and_the_further_tokens_that_it_names_are_told_apart():
     method = Noting(width=3)
     cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
     assert cost.tokens_per_forward == 3
+    assert {lengths[0] for lengths in method.passes} == {1, 3, 3 * LONG}
     assert max(method.passes) == [3 * LONG] * 4
-    assert cost.seconds(1, 3) == cost.seconds(1, 1) < cost.seconds(1, 4) == cost.seconds(1, 6)
+    assert [rows for rows, _ in cost.further.by_tokens] == [rows for rows, _ in cost.forward.by_tokens]
 
 
 def test_a_method_without_a_model_is_measured_too():

@@ -127,7 +127,7 @@ def a_method(runner: SpyRunner, head: type[Following] | None, **limits: Any) -> 
 
 
 def with_head(runner: SpyRunner, further: Following | None, **limits: Any) -> DraftModel:
-    limits = {"top_k": 4, "min_confidence": 0.0} | limits
+    limits = {"top_k": 4} | limits
     cache = DraftCache(64, PAGE_SIZE)
 
     def clock() -> float:
@@ -179,9 +179,8 @@ def test_what_is_not_read_to_its_end_yet_is_not_gone_on_from():
 def test_doubt_ends_a_block_at_any_of_its_tokens():
     want = a_want((1,), 3)
     for confidence in (0.0, 0.1, 0.3, 1.0):
-        found = [
-            a_method(SpyRunner(), head, min_confidence=confidence).propose([want], never) for head in (None, Following)
-        ]
+        doubted = replace(want, min_confidence=confidence)
+        found = [a_method(SpyRunner(), head).propose([doubted], never) for head in (None, Following)]
         assert found[0] == found[1]
 
 

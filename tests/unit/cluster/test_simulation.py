@@ -307,3 +307,11 @@ def test_the_steady_rate_leaves_out_beginning_and_end():
     slow_end = [Commit(70.0 + at * 10, 1) for at in range(5)]
     assert steady_rate([*slow_start, *steady, *slow_end]) == pytest.approx(2.0)
     assert steady_rate([]) == 0.0
+
+
+def test_a_drafting_pass_costs_its_forwards_and_what_each_names_after_its_first_token():
+    forward, further = ForwardCost.linear(10, per_row_s=1), ForwardCost.linear(2)
+    cost = DraftCost(forward=forward, further=further, per_pass_s=5, tokens_per_forward=3)
+    assert [cost.seconds(1, tokens) for tokens in (0, 1, 2, 3)] == [5, 5 + 11, 5 + 13, 5 + 15]
+    assert cost.seconds(4, 6) == 5 + 2 * (14 + 2 * 2)
+    assert cost.times(2).seconds(4, 6) == 2 * cost.seconds(4, 6)
