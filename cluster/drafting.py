@@ -47,8 +47,8 @@ class Want:
     """A session that wants a block after `tokens`.
 
     With `unverified`, a step is under way whose verdict is not in, over these draft tokens or over none: then blocks
-    are wanted for what may come of it, one for each likely outcome, and by `until`. A token whose chance to be accepted,
-    and all before it, is below `least_chance` is not wanted, nor is any after one for which it is below
+    are wanted for what may come of it, one for each likely outcome, and by `until`. A token is not wanted if its chance
+    to be accepted, and all before it, is below `least_chance`, and none is after one for which it is below
     `min_confidence`; as the method sees it, and not under ratio, where a block's length may not depend on its tokens.
     """
 

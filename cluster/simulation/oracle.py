@@ -7,7 +7,7 @@ of blocks, caches or time.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.simulation.load import Load
 
@@ -21,6 +21,7 @@ class Script:
     tokens: tuple[int, ...]
     prompt_len: int
     hardness: tuple[float, ...]  # by position: the draft agrees where its acceptance is above this
+    _pages: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, compare=False)  # by size
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -35,6 +36,12 @@ class Script:
         """What plain decoding commits: up to the first stop id, or to the length limit."""
         new = self.tokens[self.prompt_len :]
         return new[: new.index(STOP) + 1] if STOP in new else new
+
+    def in_pages(self, size: int) -> list[list[int]]:
+        """All tokens, so many in each page."""
+        if size not in self._pages:
+            self._pages[size] = [list(self.tokens[at : at + size]) for at in range(0, len(self.tokens), size)]
+        return self._pages[size]
 
     def agreed(self, start: int, tokens: Sequence[int]) -> int:
         """How many of `tokens`, the first of them at position `start`, the target would say too."""
