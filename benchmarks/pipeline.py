@@ -68,7 +68,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 # How many tokens are accepted where every round has a block, whatever it costs, is what lock step tells.
 ACCEPTANCE = tuple(
     Arm(f"{rule} {temperature:g}{suffix}", server, None, temperature, rule)
-    for server, suffix in (("adaptive", ""), ("lock_step", ", lock step"))
+    for server, suffix in (("adaptive", ""), ("lock_step", " in lock step"))
     for temperature in TEMPERATURES
     for rule in ("ratio", "coupled")
 )
