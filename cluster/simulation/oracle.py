@@ -7,7 +7,7 @@ of blocks, caches or time.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.simulation.load import Load
 
@@ -21,7 +21,6 @@ class Script:
     tokens: tuple[int, ...]
     prompt_len: int
     hardness: tuple[float, ...]  # by position: the draft agrees where its acceptance is above this
-    _pages: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, compare=False)  # by size
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -39,9 +38,7 @@ class Script:
 
     def in_pages(self, size: int) -> list[list[int]]:
         """All tokens, so many in each page."""
-        if size not in self._pages:
-            self._pages[size] = [list(self.tokens[at : at + size]) for at in range(0, len(self.tokens), size)]
-        return self._pages[size]
+        return [list(self.tokens[at : at + size]) for at in range(0, len(self.tokens), size)]
 
     def agreed(self, start: int, tokens: Sequence[int]) -> int:
         """How many of `tokens`, the first of them at position `start`, the target would say too."""

@@ -22,14 +22,15 @@ class OracleEngine:
 
     def __init__(self, scripts: Mapping[str, Script], page_size: int) -> None:
         self._scripts, self._page_size = scripts, page_size
-        self._sessions: set[str] = set()
+        self._sessions: dict[str, list[list[int]]] = {}  # what their pages should hold
         self._pages: dict[int, list[int]] = {}  # tokens by page
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        self._sessions.difference_update(plan.closes)
+        for name in plan.closes:
+            self._sessions.pop(name, None)
         for request in plan.opens:
             assert request.session not in self._sessions, f"{request.session} is opened twice in one cache"
-            self._sessions.add(request.session)
+            self._sessions[request.session] = self._scripts[request.session].in_pages(self._page_size)
         for copy in plan.copies:
             self._pages[copy.to] = list(self._pages[copy.source])
         outcomes = [self._answer(row) for row in plan.rows]
@@ -45,15 +46,14 @@ class OracleEngine:
         script = self._scripts[row.session]
         base = row.start + len(row.tokens) - row.draft_len
         self._write(row)
-        assert self._has_cached(row, script, base), f"{row.session}: its cache is not what was decided"
+        assert self._has_cached(row, base), f"{row.session}: its cache is not what was decided"
         accepted = script.agreed(base, row.tokens[len(row.tokens) - row.draft_len :])
         return Outcome(row.session, accepted, script.tokens[base + accepted])
 
-    def _has_cached(self, row: Row, script: Script, length: int) -> bool:
+    def _has_cached(self, row: Row, length: int) -> bool:
         """Whether the row's pages hold the script's first tokens, so many."""
-        size, pages = self._page_size, [self._pages[page] for page in row.pages]
-        whole, rest = divmod(length, size)
-        known = script.in_pages(size)
+        pages, known = [self._pages[page] for page in row.pages], self._sessions[row.session]
+        whole, rest = divmod(length, self._page_size)
         return pages[:whole] == known[:whole] and (not rest or pages[whole][:rest] == known[whole][:rest])
 
     def _write(self, row: Row) -> None:

@@ -183,6 +183,14 @@ def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, s
     (proposal,) = a_method(SpyRunner()).propose([want], never)
     assert len(proposal.tokens) == 1
     assert proposal.draft_probs is None
+    ahead, patient = (
+        a_method(SpyRunner()).propose([replace(want, unverified=(5, 6), min_confidence=least)], never)
+        for least in (1.0, 0.0)
+    )
+    assert {len(block.tokens) for block in ahead} == {1}
+    assert {len(block.tokens) for block in patient} == {4}
+    outcomes = [{block.outcome for block in found} for found in (ahead, patient)]
+    assert outcomes[0] == outcomes[1], "what is under verification is read to its end"
 
 
 @pytest.mark.parametrize("unverified", [None, (), (5, 6)])

@@ -46,6 +46,7 @@ def test_a_forward_and_the_further_tokens_that_it_names_are_told_apart():
     method = Noting(width=3)
     cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
     assert cost.tokens_per_forward == 3
+    assert cost.seconds(1, 1) <= cost.seconds(1, 3) < cost.seconds(1, 4) == cost.seconds(1, 6)
     assert {lengths[0] for lengths in method.passes} == {1, 3, 3 * LONG}
     assert max(method.passes) == [3 * LONG] * 4
     assert [rows for rows, _ in cost.further.by_tokens] == [rows for rows, _ in cost.forward.by_tokens]
