@@ -3,12 +3,12 @@
 Pure arithmetic; times are handed in.
 """
 
-from dataclasses import dataclass
+from protos.values import value
 
 MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Cadence:
     """Steps of one target, as a drafter sees them: from what begins one to its verdict."""
 

@@ -31,6 +31,7 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
+from protos.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class DrafterLimits:
     max_sessions: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Want:
     """A session that wants a block after `tokens`.
 
@@ -62,7 +63,7 @@ class Want:
     min_confidence: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Proposal:
     """A block after `base_len` tokens; no tokens: there is nothing to offer.
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from cluster.load import Load
 from cluster.yields import Arrivals, Fleet, Yield
+from protos.values import value
 
 TRIAL_ROUNDS, TRIAL_TOKENS = 2, 2  # that a trial may take until something is accepted, and asks for in each
 LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring
@@ -18,7 +19,7 @@ ASK_AGAIN = 64  # rounds that were not waited for after which one may be, to see
 KEPT_UP, TAKEN_UP = 1.0, 1.15  # times its cost that drafting has to bring; the gap keeps noise from switching it
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ask:
     """What a drafter is asked for after a verdict, and what is expected of it."""
 
@@ -29,7 +30,7 @@ class Ask:
     sits_out: bool = False  # whether the session had better wait for the block while others go on
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Awaited:
     """A block that a step could wait for."""
 

@@ -15,6 +15,7 @@ from enum import Enum
 from cluster.errors import RequestError, SlipstreamError, TargetLostError
 from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
+from protos.values import value
 
 MAX_REOPENS = 2  # a request that kills targets must not kill them all
 
@@ -36,7 +37,7 @@ class Generation:
     max_draft_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToTarget:
     """Send to the target at `address`."""
 
@@ -44,7 +45,7 @@ class ToTarget:
     message: Open | Close
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToDrafter:
     """Send to the drafter at `address`."""
 
@@ -52,7 +53,7 @@ class ToDrafter:
     message: Open | Close
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Emit:
     """Give newly committed tokens to the client; the first `accepted` of them were drafted."""
 
@@ -61,14 +62,14 @@ class Emit:
     drafted: int  # tokens in the block that was verified
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ended:
     """The session is over."""
 
     finish: Finish
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Failed:
     """The session cannot go on."""
 

@@ -3,13 +3,12 @@
 One message each way a step. Knows nothing of torch: the engine turns it into tensors.
 """
 
-from dataclasses import dataclass
-
 from cluster.pages import PageCopy
 from protos.messages import Open, SparseProbs
+from protos.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Row:
     """Tokens to feed for one session.
 
@@ -31,7 +30,7 @@ class Row:
         return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft_len, self.draft_probs)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepPlan:
     """Sessions to forget, then sessions to add, then pages to copy, then rows to run in one forward."""
 
@@ -41,7 +40,7 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Outcome:
     """The engine's answer for one deciding row: `accepted` draft tokens stand, then comes `next_token`."""
 

@@ -13,11 +13,12 @@ from cluster.steps import Outcome, Row
 from cluster.yields import Yield
 from protos.messages import Block, DraftAnswer, Finish, NoDraft, Open, Verdict
 from protos.prefix import Prefix
+from protos.values import value
 
 VAIN_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Decision:
     """What a step decided for a session."""
 

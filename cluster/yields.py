@@ -5,8 +5,9 @@ worth, sessions or clocks.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import islice, zip_longest
+
+from protos.values import value
 
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts before they are tried again; doubles while they do not pay
 TRIED_ONE_IN = 100  # of all sessions' rounds, for all share what trials cost
@@ -20,7 +21,7 @@ POSITIONS = 16  # of a block, that are told apart
 PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chances:
     """How often each position of a block was asked for, was drafted, and was accepted; decayed counts.
 
@@ -63,7 +64,7 @@ def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
     return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Arrivals:
     """How a session's blocks come."""
 
@@ -79,7 +80,7 @@ class Arrivals:
         return Arrivals(self.delay_s, self.hits, self.vain_rounds, 0 if waits else self.unawaited + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Standing:
     """Whether a drafter's blocks are as good as they were."""
 
@@ -94,7 +95,7 @@ class Standing:
         return Standing(self.proven, self.failed, self.rejected + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Trials:
     """For how long drafts are left off that do not pay, and how the trials go that are made now and then."""
 
@@ -127,7 +128,7 @@ class Trials:
 PAYING = Trials()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fleet:
     """What all sessions of a replica have shown, for what little is known of one."""
 
@@ -145,7 +146,7 @@ class Fleet:
         return Fleet(self.chances, self.too_soon - 1) if self.too_soon else self
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Yield:
     """What a session's blocks have brought, and how they come.
 

@@ -4,8 +4,10 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import IntEnum
+
+from protos.values import value
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
@@ -40,13 +42,13 @@ class RefusalReason(IntEnum):
     OVERLOADED = 2
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LiveSession:
     session: str
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Hello:
     peer_id: str
     vocabulary: str
@@ -55,13 +57,13 @@ class Hello:
     protocol_version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Welcome:
     peer_id: str
     protocol_version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sampling:
     """How tokens are drawn; the neutral values draw from the model's own distribution at temperature 1."""
 
@@ -81,7 +83,7 @@ class Sampling:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Open:
     session: str
     attempt: int
@@ -98,13 +100,13 @@ class Open:
     target_address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Close:
     session: str
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SparseProbs:
     """Truncated draft probabilities, positions x width; a probability is weight / sum of its row's weights."""
 
@@ -115,7 +117,7 @@ class SparseProbs:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Block:
     session: str
     base_len: int
@@ -132,26 +134,26 @@ class Block:
         return replace(self, tokens=self.tokens[:count], draft_probs=kept)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Attach:
     session: str
     have_len: int
     have_hash: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Detach:
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NoDraft:
     session: str
     base_len: int
     prefix_hash: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Verdict:
     session: str
     attempt: int
@@ -168,14 +170,14 @@ class Verdict:
     least_chance: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Resync:
     session: str
     have_len: int
     have_hash: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Refusal:
     session: str
     attempt: int

@@ -6,7 +6,6 @@ The counterpart of `actors/draft.py`.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from cluster.costs import DraftCost
 from cluster.drafting import DraftBook, Proposal, Want, block_room
@@ -15,6 +14,7 @@ from cluster.simulation.oracle import DraftModel, Script
 from cluster.streams import Send, stream_name
 from protos.messages import Close, Hello, Open, Resync, Verdict
 from protos.prefix import hashes_after
+from protos.values import value
 
 AHEAD_ROWS = 8  # outcomes drafted for together
 
@@ -62,7 +62,7 @@ class OracleMethod:
         return self._ranked[block_len]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Due:
     """A block of a pass, and how many of the pass's forwards come before it."""
 
@@ -84,7 +84,7 @@ class _Due:
         return _Due(cut, self.width, self.after)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Pass:
     """A drafting pass under way."""
 

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.simulation.router import Flight
+from protos.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Commit:
     at_s: float
     tokens: int
