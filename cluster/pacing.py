@@ -98,13 +98,13 @@ class Adaptive:
 
         Each token brings its survival and costs its part of the step; a wait is shared by those that wait.
         """
-        arrivals, draft_token_s = blocks.arrivals, load.draft.token_s
+        arrivals, draft_token_s = blocks.arrivals, fleet.delay.token_s
         second = load.rate * (TAKEN_UP if blocks.trials.paused else KEPT_UP)  # what one is worth, in tokens
         waiting = second / max(1.0, load.sessions * (1 - arrivals.hits))
         least_chance = min(1.0, second * load.token_s[0])
         tokens = waited_for = 0
         worth = waited_worth = 0.0
-        gain = -waiting * load.draft.base_s
+        gain = -waiting * fleet.delay.base_s
         for (survival, luck, reach), token_s in zip(
             blocks.chances.outlook(fleet.chances, limit), load.token_s, strict=False
         ):

@@ -306,7 +306,7 @@ class Verifier:
         delay_s = session.delay_of(answer, now)
         if delay_s is not None:
             session.blocks = session.blocks.after_arrival(delay_s)
-            self._load = self._load.after_draft(tokens, delay_s)
+            self._fleet = self._fleet.after_arrival(tokens, delay_s)
 
     def _forget(self, name: str) -> None:
         self._unopened.ended(name)

@@ -7,6 +7,7 @@ worth, sessions or clocks.
 import math
 from itertools import islice, zip_longest
 
+from cluster.draft_delay import DraftDelay
 from protos.values import value
 
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts before they are tried again; doubles while they do not pay
@@ -61,7 +62,8 @@ class Chances:
 
 def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
     """Decayed, and one more for each of the first `positions`."""
-    return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
+    one_more = [KEPT * count + 1.0 for count in counts[:positions]]
+    return (*one_more, *[KEPT * count for count in counts[positions:]])
 
 
 @value
@@ -134,16 +136,21 @@ class Fleet:
 
     chances: Chances = Chances()
     too_soon: int = 0  # rounds of any sessions before the next trial may begin
+    delay: DraftDelay = DraftDelay()  # of blocks that were not there already
 
     def after_block(self, asked: int, drafted: int, accepted: int) -> "Fleet":
         """A block was verified."""
-        return Fleet(self.chances.after(asked, drafted, accepted), self.too_soon)
+        return Fleet(self.chances.after(asked, drafted, accepted), self.too_soon, self.delay)
 
     def after_round(self, is_trial: bool) -> "Fleet":
         """A session was decided about."""
         if is_trial:
-            return Fleet(self.chances, self.too_soon + TRIED_ONE_IN)
-        return Fleet(self.chances, self.too_soon - 1) if self.too_soon else self
+            return Fleet(self.chances, self.too_soon + TRIED_ONE_IN, self.delay)
+        return Fleet(self.chances, self.too_soon - 1, self.delay) if self.too_soon else self
+
+    def after_arrival(self, tokens: int, delay_s: float) -> "Fleet":
+        """A block of so many tokens came, so long after the verdict that asked for it."""
+        return Fleet(self.chances, self.too_soon, self.delay.after(tokens, delay_s))
 
 
 @value

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from cluster.costs import ForwardCost
-from cluster.load import DraftDelay, Load
+from cluster.draft_delay import DraftDelay
+from cluster.load import Load
 from cluster.step_cost import StepCost
-from cluster.yields import POSITIONS, Arrivals, Chances, Yield
+from cluster.yields import POSITIONS, Arrivals, Chances, Fleet, Yield
 
 MUCH = 1e6  # blocks: what is known of others does not count any more
 
@@ -20,7 +21,8 @@ def a_delay(measured: Iterable[tuple[int, float]]) -> DraftDelay:
 
 STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = a_delay([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
-LOAD = Load(STEP, DRAFT, sessions=1, gain=1.5)  # 15 tokens/s
+LOAD = Load(STEP, sessions=1, gain=1.5)  # 15 tokens/s
+NOBODY = Fleet(delay=DRAFT)  # whose blocks say what to expect, but for when they come
 
 
 def a_yield(*survival: float, delay_s: float = 0.03) -> Yield:

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.load import DraftDelay, Load
+from cluster.load import Load
 from cluster.pacing import ASK_AGAIN, TRIAL_ROUNDS, Adaptive, Ask, Awaited, LockStep
 from cluster.step_cost import StepCost
 from cluster.yields import FIRST_PAUSE, LONGEST_PAUSE, TRIED_ONE_IN, Arrivals, Fleet, Trials, Yield
-from tests.unit.cluster.pacing_samples import LOAD, a_delay, a_yield
+from tests.unit.cluster.pacing_samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
 
 PACING = Adaptive()
-NOBODY = Fleet()  # whose blocks say what to expect
+SLOW = Fleet(delay=a_delay([(1, 0.20), (4, 0.30)] * 20))
 
 
 def with_hits(blocks: Yield, hits: float) -> Yield:
@@ -46,16 +46,16 @@ def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not
 
 
 def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
-    quick = a_delay([(1, 0.011), (4, 0.014)] * 20)
+    quick = Fleet(delay=a_delay([(1, 0.011), (4, 0.014)] * 20))
     much = with_hits(a_yield(*[0.98] * 8), 0.0)
-    many = replace(LOAD, draft=quick, sessions=4)
-    ask = asked(much, 8, many)
+    many = replace(LOAD, sessions=4)
+    ask = asked(much, 8, many, quick)
     assert (ask.waits, ask.sits_out) == (True, True)
     assert PACING.patience_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
-    little = asked(with_hits(a_yield(0.9), 0.0), 8, many)
+    little = asked(with_hits(a_yield(0.9), 0.0), 8, many, quick)
     assert (little.waits, little.sits_out) == (True, False)
     assert PACING.patience_s(little, many) == 0.0
-    assert not asked(with_hits(much, 0.9), 8, many).sits_out, "there will be a block after the step anyway"
+    assert not asked(with_hits(much, 0.9), 8, many, quick).sits_out, "there will be a block after the step anyway"
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
@@ -89,25 +89,23 @@ def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
     """In full steps a rejected token takes the place of one that is sure."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
     full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
-    lengths = [asked(blocks, 4, Load(full, DraftDelay(), sessions)).tokens for sessions in (1, 8, 100)]
+    lengths = [asked(blocks, 4, Load(full, sessions), Fleet()).tokens for sessions in (1, 8, 100)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 4
     assert lengths[-1] == 0
 
 
 def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
-    slow = replace(LOAD, draft=a_delay([(1, 0.20), (4, 0.30)] * 20))
-    ask = asked(a_yield(0.5, 0.25), 2, slow)
+    ask = asked(a_yield(0.5, 0.25), 2, fleet=SLOW)
     assert (ask.tokens, ask.waits) == (2, False)
-    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, slow).tokens == 0, "none ever is"
-    assert asked(a_yield(0.5, 0.25), 2, replace(LOAD, draft=DraftDelay())).waits, "quick ones are"
+    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, fleet=SLOW).tokens == 0, "none ever is"
+    assert asked(a_yield(0.5, 0.25), 2, fleet=Fleet()).waits, "quick ones are"
 
 
 def test_what_is_never_waited_for_is_timed_again_now_and_then():
-    slow = replace(LOAD, draft=a_delay([(1, 0.20), (4, 0.30)] * 20))
     blocks, waits = a_yield(0.5, 0.25), []
     for _ in range(3 * ASK_AGAIN):
-        ask, blocks = PACING.ask(blocks, NOBODY, 2, slow)
+        ask, blocks = PACING.ask(blocks, SLOW, 2, LOAD)
         waits.append(ask.waits)
     assert 2 <= sum(waits) <= 3
 
@@ -133,7 +131,7 @@ def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
 
 def test_of_many_sessions_few_try_what_does_not_pay():
     """What a trial costs, all pay."""
-    sessions, fleet, trials, rounds = [a_yield(0.001, 0.0)] * 50, Fleet(), 0, 0
+    sessions, fleet, trials, rounds = [a_yield(0.001, 0.0)] * 50, NOBODY, 0, 0
     for _ in range(100):
         for index, blocks in enumerate(sessions):
             ask, sessions[index] = PACING.ask(blocks, fleet, 4, LOAD)
@@ -147,7 +145,7 @@ def test_drafting_comes_back_when_it_pays_again():
     bad = Yield(arrivals=Arrivals(delay_s=0.03, hits=0.1))
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
-    fleet = Fleet(bad.chances)
+    fleet = Fleet(bad.chances, delay=DRAFT)
     ask, blocks = PACING.ask(bad, fleet, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
@@ -165,7 +163,7 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     blocks = Yield(arrivals=Arrivals(delay_s=0.03))
     for _ in range(10):
         blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
-    fleet = Fleet(blocks.chances)
+    fleet = Fleet(blocks.chances, delay=DRAFT)
     for _ in range(4):
         blocks = blocks.after_block(2, 2, 0)
     assert asked(blocks, 2, fleet=fleet).tokens > 0
