@@ -249,19 +249,21 @@ class DraftBook:
         """
         found: list[Want] = []
         for session in self._sessions.values() if self._draft_ahead else ():
-            room = min(session.asked, block_room(session.open, session.prefix.length + 1))
-            if session.unverified is not None and room > 0 and len(found) < limit:
-                want = Want(
-                    session.open,
-                    tuple(session.prefix.tokens),
-                    session.prefix.hash,
-                    session.asked,
-                    session.unverified,
-                    self._verdict_due(session),
-                    session.least_chance,
-                )
-                found.append(want)
-                session.unverified = None
+            if len(found) == limit:
+                break
+            if session.unverified is None or not self._may_go_on(session):
+                continue
+            want = Want(
+                session.open,
+                tuple(session.prefix.tokens),
+                session.prefix.hash,
+                session.asked,
+                session.unverified,
+                self._verdict_due(session),
+                session.least_chance,
+            )
+            found.append(want)
+            session.unverified = None
         self._ahead = {want.open.session for want in found}
         return found
 
@@ -327,6 +329,10 @@ class DraftBook:
         is_served = session.proposed_len == length or session.asked == 0
         return session.attached and not is_served and block_room(session.open, length) > 0
 
+    def _may_go_on(self, session: _Session) -> bool:
+        """Whether a block could be of use after the verdict that is due."""
+        return session.asked > 0 and block_room(session.open, session.prefix.length + 1) > 0
+
     def _verdict_due(self, session: _Session) -> float:
         least_s = self._cadence(session.open.target_address).least_s
         return math.inf if least_s is None or session.step_began is None else session.step_began + least_s
@@ -355,8 +361,10 @@ class DraftBook:
 
     def _note_block(self, late: bool) -> list[Send]:
         """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first."""
-        sends: list[Send] = []
         excess = self._capacity.note(late, len(self._sessions))
+        if not excess:
+            return []
+        sends: list[Send] = []
         for name, given_up in list(islice(self._sessions.items(), excess)):
             self.counts["given_up"] += 1
             self._forget(name)

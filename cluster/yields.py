@@ -62,8 +62,7 @@ class Chances:
 
 def _counted(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
     """Decayed, and one more for each of the first `positions`."""
-    one_more = [KEPT * count + 1.0 for count in counts[:positions]]
-    return (*one_more, *[KEPT * count for count in counts[positions:]])
+    return tuple([KEPT * count + (index < positions) for index, count in enumerate(counts)])
 
 
 @value

@@ -6,8 +6,9 @@ of blocks, caches or time.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from cluster.simulation.load import Load
 
@@ -50,7 +51,7 @@ class Script:
     def drafted(self, start: int, count: int, draft: "DraftModel") -> tuple[int, ...]:
         """The draft model's block from position `start` on."""
         end = start + count
-        said = zip(self.tokens[start:end], self.hardness[start:end], draft.first_acceptances(count), strict=True)
+        said = zip(self.tokens[start:end], self.hardness[start:end], draft.by_position(), strict=False)
         return tuple([token if hardness < acceptance else _other(token) for token, hardness, acceptance in said])
 
     def choice(self, position: int, acceptance: float) -> int:
@@ -84,10 +85,9 @@ class DraftModel:
     def acceptance(self, index: int) -> float:
         return self.acceptances[min(index, len(self.acceptances) - 1)]
 
-    def first_acceptances(self, count: int) -> tuple[float, ...]:
-        """Of a block's first tokens."""
-        stated = self.acceptances[:count]
-        return stated + self.acceptances[-1:] * (count - len(stated))
+    def by_position(self) -> Iterator[float]:
+        """Acceptances of a block's tokens, however long it is."""
+        return chain(self.acceptances, repeat(self.acceptances[-1]))
 
     def outcomes(self, block_len: int) -> list[int | None]:
         """Places in a block, or just after it, where the second choice may come; None where all is as drafted.

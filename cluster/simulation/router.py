@@ -50,18 +50,18 @@ class Peers:
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}  # by address
         self._sessions: Counter[str] = Counter()
-        self._up: dict[str, Candidate] = {}
-        self._ranked: list[Candidate] = []  # the same, least loaded first
+        self._up: dict[str, int] = {}  # how many of its sessions, by address
+        self._ranked: list[tuple[int, str]] = []  # the same, least loaded first
 
     def up(self, address: str) -> None:
         self.down(address)
-        self._up[address] = candidate = Candidate(address, self._sessions[address])
-        insort(self._ranked, candidate, key=_rank)
+        self._up[address] = sessions = self._sessions[address]
+        insort(self._ranked, (sessions, address))
 
     def down(self, address: str) -> None:
-        candidate = self._up.pop(address, None)
-        if candidate is not None:
-            del self._ranked[bisect_left(self._ranked, _rank(candidate), key=_rank)]
+        sessions = self._up.pop(address, None)
+        if sessions is not None:
+            del self._ranked[bisect_left(self._ranked, (sessions, address))]
 
     def moved(self, old: str | None, new: str | None) -> None:
         """A session left one peer for another."""
@@ -77,15 +77,11 @@ class Peers:
 
     def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
         """Up to the first that need not be avoided: a large fleet is not looked through for every session."""
-        for candidate in self._ranked:
-            if takes(candidate.address):
-                yield candidate
-                if candidate.address not in avoid:
+        for sessions, address in self._ranked:
+            if takes(address):
+                yield Candidate(address, sessions)
+                if address not in avoid:
                     return
-
-
-def _rank(candidate: Candidate) -> tuple[int, str]:
-    return candidate.sessions, candidate.address
 
 
 class SimulatedRouter:
