@@ -100,7 +100,17 @@ class CostModel(_Frozen):
 
     target: ForwardCost
     draft: DraftCost
+    plain: ForwardCost | None = Field(
+        None, description="a target's step of one token a row while nobody drafts, where it differs"
+    )
     hop_s: float = Field(0.0005, ge=0, description="one way between any two processes")
+
+    def plain_s(self, rows: float) -> float:
+        """A target's step of one token a row while nobody drafts.
+
+        Drafters on the target's own machine take from its cores, caches and memory.
+        """
+        return (self.plain or self.target).seconds(rows, rows)
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")

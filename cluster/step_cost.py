@@ -72,6 +72,12 @@ class StepCost:
         """What steps with drafts cost by now."""
         return self.shape.times(self.pace.mean) if self.pace.steps else self.shape
 
+    @property
+    def plain_cost(self) -> ForwardCost:
+        """What steps of one token a row cost by now with nobody drafting, and what lies between them."""
+        sizes = [tokens for tokens, _ in self.shape.by_tokens if tokens > 0]
+        return ForwardCost(by_tokens=tuple((rows, self.plain_s(rows)) for rows in sizes))
+
     def _plain_scale(self, rows: int) -> float:
         scale = next((scale.mean for size, scale in self.plain if size >= octave(rows)), None)
         if scale is None:

@@ -118,6 +118,7 @@ class Stage:
 
 
 STAGES = (
+    Stage("queue", ("drafter", "verdict"), ("drafter", "draft"), "drafter"),
     Stage("draft", ("drafter", "draft"), ("drafter", "drafted"), "drafter"),
     Stage("draft ahead", ("drafter", "draft ahead"), ("drafter", "drafted"), "drafter"),
     Stage("send", ("drafter", "drafted"), ("target", "block"), "drafter"),

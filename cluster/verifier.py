@@ -273,9 +273,14 @@ class Verifier:
         return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
 
     @property
-    def step_cost(self) -> ForwardCost:
+    def step_cost(self) -> StepCost:
         """What steps cost by now."""
-        return self._load.step.cost
+        return self._load.step
+
+    @property
+    def is_drafted_for(self) -> bool:
+        """Whether drafters were asked for blocks for the latest step, and so were at work."""
+        return self._is_drafted_for
 
     # ------------------------------------------------------------ helpers
 
@@ -386,11 +391,12 @@ class Verifier:
             waits=session.ask.waits,
             least_chance=session.ask.least_chance,
         )
-        sends: list[Send] = [(session.router, verdict)]
-        if session.drafter is not None:
+        sends: list[Send] = []
+        if session.drafter is not None:  # it first: a round waits for the drafter, not for the router
             if (news := session.for_drafter(verdict)) is not None:
                 sends.append((session.drafter, news))
             sends += self._alarm(session, session.drafter)
+        sends.append((session.router, verdict))
         if decision.finish is not Finish.NONE:
             self._forget(session.open.session)
         return sends

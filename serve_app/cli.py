@@ -223,15 +223,18 @@ def trace(
         str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
     ] = "auto",
 ) -> None:
-    """Writes what the actors of a running Slipstream did last, span by span."""
+    """Writes what the actors of a running Slipstream did last, span by span, and shows how long each stage took."""
+    from cluster.timeline import spans
     from serve_app.app import APPLICATION
-    from serve_app.trace import live_actors, write_trace
+    from serve_app.trace import live_actors, stages_table, write_trace
 
     console = Console()
     with console.status("Asking the replicas"):
         actors = live_actors(address, APPLICATION)
-    count = write_trace(actors, json_path, picture_path, seconds, ends_before)
-    typer.echo(f"{count} spans of {len(actors)} actors are in {json_path}")
+    found = spans(actors)
+    write_trace(found, json_path, picture_path, seconds, ends_before)
+    console.print(stages_table(found))
+    typer.echo(f"{len(found)} spans of {len(actors)} actors are in {json_path}")
 
 
 @config_app.command()

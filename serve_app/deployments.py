@@ -121,7 +121,8 @@ class TargetDeployment:
             "preempted": self._replica.verifier.preempted,
             "pages": self._replica.verifier.pages,
             "speculation": self._replica.verifier.speculation,
-            "costs": self._replica.verifier.step_cost.model_dump_json(),
+            "costs": self._replica.verifier.step_cost.cost.model_dump_json(),
+            "plain_costs": self._replica.verifier.step_cost.plain_cost.model_dump_json(),
             "refused": dict(self._replica.refused),
             **self._replica.verifier.load(),
         }

@@ -204,7 +204,7 @@ def cost_per_million(prices: Prices | None, candidate: Candidate, tokens_per_s: 
 def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
     """What a round of `rows` sessions costs when one drafter drafts for all of them."""
     return RoundCosts(
-        plain_s=costs.target.seconds(rows, rows),
+        plain_s=costs.plain_s(rows),
         verify_s=costs.target.seconds(rows, rows * (block_len + 1)),
         draft_s=costs.draft.seconds(rows, block_len),
         hop_s=costs.hop_s,

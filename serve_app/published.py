@@ -4,9 +4,10 @@ What replicas measured at their start is in their Serve metadata, which does not
 are measured.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
+from typing import Any
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.timeline import Actor, Span, spans
@@ -20,30 +21,30 @@ def live_costs(address: str, application: str) -> CostModel:
     """Raises ClusterError when the cluster or the application cannot be reached."""
     with connected(address):
         actors = recordings(application)
-        targets, drafters = (
-            [replica["costs"] for replica in broadcast(deployed(pool, application), "inspect")]
-            for pool in ("Target", "Drafter")
-        )
+        targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
     return cost_model(targets, drafters, actors)
 
 
-def cost_model(targets: Iterable[str], drafters: Iterable[str], actors: Sequence[Actor]) -> CostModel:
-    """One model of a fleet: the replica in the middle of each pool, and the messages' median time.
+def cost_model(
+    targets: Iterable[Mapping[str, Any]], drafters: Iterable[Mapping[str, Any]], actors: Sequence[Actor]
+) -> CostModel:
+    """One model of a fleet, of what its replicas answer to `inspect` and of their recordings.
 
-    What lies between two steps counts as part of a step.
+    The replica in the middle of each pool, and the messages' median time. What lies between two steps counts as part of
+    a step.
     """
-    target_costs = [ForwardCost.model_validate_json(text) for text in targets]
-    draft_costs = [DraftCost.model_validate_json(text) for text in drafters]
-    if not (target_costs and draft_costs):
+    steps = [[ForwardCost.model_validate_json(one[key]) for key in ("costs", "plain_costs")] for one in targets]
+    passes = [DraftCost.model_validate_json(one["costs"]) for one in drafters]
+    if not (steps and passes):
         raise ClusterError("no replica has published its costs yet; expected a target and a drafter that run")
-    target = sorted(target_costs, key=_one_token_s)[len(target_costs) // 2]
-    draft = sorted(draft_costs, key=_one_token_s)[len(draft_costs) // 2]
+    target, plain = sorted(steps, key=lambda costs: _one_token_s(costs[0]))[len(steps) // 2]
+    draft = sorted(passes, key=_one_token_s)[len(passes) // 2]
     found = spans(actors)
     target = target.plus(_between_steps_s(found))
     hops = [span.ended_s - span.began_s for span in found if span.name in HOPS]
     if not hops:
-        return CostModel(target=target, draft=draft)
-    return CostModel(target=target, draft=draft, hop_s=max(0.0, median(hops)))
+        return CostModel(target=target, draft=draft, plain=plain)
+    return CostModel(target=target, draft=draft, plain=plain, hop_s=max(0.0, median(hops)))
 
 
 def _between_steps_s(found: Sequence[Span]) -> float:

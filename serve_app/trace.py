@@ -1,4 +1,4 @@
-"""What a running deployment did last: its actors' timelines as a Chrome trace and as a Gantt picture.
+"""What a running deployment did last: its actors' timelines as a Chrome trace, a Gantt picture and a table.
 
 Knows nothing of how it was started. The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
 """
@@ -6,12 +6,16 @@ Knows nothing of how it was started. The trace opens in Perfetto (https://ui.per
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from rich.table import Table
+
 from cluster.errors import SlipstreamError
-from cluster.timeline import Actor, Span, spans, unpack
+from cluster.timeline import STAGES, Actor, Span, unpack
 from serve_app.ray_cluster import broadcast, connected, deployed
 from serve_app.svg import Bar, gantt
+from serve_app.tables import shown, table
 
 DEPLOYMENTS = ("Router", "Drafter", "Target")
 MICRO = 1e6
@@ -99,12 +103,24 @@ def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
 
 
 def write_trace(
-    actors: Sequence[Actor], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
-) -> int:
-    """Writes both; returns how many spans there are."""
-    found = spans(actors)
+    found: Sequence[Span], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
+) -> None:
+    """Writes both."""
     begins, ends = window(found, seconds, ends_before_s)
     json_path.write_text(json.dumps(chrome_trace(found)) + "\n", encoding="utf-8")
     if picture_path is not None:
         picture_path.write_text(gantt_picture(found, begins, ends), encoding="utf-8")
-    return len(found)
+
+
+# ---------------------------------------------------------------- where the time goes
+
+
+def stages_table(found: Sequence[Span]) -> Table:
+    """How long each stage of a round takes, in milliseconds."""
+    made = table("Stages of a round", "stage", "spans", "median, ms", "90 % below, ms", "longest, ms")
+    for stage in STAGES:
+        seconds = sorted(span.ended_s - span.began_s for span in found if span.name == stage.name)
+        if seconds:
+            shares = median(seconds), seconds[len(seconds) * 9 // 10], seconds[-1]
+            made.add_row(stage.name, str(len(seconds)), *(shown(1e3 * value) for value in shares))
+    return made

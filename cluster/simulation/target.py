@@ -6,7 +6,7 @@ The counterpart of `actors/target.py`. The engine checks what it is asked for as
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from cluster.costs import ForwardCost
+from cluster.costs import CostModel
 from cluster.simulation.network import Door, Frame, Process, Wire
 from cluster.simulation.oracle import Script
 from cluster.steps import Outcome, Row, StepPlan
@@ -71,10 +71,10 @@ class OracleEngine:
 class SimulatedTarget:
     """The verification loop."""
 
-    def __init__(self, process: Process, verifier: Verifier, engine: OracleEngine, cost: ForwardCost) -> None:
+    def __init__(self, process: Process, verifier: Verifier, engine: OracleEngine, costs: CostModel) -> None:
         self.process, self.verifier, self.engine = process, verifier, engine
         self.busy_s, self.steps = 0.0, 0
-        self._cost = cost
+        self._costs = costs
         self._wires: dict[str, Wire] = {}  # by stream
         self._streams: Counter[str] = Counter()
         self._in_step = False
@@ -101,8 +101,11 @@ class SimulatedTarget:
         self.process.after(seconds, lambda: self._decided(outcomes, now))
 
     def _seconds(self, plan: StepPlan) -> float:
-        tokens = sum(len(row.tokens) for row in plan.rows)
-        return self._cost.seconds(len(plan.rows), tokens) if plan.rows else 0.0
+        rows, tokens = len(plan.rows), sum(len(row.tokens) for row in plan.rows)
+        if rows == 0:
+            return 0.0
+        is_plain = tokens == rows and not self.verifier.is_drafted_for
+        return self._costs.plain_s(rows) if is_plain else self._costs.target.seconds(rows, tokens)
 
     def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
         now = self.process.clock.now

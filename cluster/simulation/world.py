@@ -153,7 +153,7 @@ class World:
         )
         engine = OracleEngine(self.scripts, limits.page_size)
         verifier = Verifier(limits, self.setting.speculation.pacing, self.setting.costs.target)
-        made = SimulatedTarget(self._process(Role.TARGET), verifier, engine, self.setting.costs.target)
+        made = SimulatedTarget(self._process(Role.TARGET), verifier, engine, self.setting.costs)
         self.targets.append(made)
         self._doors[made.process.address] = made
         for router in self.routers:

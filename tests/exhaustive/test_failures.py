@@ -5,10 +5,11 @@ Not part of the default suite: `make test-exhaustive`.
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,18 +20,22 @@ from tests.integration.test_serving import assert_nothing_left, eventually
 
 MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 64
+ROUNDS = 5  # of each kind of loss: the machine itself holds up a stream now and then
 GREEDY: dict[str, object] = {"temperature": 0.0}
 TOPICS = ("rivers", "trains", "bread", "the moon", "chess", "bees", "glass", "volcanoes")
 STREAMS = [(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
     (f"Tell me a story about {topic}.", {"temperature": 0.8, "seed": seed}) for seed, topic in enumerate(TOPICS)
 ]
-# A core for the targets, and one for the drafters and whatever else there is, new drafters that start included.
+# A core for the targets' ranks, and one for the drafters and whatever else there is.
 PINNED = ("target.resources_per_rank.cpu_affinity=[0]", "draft.resources.cpu_affinity=[1]")
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """The texts of all streams, and the longest and the usual time between two chunks of one."""
+    """The texts of all streams, and the longest and the usual time between two chunks of one.
+
+    The longest once all had begun: before, it is prompts that hold up the others.
+    """
 
     texts: list[str]
     worst_gap_s: float
@@ -38,7 +43,19 @@ class Streamed:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def second_core() -> Iterator[None]:
+    """Whatever is started meanwhile, new drafters as they begin to load included, leaves the first one to the targets.
+
+    These take it themselves.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {1})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.fixture(scope="module")
+def served(second_core: None) -> Iterator[Served]:
     with demo_served(
         "target.replicas={min: 2, max: 2}",
         "draft.replicas={min: 2, max: 2}",
@@ -50,9 +67,9 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(served: Served) -> Streamed:
+def undisturbed(served: Served) -> list[Streamed]:
     asyncio.run(stream_all(served))  # what happens for the first time takes longer
-    return asyncio.run(stream_all(served))
+    return [asyncio.run(stream_all(served)) for _ in range(ROUNDS)]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +83,11 @@ async def stream_all(
 ) -> Streamed:
     """All streams at once; `disturb` is called, in a thread of its own, once all have begun to answer."""
     client, begun, everybody = served.async_client, 0, asyncio.Event()
-    gaps: list[list[float]] = []
+    arrivals: list[list[float]] = []
+    all_begun_at = math.inf
 
     async def one(prompt: str, sampling: dict[str, object]) -> str:
-        nonlocal begun
+        nonlocal begun, all_begun_at
         text, times = "", []
         async for chunk in await client.chat.completions.create(
             model=MODEL,
@@ -83,9 +101,10 @@ async def stream_all(
             if len(times) == 4:
                 begun += 1
                 if begun == len(STREAMS):
+                    all_begun_at = times[-1]
                     everybody.set()
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-        gaps.append([after - before for before, after in itertools.pairwise(times)])
+        arrivals.append(times)
         return text
 
     async def disturbance() -> None:
@@ -94,47 +113,60 @@ async def stream_all(
             await asyncio.to_thread(disturb)
 
     *texts, _ = await asyncio.gather(*(one(*stream) for stream in STREAMS), disturbance())
-    every = [gap for found in gaps for gap in found]
-    return Streamed([str(text) for text in texts], max(every), median(every))
+    gaps = [(before, after) for times in arrivals for before, after in itertools.pairwise(times)]
+    worst = max(after - before for before, after in gaps if after > all_begun_at)
+    return Streamed([str(text) for text in texts], worst, median(after - before for before, after in gaps))
 
 
 def pids(served: Served, deployment: str) -> list[int]:
     return [replica["pid"] for replica in served.inspect(deployment)]
 
 
-def report(what: str, found: Streamed, undisturbed: Streamed, plain_step_s: float) -> None:
-    same = sum(one == other for one, other in zip(found.texts, undisturbed.texts, strict=True))
+def has_two(served: Served, deployment: str) -> bool:
+    return len(pids(served, deployment)) == 2
+
+
+def report(what: str, found: Sequence[Streamed], undisturbed: Sequence[Streamed], plain_step_s: float) -> None:
     print(
-        f"\n{what}: {same} of {len(STREAMS)} texts unchanged; worst stall {found.worst_gap_s / plain_step_s:.1f} plain "
-        f"steps of {1e3 * plain_step_s:.0f} ms; undisturbed {undisturbed.worst_gap_s / plain_step_s:.1f}"
+        f"\n{what}: worst stall, {_in_steps(found, plain_step_s)}; undisturbed, {_in_steps(undisturbed, plain_step_s)};"
+        f" a plain step is {1e3 * plain_step_s:.0f} ms"
     )
+
+
+def _in_steps(found: Sequence[Streamed], plain_step_s: float) -> str:
+    worst = sorted(one.worst_gap_s / plain_step_s for one in found)
+    return f"median of {len(worst)}: {median(worst):.1f} plain steps ({worst[0]:.1f} to {worst[-1]:.1f})"
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_drafters_lost_one_after_another(
-    served: Served, undisturbed: Streamed, plain_step_s: float, blow: signal.Signals
+    served: Served, undisturbed: list[Streamed], plain_step_s: float, blow: signal.Signals
 ) -> None:
-    before = await asyncio.to_thread(pids, served, "Drafter")
+    found = []
+    for _ in range(ROUNDS):
+        before = await asyncio.to_thread(pids, served, "Drafter")
 
-    def lose_all() -> None:
-        for pid in before:
-            os.kill(pid, blow)
-            time.sleep(1)
+        def lose_all(before: Sequence[int] = tuple(before)) -> None:
+            for pid in before:
+                os.kill(pid, blow)
+                time.sleep(1)
 
-    found = await stream_all(served, lose_all)
-    if blow is signal.SIGSTOP:
-        for pid in before:
-            os.kill(pid, signal.SIGCONT)
+        found.append(await stream_all(served, lose_all))
+        if blow is signal.SIGSTOP:
+            for pid in before:
+                os.kill(pid, signal.SIGCONT)
+        assert found[-1].texts == undisturbed[0].texts
+        await asyncio.to_thread(eventually, lambda: has_two(served, "Drafter"), "there are two drafters again", 180)
     report(f"drafters {blow.name}", found, undisturbed, plain_step_s)
-    assert found.texts == undisturbed.texts
-    await asyncio.to_thread(eventually, lambda: len(pids(served, "Drafter")) == 2, "there are two drafters again", 180)
     again = await stream_all(served)
-    assert again.texts == undisturbed.texts
+    assert again.texts == undisturbed[0].texts
 
 
-async def test_a_lost_target_rank(served: Served, undisturbed: Streamed, plain_step_s: float) -> None:
-    replicas = await asyncio.to_thread(served.inspect, "Target")
-    found = await stream_all(served, lambda: os.kill(replicas[0]["rank_pids"][0], signal.SIGKILL))
+async def test_a_lost_target_rank(served: Served, undisturbed: list[Streamed], plain_step_s: float) -> None:
+    found = []
+    for _ in range(ROUNDS):
+        replicas = await asyncio.to_thread(served.inspect, "Target")
+        found.append(await stream_all(served, lambda pid=replicas[0]["rank_pids"][0]: os.kill(pid, signal.SIGKILL)))
+        assert found[-1].texts == undisturbed[0].texts
+        await asyncio.to_thread(eventually, lambda: has_two(served, "Target"), "there are two targets again", 180)
     report("target rank SIGKILL", found, undisturbed, plain_step_s)
-    assert found.texts == undisturbed.texts
-    await asyncio.to_thread(eventually, lambda: len(pids(served, "Target")) == 2, "there are two targets again", 180)

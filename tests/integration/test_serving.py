@@ -232,9 +232,9 @@ def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Ref
 
 def test_replicas_say_what_they_cost(served: Served) -> None:
     assert ask(served, PROMPTS[0])
-    targets, drafters = ([one["costs"] for one in served.inspect(name)] for name in ("Target", "Drafter"))
-    costs = cost_model(targets, drafters, recordings(APPLICATION))
+    costs = cost_model(served.inspect("Target"), served.inspect("Drafter"), recordings(APPLICATION))
     assert costs.target.seconds(1, 1) > costs.draft.seconds(1, 1) > 0, "the draft is the smaller model"
+    assert costs.plain_s(1) > costs.draft.seconds(1, 1)
     assert 0 < costs.hop_s < 0.1
 
 

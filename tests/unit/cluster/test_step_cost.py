@@ -69,6 +69,15 @@ def test_without_a_profile_tokens_are_free_and_the_first_steps_count_in_full():
     assert cost.plain_s(1) == pytest.approx(0.15), "until a plain step was seen"
 
 
+def test_what_plain_steps_cost_by_now_is_told_apart():
+    cost = StepCost.profiled(SHAPE)
+    assert cost.plain_cost.seconds(8, 8) == pytest.approx(SHAPE.seconds(8, 8)), "until one was seen"
+    cost = cost.after_drafts(1, 4, 2 * SHAPE.seconds(1, 4)).after_plain(8, 3 * SHAPE.seconds(8, 8))
+    assert cost.plain_cost.seconds(8, 8) == pytest.approx(3 * SHAPE.seconds(8, 8))
+    assert cost.cost.seconds(8, 8) == pytest.approx(2 * SHAPE.seconds(8, 8))
+    assert StepCost.profiled(None).plain_cost.seconds(4, 4) == 0.0, "nothing is known"
+
+
 def test_what_steps_cost_by_now_is_the_profile_at_their_pace():
     cost = StepCost.profiled(SHAPE)
     assert cost.cost == SHAPE

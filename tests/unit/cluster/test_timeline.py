@@ -27,7 +27,11 @@ def actor(role: str, *events: tuple[float, str, str], offset: float = 0.0) -> Ac
 
 
 def test_a_round_has_all_its_stages_in_wall_time():
-    drafter = actor("drafter", (1.0, "draft", "ab"), (2.0, "drafted", "ab"), (6.5, "verdict", "a"), offset=0.5)
+    drafter = actor(
+        "drafter",
+        *[(1.0, "draft", "ab"), (2.0, "drafted", "ab"), (6.5, "verdict", "a"), (7.0, "draft", "a")],
+        offset=0.5,
+    )
     target = actor("target", (2.5, "block", "a"), (3.0, "verify", "a"), (6.0, "decided", "a"), offset=-8.0)
     router = actor("router", (6.25, "commit", "a"))
     assert spans([router, target, drafter]) == [
@@ -37,6 +41,7 @@ def test_a_round_has_all_its_stages_in_wall_time():
         Span("target 1", "target", "verify", 3.0, 6.0, ("a",)),
         Span("router 1", "router", "commit", 6.0, 6.25, ("a",)),
         Span("target 1", "target", "return", 6.0, 6.5, ("a",)),
+        Span("drafter 1", "drafter", "queue", 6.5, 7.0, ("a",)),
     ]
 
 

@@ -10,17 +10,19 @@ from serve_app.published import cost_model
 from serve_app.ray_cluster import ClusterError, check_reachable
 
 
-def a_target(base_s: float) -> str:
-    return ForwardCost.linear(base_s, per_token_s=0.001).model_dump_json()
+def a_target(base_s: float) -> dict[str, str]:
+    drafts, plain = ForwardCost.linear(base_s, per_token_s=0.001), ForwardCost.linear(0.9 * base_s)
+    return {"costs": drafts.model_dump_json(), "plain_costs": plain.model_dump_json()}
 
 
-def a_drafter(token_s: float) -> str:
-    return DraftCost(forward=ForwardCost.linear(token_s), per_pass_s=0.0005).model_dump_json()
+def a_drafter(token_s: float) -> dict[str, str]:
+    return {"costs": DraftCost(forward=ForwardCost.linear(token_s), per_pass_s=0.0005).model_dump_json()}
 
 
 def test_the_replica_in_the_middle_speaks_for_its_pool():
     costs = cost_model([a_target(0.3), a_target(0.1), a_target(0.2)], [a_drafter(0.002)], [])
     assert costs.target == ForwardCost.linear(0.2, per_token_s=0.001)
+    assert costs.plain_s(4) == pytest.approx(0.9 * 0.2), "of the same replica"
     assert costs.draft.seconds(4, 3) == pytest.approx(0.0005 + 3 * 0.002)
     assert costs.hop_s == CostModel.model_fields["hop_s"].default, "no message has been timed"
 
@@ -39,6 +41,7 @@ def test_what_lies_between_two_steps_is_part_of_a_step():
     recorded = tuple(Event(order, at, name, ("s",)) for order, (at, name) in enumerate(events))
     costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [Actor("target", "target 1", Recording(0.0, recorded))])
     assert costs.target.seconds(1, 1) == pytest.approx(0.101 + 0.003)
+    assert costs.plain_s(1) == pytest.approx(0.09), "plain steps were timed with what lies between them"
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [([], [a_drafter(1)]), ([a_target(1)], [])])

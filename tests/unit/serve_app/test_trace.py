@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.timeline import Actor, Event, Recording, Span
+from cluster.timeline import Actor, Event, Recording, Span, spans
 from serve_app.svg import Bar, gantt
-from serve_app.trace import TraceError, chrome_trace, gantt_picture, window, write_trace
+from serve_app.trace import TraceError, chrome_trace, gantt_picture, stages_table, window, write_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPANS = [
@@ -78,7 +78,19 @@ def test_names_are_escaped():
 
 
 def test_both_files_are_written(tmp_path: Path):
-    assert write_trace(actors(), tmp_path / "trace.json", tmp_path / "trace.svg", seconds=2.0, ends_before_s=0.0) == 2
+    write_trace(spans(actors()), tmp_path / "trace.json", tmp_path / "trace.svg", seconds=2.0, ends_before_s=0.0)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2
     ElementTree.fromstring((tmp_path / "trace.svg").read_text())
+
+
+def test_each_stage_has_its_times_in_the_order_of_a_round():
+    slower = [Span("target 8", "target", "verify", 0.0, 0.001 * ms, ("c",)) for ms in (4, 1, 2, 3)]
+    columns = {column.header: list(column.cells) for column in stages_table([*SPANS, *slower]).columns}
+    assert columns == {
+        "stage": ["draft", "send", "verify"],
+        "spans": ["1", "1", "5"],
+        "median, ms": ["500.00", "100.00", "3.00"],
+        "90 % below, ms": ["500.00", "100.00", "750.00"],
+        "longest, ms": ["500.00", "100.00", "750.00"],
+    }
