@@ -34,9 +34,12 @@ class Delta:
 
 
 class Transcript:
-    """One choice as it grows: its text up to a stop string, and what it cost."""
+    """One choice as it grows: its text up to a stop string, and what it cost.
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopMatcher) -> None:
+    Its first text is given out at once, and then what `interval` tokens or more have brought.
+    """
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopMatcher, interval: int = 1) -> None:
         self.index = index
         self.text = ""
         self.tokens = 0
@@ -45,29 +48,30 @@ class Transcript:
         self.finish: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stops = stops
-        self._held: deque[Piece] = deque()  # detokenised, not given out yet
+        self._interval = interval
+        self._held: deque[Piece] = deque()  # detokenised, and may be the beginning of a stop string
+        self._due: list[Piece] = []  # for the next delta
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
 
     def extend(self, emit: Emit) -> Delta | None:
-        """Adds committed tokens; None while they make no text that can be given out."""
+        """Adds committed tokens; None while there is no text that is to be given out."""
         self.rejected += emit.drafted - emit.accepted
-        pieces: list[Piece] = []
         for position, token in enumerate(emit.tokens):
             drafted = position < emit.accepted
             self.tokens += 1
             self.accepted += drafted
-            pieces += self._release(self._detokenizer.push(token), drafted)
+            self._due += self._release(self._detokenizer.push(token), drafted)
             if self._stops.matched:
                 self.finish = "stop"
                 break
-        return self._delta(pieces) if pieces or self.finish else None
+        return self._delta() if self.finish or (self._due and self._is_time()) else None
 
     def end(self, finish: Finish) -> Delta:
         """No token follows: gives out what was held back."""
-        pieces = self._release(self._detokenizer.finish(), drafted=False)
-        pieces += self._take(len(self._stops.finish()))
+        self._due += self._release(self._detokenizer.finish(), drafted=False)
+        self._due += self._take(len(self._stops.finish()))
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
-        return self._delta(pieces)
+        return self._delta()
 
     def _release(self, text: str, drafted: bool) -> list[Piece]:
         if not text:
@@ -86,7 +90,11 @@ class Transcript:
             count -= len(text)
         return taken
 
-    def _delta(self, pieces: Sequence[Piece]) -> Delta:
+    def _is_time(self) -> bool:
+        return self._told is None or self.tokens - self._told[0] >= self._interval
+
+    def _delta(self) -> Delta:
+        pieces, self._due = self._due, []
         text = "".join(piece for piece, _ in pieces)
         tokens, accepted = self._told or (0, 0)
         is_first, self._told = self._told is None, (self.tokens, self.accepted)

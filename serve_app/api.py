@@ -137,8 +137,9 @@ class Endpoint(Generic[RequestT]):
             vocabulary=service.text.vocabulary,
             draw=service.draw,
         )
+        interval = service.config.server.stream_interval
         choices = [
-            Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop)))
+            Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
             for index, generation in enumerate(generations)
         ]
         prompt_tokens = sum(map(len, prompts))
