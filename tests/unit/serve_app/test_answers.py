@@ -47,6 +47,27 @@ def test_text_that_was_held_for_a_stop_string_keeps_its_origin(codec: TextCodec)
     assert delta.pieces == (("E", True), ("N", False), ("!", False))
 
 
+def test_at_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
+    """The first comes at once, the last whatever it holds, and nothing is lost between."""
+    choice = Transcript(0, codec.detokenizer(), StopMatcher(()), interval=3)
+    emits = [Emit(codec.encode(text), accepted=1, drafted=2) for text in ("a", "b", "cd", "e")]
+    first, *rest = [choice.extend(emit) for emit in emits]
+    assert first is not None
+    assert (first.text, first.tokens) == ("a", 1)
+    assert [delta and (delta.text, delta.tokens, delta.accepted) for delta in rest] == [None, ("bcd", 3, 2), None]
+    last = choice.end(Finish.LENGTH)
+    assert (last.text, last.tokens, last.accepted, last.finish) == ("e", 1, 1, "length")
+    assert choice.text == "abcde"
+
+
+def test_a_stop_string_does_not_wait_for_the_interval(codec: TextCodec) -> None:
+    choice = Transcript(0, codec.detokenizer(), StopMatcher("!"), interval=100)
+    assert choice.extend(Emit(codec.encode("a"), accepted=0, drafted=0)) is not None
+    delta = choice.extend(Emit(codec.encode("b!c"), accepted=0, drafted=0))
+    assert delta is not None
+    assert (delta.text, delta.finish) == ("b", "stop")
+
+
 def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
     choice = transcript(codec, "\n")
     delta = choice.extend(Emit(codec.encode("a\nbc"), accepted=3, drafted=3))
