@@ -79,6 +79,7 @@ RATIOS = (
     ("adaptive", "lock_step"),
     ("useless", "plain"),
     ("adaptive", "generate"),
+    ("useless", "control"),
     ("control", "plain"),
     *((f"ratio {temperature:g}", f"coupled {temperature:g}") for temperature in TEMPERATURES),
 )

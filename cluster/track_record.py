@@ -32,7 +32,7 @@ class _AtLoad:
     steps: int = 0  # since it was last taken up
     looks: int = 0  # at what plain steps cost
     off_for: int = 0  # steps that are still to be made without
-    has_lost: bool = False  # when it was on the last time
+    losses: int = 0  # in a row, when it was on the last times
 
     def add(self, tokens: float, plain: float) -> None:
         keep = 1 - MEMORY
@@ -58,14 +58,18 @@ class _AtLoad:
         """By more than luck explains; twice that where little was seen and it has not lost before."""
         if self.steps < CLEAR_PROOF:
             return False
-        is_likely = self.steps >= PROOF or self.has_lost
+        is_likely = self.steps >= PROOF or self.losses > 0
         return self.gain + (1 if is_likely else 2) * self.error < 1.0
 
     @property
     def pause(self) -> int:
-        """Steps to leave it off for, so that what its trial has cost comes to its price over them."""
+        """Steps to leave it off for, so that what its trial has cost comes to its price over them.
+
+        Twice as long each time that it loses again: it is less and less likely to have come to pay, and a trial costs
+        more than its steps show, for drafters have to read what they missed.
+        """
         lost = min(self.steps, 1 / MEMORY) * (1 - self.gain)  # in plain steps
-        return int(min(max(lost / PRICE, LEAST_PAUSE), LONGEST_PAUSE))
+        return int(min(max(lost / PRICE, LEAST_PAUSE) * 2**self.losses, LONGEST_PAUSE))
 
 
 class TrackRecord:
@@ -97,9 +101,9 @@ class TrackRecord:
             return
         at.add(tokens, plain_tokens)
         if at.is_losing:
-            self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, has_lost=True)
+            self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, losses=at.losses + 1)
         elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:
-            at.has_lost = False
+            at.losses = 0
             self._look(at)
 
     def _look(self, at: _AtLoad) -> None:

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from cluster.track_record import FIRST_LOOK, LOOK_STEPS, PRICE, TrackRecord
+from cluster.track_record import FIRST_LOOK, LONGEST_PAUSE, LOOK_STEPS, PRICE, TrackRecord
 
 
 def run(record: TrackRecord, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
@@ -42,9 +42,18 @@ def test_what_speculation_loses_has_its_price(gain):
     assert sum(on[steps // 2 :]), "it may have come to pay by now"
 
 
+def test_what_loses_again_and_again_is_left_off_for_longer_and_longer():
+    record = TrackRecord()
+    first, *again = pauses(run(record, 4, 0.7, 30_000, spread=0.1))[1:]
+    assert first < again[0] < again[1] < again[2] <= LONGEST_PAUSE
+    run(record, 4, 1.5, 10_000, spread=0.1)
+    assert record.is_on(4), "it has come to pay"
+    assert pauses(run(record, 4, 0.7, 3_000, spread=0.1))[0] < again[0], "its losses before are forgotten"
+
+
 def test_what_loses_much_is_left_off_for_longer():
     little, much = (pauses(run(TrackRecord(), 4, gain, 4000, spread=0.1)) for gain in (0.9, 0.5))
-    assert max(little) < min(much[1:])
+    assert little[1] < much[1], "the first pause; before it plain steps were looked at"
 
 
 def test_speculation_that_wins_stays_on_but_for_a_few_plain_steps_now_and_then():
