@@ -151,8 +151,8 @@ class ServerConfig(_Frozen):
     drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
     stream_interval: Positive = Field(
         1,
-        description="tokens of one event of a stream, after the first: more make streams less smooth and cost less, for"
-        " every event passes through the router, Serve's proxy and the client",
+        description="least tokens of one event of a stream, between the first and the last: more make streams less"
+        " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
     )
     target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
 

@@ -7,11 +7,13 @@ arithmetic.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from cluster.costs import ForwardCost
 
 MEMORY = 0.05  # weight of the latest step
 COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
+PLAIN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # of plain steps whose cost is published
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
 
 
@@ -73,10 +75,15 @@ class StepCost:
         return self.shape.times(self.pace.mean) if self.pace.steps else self.shape
 
     @property
-    def plain_cost(self) -> ForwardCost:
-        """What steps of one token a row cost by now with nobody drafting, and what lies between them."""
-        sizes = [tokens for tokens, _ in self.shape.by_tokens if tokens > 0]
-        return ForwardCost(by_tokens=tuple((rows, self.plain_s(rows)) for rows in sizes))
+    def plain_cost(self) -> ForwardCost | None:
+        """What steps of one token a row cost by now with nobody drafting, and what lies between them.
+
+        None while no such step was compared with those with drafts. More rows never cost less, whatever was measured.
+        """
+        if not self.plain:
+            return None
+        seconds = accumulate((self.plain_s(rows) for rows in PLAIN_ROWS), max)
+        return ForwardCost(by_tokens=tuple(zip(PLAIN_ROWS, seconds, strict=True)))
 
     def _plain_scale(self, rows: int) -> float:
         scale = next((scale.mean for size, scale in self.plain if size >= octave(rows)), None)

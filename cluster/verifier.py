@@ -215,7 +215,8 @@ class Verifier:
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
         """Turns what the engine computed into verdicts, for the router and for the drafter."""
         decided = {outcome.session: outcome for outcome in outcomes}
-        sends: list[Send] = []
+        to_drafters: list[Send] = []
+        to_routers: list[Send] = []
         for session, row in self._in_step:
             if self._seats.admitted.get(row.session) is not session:
                 continue  # closed or replaced while the engine computed
@@ -224,7 +225,9 @@ class Verifier:
             # Before the verdict: a session may end with it, and what it was fed stays useful.
             self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, session.prefix.length))
             if row.decide:
-                sends += self._decide(session, row, decided[row.session], now)
+                news, verdict = self._decide(session, row, decided[row.session], now)
+                to_drafters += news
+                to_routers.append(verdict)
             if self._seats.admitted.get(row.session) is session:
                 self._pages.truncate(row.session, session.cached_len)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
@@ -233,7 +236,7 @@ class Verifier:
         self._admit(now)
         if self.is_idle:
             self._pages.check()
-        return sends
+        return [*to_drafters, *to_routers]  # a round waits for its drafter, not for its router
 
     # ------------------------------------------------------------ inspection
 
@@ -279,7 +282,7 @@ class Verifier:
 
     @property
     def is_drafted_for(self) -> bool:
-        """Whether drafters were asked for blocks for the latest step, and so were at work."""
+        """Whether blocks were wanted for the latest step: then drafters, where there are any, were at work."""
         return self._is_drafted_for
 
     # ------------------------------------------------------------ helpers
@@ -372,7 +375,8 @@ class Verifier:
                 self._record.plain_step(load.sessions)
             self._load = replace(load, step=load.step.after_plain(rows, took_s))
 
-    def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> list[Send]:
+    def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
+        """What its drafter and its router are told."""
         if row.draft_len > 0 or (session.has_no_draft and session.asked):
             self._fleet = self._fleet.after_block(session.asked, row.draft_len, outcome.accepted)
         decision = session.decide(row, outcome, now)
@@ -392,14 +396,13 @@ class Verifier:
             least_chance=session.ask.least_chance,
         )
         sends: list[Send] = []
-        if session.drafter is not None:  # it first: a round waits for the drafter, not for the router
+        if session.drafter is not None:
             if (news := session.for_drafter(verdict)) is not None:
                 sends.append((session.drafter, news))
             sends += self._alarm(session, session.drafter)
-        sends.append((session.router, verdict))
         if decision.finish is not Finish.NONE:
             self._forget(session.open.session)
-        return sends
+        return sends, (session.router, verdict)
 
     def _ask(self, session: TargetSession) -> None:
         """Decides how long a block the drafter is asked for next."""

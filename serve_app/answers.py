@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from cluster.errors import SlipstreamError
 from cluster.session import Emit, Generation
 from protos.messages import Finish
 from serve_app.generation import Generator
@@ -65,6 +66,10 @@ class Transcript:
                 self.finish = "stop"
                 break
         return self._delta() if self.finish or (self._due and self._is_time()) else None
+
+    def rest(self) -> Delta | None:
+        """What waits for further tokens that will not come; None when nothing does."""
+        return self._delta() if self._due else None
 
     def end(self, finish: Finish) -> Delta:
         """No token follows: gives out what was held back."""
@@ -139,6 +144,21 @@ async def follow(
 
 
 async def _follow_one(
+    generator: Generator,
+    choice: Choice,
+    deltas: asyncio.Queue[Delta | None],
+    metrics: Metrics,
+    clock: Callable[[], float],
+) -> None:
+    try:
+        await _transcribe(generator, choice, deltas, metrics, clock)
+    except SlipstreamError:  # what was committed before it failed is given out before it fails
+        if (rest := choice.transcript.rest()) is not None:
+            deltas.put_nowait(rest)
+        raise
+
+
+async def _transcribe(
     generator: Generator,
     choice: Choice,
     deltas: asyncio.Queue[Delta | None],

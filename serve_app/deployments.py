@@ -122,7 +122,7 @@ class TargetDeployment:
             "pages": self._replica.verifier.pages,
             "speculation": self._replica.verifier.speculation,
             "costs": self._replica.verifier.step_cost.cost.model_dump_json(),
-            "plain_costs": self._replica.verifier.step_cost.plain_cost.model_dump_json(),
+            "plain_costs": plain.model_dump_json() if (plain := self._replica.verifier.step_cost.plain_cost) else None,
             "refused": dict(self._replica.refused),
             **self._replica.verifier.load(),
         }

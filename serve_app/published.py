@@ -31,9 +31,9 @@ def cost_model(
     """One model of a fleet, of what its replicas answer to `inspect` and of their recordings.
 
     The replica in the middle of each pool, and the messages' median time. What lies between two steps counts as part of
-    a step.
+    a step; plain ones, where a replica knows them, were measured with it.
     """
-    steps = [[ForwardCost.model_validate_json(one[key]) for key in ("costs", "plain_costs")] for one in targets]
+    steps = [(ForwardCost.model_validate_json(one["costs"]), _plain(one)) for one in targets]
     passes = [DraftCost.model_validate_json(one["costs"]) for one in drafters]
     if not (steps and passes):
         raise ClusterError("no replica has published its costs yet; expected a target and a drafter that run")
@@ -45,6 +45,11 @@ def cost_model(
     if not hops:
         return CostModel(target=target, draft=draft, plain=plain)
     return CostModel(target=target, draft=draft, plain=plain, hop_s=max(0.0, median(hops)))
+
+
+def _plain(target: Mapping[str, Any]) -> ForwardCost | None:
+    published = target["plain_costs"]
+    return None if published is None else ForwardCost.model_validate_json(published)
 
 
 def _between_steps_s(found: Sequence[Span]) -> float:

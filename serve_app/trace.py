@@ -83,11 +83,11 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
 
 def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
     """What was under way in a window: a line for each actor and kind of span, a colour for each request."""
-    shown = [span for span in found if span.ended_s > begins and span.began_s < ends]
-    if not shown:
+    inside = [span for span in found if span.ended_s > begins and span.began_s < ends]
+    if not inside:
         raise TraceError("no span lies in the window: ask for another one")
-    shown.sort(key=lambda span: (span.actor, span.name, span.began_s))
-    requests = sorted({session for span in shown for session in span.sessions})
+    inside.sort(key=lambda span: (span.actor, span.name, span.began_s))
+    requests = sorted({session for span in inside for session in span.sessions})
     number = {session: index for index, session in enumerate(requests, start=1)}
     bars = [
         Bar(
@@ -97,7 +97,7 @@ def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
             span.ended_s * 1e3,
             f"{span.name}: {' '.join(span.sessions)}",
         )
-        for span in shown
+        for span in inside
     ]
     return gantt(bars, begins * 1e3, ends * 1e3, "ms")
 

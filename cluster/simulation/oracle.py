@@ -51,6 +51,7 @@ class Script:
     def drafted(self, start: int, count: int, draft: "DraftModel") -> tuple[int, ...]:
         """The draft model's block from position `start` on."""
         end = start + count
+        assert end <= len(self.tokens), "drafted beyond the end"
         said = zip(self.tokens[start:end], self.hardness[start:end], draft.by_position(), strict=False)
         return tuple([token if hardness < acceptance else _other(token) for token, hardness, acceptance in said])
 

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import pytest
@@ -69,7 +70,9 @@ def served(second_core: None) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def undisturbed(served: Served) -> list[Streamed]:
     asyncio.run(stream_all(served))  # what happens for the first time takes longer
-    return [asyncio.run(stream_all(served)) for _ in range(ROUNDS)]
+    found = [asyncio.run(stream_all(served)) for _ in range(ROUNDS)]
+    assert all(one.texts == found[0].texts for one in found)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +125,9 @@ def pids(served: Served, deployment: str) -> list[int]:
     return [replica["pid"] for replica in served.inspect(deployment)]
 
 
-def has_two(served: Served, deployment: str) -> bool:
-    return len(pids(served, deployment)) == 2
+def has_two(served: Served, deployment: str, besides: Sequence[int] = ()) -> bool:
+    """Whether it has two replicas, those lost not among them."""
+    return len(set(pids(served, deployment)) - set(besides)) == 2
 
 
 def report(what: str, found: Sequence[Streamed], undisturbed: Sequence[Streamed], plain_step_s: float) -> None:
@@ -151,12 +155,15 @@ async def test_drafters_lost_one_after_another(
                 os.kill(pid, blow)
                 time.sleep(1)
 
-        found.append(await stream_all(served, lose_all))
-        if blow is signal.SIGSTOP:
-            for pid in before:
-                os.kill(pid, signal.SIGCONT)
+        try:
+            found.append(await stream_all(served, lose_all))
+        finally:
+            if blow is signal.SIGSTOP:
+                for pid in before:
+                    os.kill(pid, signal.SIGCONT)
         assert found[-1].texts == undisturbed[0].texts
-        await asyncio.to_thread(eventually, lambda: has_two(served, "Drafter"), "there are two drafters again", 180)
+        lost = before if blow is signal.SIGKILL else ()
+        await asyncio.to_thread(eventually, partial(has_two, served, "Drafter", lost), "there are two again", 180)
     report(f"drafters {blow.name}", found, undisturbed, plain_step_s)
     again = await stream_all(served)
     assert again.texts == undisturbed[0].texts
@@ -165,8 +172,9 @@ async def test_drafters_lost_one_after_another(
 async def test_a_lost_target_rank(served: Served, undisturbed: list[Streamed], plain_step_s: float) -> None:
     found = []
     for _ in range(ROUNDS):
-        replicas = await asyncio.to_thread(served.inspect, "Target")
-        found.append(await stream_all(served, lambda pid=replicas[0]["rank_pids"][0]: os.kill(pid, signal.SIGKILL)))
+        replica = (await asyncio.to_thread(served.inspect, "Target"))[0]
+        found.append(await stream_all(served, partial(os.kill, replica["rank_pids"][0], signal.SIGKILL)))
         assert found[-1].texts == undisturbed[0].texts
-        await asyncio.to_thread(eventually, lambda: has_two(served, "Target"), "there are two targets again", 180)
+        lost = (replica["pid"],)
+        await asyncio.to_thread(eventually, partial(has_two, served, "Target", lost), "there are two again", 180)
     report("target rank SIGKILL", found, undisturbed, plain_step_s)

@@ -42,6 +42,14 @@ def test_plain_decoding_gives_a_token_a_step():
     assert report.steps == report.verifies == 8 * 256
 
 
+def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
+    costs = COSTS.model_copy(update={"plain": ForwardCost.linear(STEP_S / 2)})
+    assert run(0.8, 0, Mode.ADAPTIVE, costs=costs).tokens_per_s == pytest.approx(2 / STEP_S, rel=0.02)
+    assert run(0.8, 5, Mode.LOCK_STEP, costs=costs).tokens_per_s == pytest.approx(
+        run(0.8, 5, Mode.LOCK_STEP).tokens_per_s, rel=0.02
+    )
+
+
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])
 def test_lock_step_has_the_formulas_tokens_and_speed(acceptance):
     report = run(acceptance, 5, Mode.LOCK_STEP)
@@ -275,9 +283,11 @@ def test_forward_costs_are_linear_between_points_and_go_on_beyond():
     assert ForwardCost.linear(1.0, per_row_s=0.5, per_token_s=0.25).seconds(2, 8) == pytest.approx(4.0)
 
 
-def test_costs_are_saved_and_loaded(tmp_path: Path):
-    COSTS.save(tmp_path / "costs.json")
-    assert CostModel.load(tmp_path / "costs.json") == COSTS
+@pytest.mark.parametrize("plain", [None, ForwardCost.linear(STEP_S / 2)])
+def test_costs_are_saved_and_loaded(tmp_path: Path, plain: ForwardCost | None):
+    costs = COSTS.model_copy(update={"plain": plain})
+    costs.save(tmp_path / "costs.json")
+    assert CostModel.load(tmp_path / "costs.json") == costs
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,21 @@ def test_without_a_profile_tokens_are_free_and_the_first_steps_count_in_full():
 
 def test_what_plain_steps_cost_by_now_is_told_apart():
     cost = StepCost.profiled(SHAPE)
-    assert cost.plain_cost.seconds(8, 8) == pytest.approx(SHAPE.seconds(8, 8)), "until one was seen"
+    assert cost.plain_cost is None, "none was seen"
     cost = cost.after_drafts(1, 4, 2 * SHAPE.seconds(1, 4)).after_plain(8, 3 * SHAPE.seconds(8, 8))
+    assert cost.plain_cost is not None
     assert cost.plain_cost.seconds(8, 8) == pytest.approx(3 * SHAPE.seconds(8, 8))
     assert cost.cost.seconds(8, 8) == pytest.approx(2 * SHAPE.seconds(8, 8))
-    assert StepCost.profiled(None).plain_cost.seconds(4, 4) == 0.0, "nothing is known"
+
+
+def test_plain_steps_of_more_rows_never_cost_less():
+    """Whatever was measured at each size, and beyond what was."""
+    cost = StepCost.profiled(ForwardCost.linear(0.02, per_token_s=1e-5)).after_drafts(32, 64, 0.02)
+    plain = cost.after_plain(32, 0.03).after_plain(64, 0.01).plain_cost
+    assert plain is not None
+    seconds = [plain.seconds(rows, rows) for rows in (1, 16, 32, 48, 64, 100, 200, 1000)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
 
 
 def test_what_steps_cost_by_now_is_the_profile_at_their_pace():

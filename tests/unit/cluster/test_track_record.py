@@ -51,6 +51,16 @@ def test_what_loses_again_and_again_is_left_off_for_longer_and_longer():
     assert pauses(run(record, 4, 0.7, 3_000, spread=0.1))[0] < again[0], "its losses before are forgotten"
 
 
+def test_however_often_it_lost_there_is_a_next_pause():
+    record = TrackRecord()
+    for _ in range(2000):
+        while not record.is_on(4):
+            record.plain_step(4)
+        while record.is_on(4):
+            record.step(4, 1.0, 4.0)
+    assert pauses(run(record, 4, 0.25, 2 * LONGEST_PAUSE, spread=0.0))[0] == LONGEST_PAUSE
+
+
 def test_what_loses_much_is_left_off_for_longer():
     little, much = (pauses(run(TrackRecord(), 4, gain, 4000, spread=0.1)) for gain in (0.9, 0.5))
     assert little[1] < much[1], "the first pause; before it plain steps were looked at"

@@ -245,6 +245,16 @@ def test_a_stop_id_inside_the_accepted_part_ends_the_session_there():
     assert desk.verifier.is_idle
 
 
+def test_drafters_are_told_first():
+    """A round waits for its drafter, not for its router; also where an earlier session has none."""
+    desk = Desk()
+    for session, drafter in (("a", None), ("b", "drafter-b#1"), ("c", "drafter-c#1")):
+        desk.open(session, tokens=(1, 2))
+        if drafter is not None:
+            desk.attach((1, 2), session, drafter)
+    assert [receiver for receiver, _ in desk.step()] == ["drafter-b#1", "drafter-c#1", ROUTER, ROUTER, ROUTER]
+
+
 def test_a_session_that_is_closed_during_its_step_gets_no_verdict():
     desk = Desk()
     desk.open(tokens=(1, 2))

@@ -130,6 +130,16 @@ async def test_one_failure_ends_all_and_is_raised_as_it_is(codec: TextCodec) -> 
     assert sorted(generator.closed) == [0, 1]
 
 
+async def test_what_waits_for_the_interval_is_given_out_before_a_failure(codec: TextCodec) -> None:
+    emits = [Emit(codec.encode(text), 0, 0) for text in ("a", "b")]
+    generator = Scripted([*emits, TargetLostError("gone")])
+    choice = Choice(generation(0), Transcript(0, codec.detokenizer(), StopMatcher(()), interval=100))
+    deltas = follow(generator, [choice], Metrics(), count().__next__)
+    assert [(await anext(deltas)).text, (await anext(deltas)).text] == ["a", "b"]
+    with pytest.raises(TargetLostError, match="gone"):
+        await anext(deltas)
+
+
 async def test_a_stop_string_closes_the_session(codec: TextCodec) -> None:
     generator = Scripted([Emit(codec.encode("a."), 1, 1), None])
     async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as deltas:

@@ -10,7 +10,7 @@ from serve_app.published import cost_model
 from serve_app.ray_cluster import ClusterError, check_reachable
 
 
-def a_target(base_s: float) -> dict[str, str]:
+def a_target(base_s: float) -> dict[str, str | None]:
     drafts, plain = ForwardCost.linear(base_s, per_token_s=0.001), ForwardCost.linear(0.9 * base_s)
     return {"costs": drafts.model_dump_json(), "plain_costs": plain.model_dump_json()}
 
@@ -25,6 +25,12 @@ def test_the_replica_in_the_middle_speaks_for_its_pool():
     assert costs.plain_s(4) == pytest.approx(0.9 * 0.2), "of the same replica"
     assert costs.draft.seconds(4, 3) == pytest.approx(0.0005 + 3 * 0.002)
     assert costs.hop_s == CostModel.model_fields["hop_s"].default, "no message has been timed"
+
+
+def test_a_target_that_made_no_plain_step_yet_publishes_no_cost_of_it():
+    costs = cost_model([a_target(0.1) | {"plain_costs": None}], [a_drafter(0.002)], [])
+    assert costs.plain is None
+    assert costs.plain_s(1) == costs.target.seconds(1, 1)
 
 
 def test_messages_are_as_slow_as_the_timelines_say():
