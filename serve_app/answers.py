@@ -150,33 +150,23 @@ async def _follow_one(
     metrics: Metrics,
     clock: Callable[[], float],
 ) -> None:
-    try:
-        await _transcribe(generator, choice, deltas, metrics, clock)
-    except SlipstreamError:  # what was committed before it failed is given out before it fails
-        if (rest := choice.transcript.rest()) is not None:
-            deltas.put_nowait(rest)
-        raise
-
-
-async def _transcribe(
-    generator: Generator,
-    choice: Choice,
-    deltas: asyncio.Queue[Delta | None],
-    metrics: Metrics,
-    clock: Callable[[], float],
-) -> None:
     transcript, last = choice.transcript, clock()
     outputs = generator.generate(choice.generation)
-    async with aclosing(outputs):
-        async for output in outputs:
-            if isinstance(output, Emit):
-                now, first = clock(), transcript.tokens == 0
-                metrics.committed(output, now - last, first=first)
-                last, delta = now, transcript.extend(output)
-            else:
-                delta = transcript.end(output.finish)
-            if delta is not None:
-                deltas.put_nowait(delta)
-            if transcript.finish is not None:
-                break
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                if isinstance(output, Emit):
+                    now, first = clock(), transcript.tokens == 0
+                    metrics.committed(output, now - last, first=first)
+                    last, delta = now, transcript.extend(output)
+                else:
+                    delta = transcript.end(output.finish)
+                if delta is not None:
+                    deltas.put_nowait(delta)
+                if transcript.finish is not None:
+                    break
+    except SlipstreamError:  # what was committed before it failed is given out before it fails
+        if (rest := transcript.rest()) is not None:
+            deltas.put_nowait(rest)
+        raise
     assert transcript.finish is not None, "a generator ends with Ended or raises"
