@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
 READY_TIMEOUT_S = 60.0  # from "deployed" to "a target is reached"
 POLL_S = 0.1
+STARTS = 2  # of Ray: on a busy machine its processes can miss the seconds that it gives them
 
 
 class StartError(SlipstreamError):
@@ -87,14 +88,22 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at 15
     # Ray only counts these, it hands out no cores: pools larger than the machine start too, and share its cores.
     cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        logging_level=level,
-        log_to_driver=verbose,
-    )
+    for starts_left in reversed(range(STARTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=level,
+                log_to_driver=verbose,
+            )
+            break
+        except Exception as error:  # noqa: BLE001 - Ray raises no narrower one when its processes are not up in time
+            if not starts_left:
+                where = "what its processes say is in the newest session's logs, by default /tmp/ray/session_latest/logs"
+                raise StartError(f"Ray did not start on this machine: {error}; {where}") from error
+            log.warning("Ray did not start, so it is started once more: %s", error)
     check_resources(config, ray.cluster_resources())
 
 
