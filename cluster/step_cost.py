@@ -11,7 +11,8 @@ from itertools import accumulate
 
 from cluster.costs import ForwardCost
 
-MEMORY = 0.05  # weight of the latest step
+MEMORY = 0.05  # weight of the latest step in the pace
+PLAIN_MEMORY = 0.02  # and of the latest plain one in how plain steps compare, which hardly changes with the pace
 COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
 PLAIN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # of plain steps whose cost is published
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
@@ -24,9 +25,9 @@ class Scale:
     steps: int = 0
     mean: float = 0.0
 
-    def after(self, ratio: float) -> "Scale":
+    def after(self, ratio: float, memory: float = MEMORY) -> "Scale":
         """One step that hung for whatever reason does not count for more than two."""
-        weight = max(MEMORY, 1 / (self.steps + 1))
+        weight = max(memory, 1 / (self.steps + 1))
         return Scale(self.steps + 1, (1 - weight) * self.mean + weight * min(ratio, 2 * self.mean or ratio))
 
 
@@ -54,7 +55,7 @@ class StepCost:
         if run > COMPARED:
             return replace(self, pace=self.pace.after(ratio / self._plain_scale(rows)), plain_run=run)
         scales, size = dict(self.plain), octave(rows)
-        scales[size] = scales.get(size, Scale()).after(ratio / self.pace.mean)
+        scales[size] = scales.get(size, Scale()).after(ratio / self.pace.mean, PLAIN_MEMORY)
         return replace(self, plain=tuple(sorted(scales.items())), plain_run=run)
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":

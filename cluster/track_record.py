@@ -16,7 +16,8 @@ PRICE = 0.01  # of the time, about, is lost by trying what loses
 LEAST_PAUSE, LONGEST_PAUSE = 64, 8192  # steps
 FIRST_LOOK = 8  # steps of speculation before it is known what plain ones cost
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now
-LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 256  # steps of speculation between; the latter where it is a close call
+ENOUGH_LOOKS = 2  # without which nothing is called a loss: a few plain steps may have been lucky
+LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 128  # steps of speculation between; the latter where it is a close call
 MOST_LOSSES = 7  # in a row that are told apart: the pause is at its longest by then
 CLOSE = 0.2  # gains less than this above or below 1
 
@@ -101,7 +102,10 @@ class TrackRecord:
                 self._look(at)
             return
         at.add(tokens, plain_tokens)
-        if at.is_losing:
+        if at.is_losing and at.looks < ENOUGH_LOOKS:
+            self._loads[octave(sessions)] = anew = _AtLoad(looks=at.looks)
+            self._look(anew)
+        elif at.is_losing:
             losses = min(at.losses + 1, MOST_LOSSES)
             self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, losses=losses)
         elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:

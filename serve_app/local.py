@@ -99,10 +99,10 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
                 log_to_driver=verbose,
             )
             break
-        except Exception as error:  # noqa: BLE001 - Ray raises no narrower one when its processes are not up in time
+        except Exception as error:  # Ray raises no narrower one when its processes are not up in time
             if not starts_left:
-                where = "what its processes say is in the newest session's logs, by default /tmp/ray/session_latest/logs"
-                raise StartError(f"Ray did not start on this machine: {error}; {where}") from error
+                logs = "what its processes say is in Ray's latest logs, by default in /tmp/ray/session_latest/logs"
+                raise StartError(f"Ray did not start on this machine: {error}; {logs}") from error
             log.warning("Ray did not start, so it is started once more: %s", error)
     check_resources(config, ray.cluster_resources())
 

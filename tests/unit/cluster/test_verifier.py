@@ -607,7 +607,7 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
         desk.verifier.close(ROUTER, Close(session, 1), desk.now)
         return on
 
-    lost = run("a", 4, 80)
+    lost = run("a", 4, 120)
     assert lost[0]
     assert not any(lost[-40:])
     assert not any(run("b", 0, 800))
