@@ -8,9 +8,10 @@ half is asked over HTTP at every point (mode, concurrency, block length), all po
 that the replicas publish by the end of a batch, for a machine's pace drifts. The simulator is told no speed: it runs
 such batches under these costs and this acceptance.
 
-A batch keeps so many requests at once going and ends with the last answer; its prompts are in the prefix caches. What
-pacing has learnt stays from batch to batch, so the simulator runs many of them in a row. Blocks do not end in doubt
-here (`min_confidence` is 0): the simulator knows how often tokens are accepted, not how sure of them the model is.
+A batch keeps so many requests at once going and ends with the last answer, so towards its end there are fewer; its
+prompts are in the prefix caches. What pacing has learnt stays from batch to batch, so the simulator runs many of them
+in a row. Blocks do not end in doubt here (`min_confidence` is 0): the simulator knows how often tokens are accepted, not
+how sure of them the model is.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from statistics import median
@@ -132,7 +133,8 @@ def acceptances(accepted: Sequence[int], block_len: int) -> tuple[float, ...]:
 def predict(point: Point, costs: CostModel, draft: DraftModel, tokens: int) -> Rate:
     """Many simulated batches in a row."""
     sessions = TURNOVER * point.concurrency * SIMULATED_BATCHES
-    load = Load(ClosedLoop(point.concurrency), sessions, UNCACHED_TOKENS, tokens)
+    arrivals = ClosedLoop(point.concurrency, batch=TURNOVER * point.concurrency)
+    load = Load(arrivals, sessions, UNCACHED_TOKENS, tokens)
     speculation, fleet = Speculation(point.block_len, draft, point.mode), roomy_fleet(1, 1, load)
     report = World(Setting(costs, speculation, load, fleet)).run()
     seconds = report.tokens / report.tokens_per_s
@@ -257,9 +259,8 @@ def results_of(draft: DraftModel, batches: Sequence[Batch], tokens: int) -> list
         by_point.setdefault(batch.point, []).append(batch)
     found = []
     for point, group in by_point.items():
-        predictions = [predict(point, batch.costs, draft, tokens) for batch in group]
-        predictions.sort(key=lambda rate: rate.tokens_per_s)
-        found.append(Result(point, rate(group), predictions[len(predictions) // 2]))
+        predictions = [astuple(predict(point, batch.costs, draft, tokens)) for batch in group]
+        found.append(Result(point, rate(group), Rate(*map(median, zip(*predictions, strict=True)))))
     return sorted(found, key=lambda result: (result.point.concurrency, result.point.block_len, result.point.name))
 
 

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many sessions at once: one ends, the next begins."""
+    """So many sessions at once: one ends, the next begins.
+
+    Sessions may come in batches, as those of a benchmark do: the last ones of a batch run with fewer and fewer beside
+    them, and only when all have ended does the next batch begin.
+    """
 
     concurrency: int
+    batch: int | None = None  # sessions
+
+    def due(self, begun: int, ended: int, sessions: int) -> int:
+        """How many are to begin now, of so many in all."""
+        last = sessions if self.batch is None else min(sessions, (ended // self.batch + 1) * self.batch)
+        return min(self.concurrency - (begun - ended), last - begun)
 
 
 @dataclass(frozen=True, slots=True)

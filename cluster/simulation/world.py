@@ -205,8 +205,7 @@ class World:
     def _begin_load(self) -> None:
         arrivals = self.setting.load.arrivals
         if isinstance(arrivals, ClosedLoop):
-            for _ in range(min(arrivals.concurrency, self.setting.load.sessions)):
-                self._begin_session()
+            self._begin_due(arrivals)
         else:
             self._arrive(arrivals)
 
@@ -242,10 +241,16 @@ class World:
 
     def _note_over(self, flight: Flight) -> None:
         self.over.append(flight)
-        self._next_session()
+        self._follow_up()
 
-    def _next_session(self) -> None:
-        if isinstance(self.setting.load.arrivals, ClosedLoop) and self._begun < self.setting.load.sessions:
+    def _follow_up(self) -> None:
+        """Sessions have ended, which others may have waited for."""
+        if isinstance(self.setting.load.arrivals, ClosedLoop):
+            self._begin_due(self.setting.load.arrivals)
+
+    def _begin_due(self, loop: ClosedLoop) -> None:
+        ended = len(self.over) + len(self.abandoned)
+        for _ in range(loop.due(self._begun, ended, self.setting.load.sessions)):
             self._begin_session()
 
     # ------------------------------------------------------------ faults
@@ -281,8 +286,7 @@ class World:
         self.routers.remove(dead)
         self._add_router()
         self.abandoned += dead.flights
-        for _ in dead.flights:
-            self._next_session()
+        self._follow_up()
 
     # ------------------------------------------------------------ the end
 

@@ -71,6 +71,27 @@ def test_a_step_for_many_is_shared():
     assert many.tokens_per_s == pytest.approx(8 / STEP_S, rel=0.05)
 
 
+def test_sessions_may_come_in_batches():
+    """Each begins when the one before has ended, so that its last sessions have the target for themselves."""
+    loop = ClosedLoop(4, batch=6)
+    begun, ended, at_once = 0, 0, []
+    while ended < 15:
+        begun += loop.due(begun, ended, 15)
+        at_once.append(begun - ended)
+        ended += 1
+    assert at_once == [4, 4, 4, 3, 2, 1, 4, 4, 4, 3, 2, 1, 3, 2, 1]
+
+
+def test_the_ends_of_batches_cost_speed():
+    """Eight sessions of 128 steps, five at once: 256 steps in batches, and 205 when one follows the other."""
+    in_batches, in_a_row = (
+        run(0.8, 0, Mode.ADAPTIVE, Load(ClosedLoop(5, batch), sessions=80, prompt_tokens=8, new_tokens=128))
+        for batch in (8, None)
+    )
+    assert in_batches.tokens_per_s == pytest.approx(8 * 128 / 256 / STEP_S, rel=0.05)
+    assert in_a_row.tokens_per_s == pytest.approx(5 / STEP_S, rel=0.05)
+
+
 def test_acceptance_by_position_cuts_blocks_where_it_is_nothing():
     speculation = Speculation(5, DraftModel((1.0, 1.0, 0.0)), Mode.LOCK_STEP)
     report = World(Setting(COSTS, speculation, ONE_AT_A_TIME)).run()

@@ -127,7 +127,7 @@ def test_the_report_says_what_to_take_and_compares():
     data = json.loads(json.dumps(advice_data(question, advice)))
     assert data["best"]["candidate"]["mode"] == advice.best.candidate.name
     assert len(data["answers"]) == 7
-    assert data["question"]["arrivals"] == {"ClosedLoop": {"concurrency": 2}}
+    assert data["question"]["arrivals"] == {"ClosedLoop": {"concurrency": 2, "batch": None}}
 
 
 def test_the_picture_has_a_line_for_each_mode_and_a_level_for_each_rival():
