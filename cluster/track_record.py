@@ -17,9 +17,11 @@ LEAST_PAUSE, LONGEST_PAUSE = 64, 8192  # steps
 FIRST_LOOK = 8  # steps of speculation before it is known what plain ones cost
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now
 ENOUGH_LOOKS = 2  # without which nothing is called a loss: a few plain steps may have been lucky
-LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 128  # steps of speculation between; the latter where it is a close call
+SECOND_LOOK = 32  # steps of speculation after the first one; the third after twice as many, and so on
+LOOK_AGAIN, LOOK_AGAIN_SOON = 1024, 128  # at most; the latter where it is a close call
 MOST_LOSSES = 7  # in a row that are told apart: the pause is at its longest by then
 CLOSE = 0.2  # gains less than this above or below 1
+CLEAR = 2.0  # a gain that misjudged plain steps do not explain
 
 
 @dataclass(slots=True)
@@ -62,6 +64,14 @@ class _AtLoad:
             return False
         is_likely = self.steps >= PROOF or self.losses > 0
         return self.gain + (1 if is_likely else 2) * self.error < 1.0
+
+    @property
+    def looks_after(self) -> int:
+        """Steps of speculation after which plain steps are looked at: soon at first, when the pace is not typical."""
+        if self.gain > CLEAR:
+            return LOOK_AGAIN
+        at_most = LOOK_AGAIN_SOON if abs(self.gain - 1) < CLOSE else LOOK_AGAIN
+        return min(SECOND_LOOK * 2 ** min(self.looks - 1, 5), at_most)
 
     @property
     def pause(self) -> int:
@@ -108,8 +118,9 @@ class TrackRecord:
         elif at.is_losing:
             losses = min(at.losses + 1, MOST_LOSSES)
             self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=at.pause, losses=losses)
-        elif at.steps % (LOOK_AGAIN_SOON if abs(at.gain - 1) < CLOSE else LOOK_AGAIN) == 0:
-            at.losses = 0
+        elif at.steps >= at.looks_after:
+            if at.steps >= LOOK_AGAIN_SOON:
+                at.losses = 0
             self._look(at)
 
     def _look(self, at: _AtLoad) -> None:

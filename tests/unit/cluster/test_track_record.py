@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from cluster.track_record import CLEAR_PROOF, FIRST_LOOK, LONGEST_PAUSE, LOOK_STEPS, PRICE, TrackRecord
+from cluster.track_record import CLEAR_PROOF, FIRST_LOOK, LONGEST_PAUSE, LOOK_STEPS, PRICE, SECOND_LOOK, TrackRecord
 
 
 def run(record: TrackRecord, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
@@ -34,9 +34,16 @@ def test_nothing_is_called_a_loss_before_plain_steps_were_looked_at_twice():
     assert pauses(run(record, 1, 1.2, 2000, spread=0.1)) == [], "plain steps cost more than they seemed to"
 
 
-def test_soon_there_are_plain_steps_to_see_what_they_cost_and_nothing_is_concluded_before():
+def test_soon_and_soon_again_plain_steps_are_looked_at_and_nothing_is_concluded_before():
     on = run(TrackRecord(), 4, 1.5, 100)
-    assert on == [*[True] * FIRST_LOOK, *[False] * LOOK_STEPS, *[True] * (100 - FIRST_LOOK - LOOK_STEPS)]
+    rest = 100 - FIRST_LOOK - SECOND_LOOK - 2 * LOOK_STEPS
+    assert on == [
+        *[True] * FIRST_LOOK,
+        *[False] * LOOK_STEPS,
+        *[True] * SECOND_LOOK,
+        *[False] * LOOK_STEPS,
+        *[True] * rest,
+    ]
     record = TrackRecord()
     run(record, 4, 0.1, FIRST_LOOK)
     assert record.gain(4) == 1.0
