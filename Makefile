@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := examples/smollm2.yaml
-# The bench gives the target and the drafter a core each.
+# The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
 .PHONY: setup models demo test test-exhaustive test-gpu ordeals check bench
@@ -49,4 +49,4 @@ check: setup
 	$(BIN)/python -m protos.regenerate --check
 
 bench: models
-	$(BIN)/slipstream bench $(DEMO) --generate $(PINNED)
+	taskset --cpu-list 1 $(BIN)/slipstream bench $(DEMO) --generate $(PINNED)

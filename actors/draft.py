@@ -17,9 +17,10 @@ from actors.methods import DraftingMethod
 from actors.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.draft_timing import DraftTiming
-from cluster.drafting import DraftBook, DrafterLimits, Proposal, Want
+from cluster.drafting import DraftBook, DrafterLimits
 from cluster.streams import Send, stream_name
 from cluster.timeline import Timeline
+from cluster.wants import Proposal, Want
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome

@@ -13,7 +13,8 @@ from actors.cache import FeedRow
 from actors.methods import DraftingMethod
 from actors.runner import Runner
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting import DrafterLimits, Want
+from cluster.drafting import DrafterLimits
+from cluster.wants import Want
 from protos.messages import Acceptance, Open, Sampling
 from protos.prefix import Prefix
 

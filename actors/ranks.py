@@ -7,7 +7,7 @@ done for: its replica is replaced as a whole. Knows nothing of verification.
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,11 +70,16 @@ class RankReport:
     attention: AttentionReport
 
 
+def run_on(cores: Collection[int]) -> None:
+    """Keeps this process, and those that it starts, to these cores; none: any."""
+    if cores:
+        for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
+            os.sched_setaffinity(int(thread), cores)
+
+
 def use_cpu(resources: Resources) -> None:
     """Gives this process its cores and threads."""
-    if resources.cpu_affinity:
-        for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
-            os.sched_setaffinity(int(thread), resources.cpu_affinity)
+    run_on(resources.cpu_affinity)
     torch.set_num_threads(resources.threads)
 
 

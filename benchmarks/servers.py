@@ -18,6 +18,7 @@ from ray import serve
 from rich.console import Console
 from turns import Work
 
+from actors.ranks import run_on
 from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
 from cluster.timeline import STAGES, Actor, spans, unpack
@@ -27,12 +28,13 @@ from serve_app.ray_cluster import broadcast, deployed
 
 VERIFY = tuple(stage for stage in STAGES if stage.name == "verify")
 
+TARGET_CORE, OTHERS_CORE = 0, 1  # of the target alone; of the drafter, and of routers, proxy and client besides
 PINNED = (
     "server.port=0",
     "model.dtype=bfloat16",
     "draft.method=draft_model",
-    "target.resources_per_rank.cpu_affinity=[0]",
-    "draft.resources.cpu_affinity=[1]",
+    f"target.resources_per_rank.cpu_affinity=[{TARGET_CORE}]",
+    f"draft.resources.cpu_affinity=[{OTHERS_CORE}]",
     # What Ray counts, so that several servers fit; what the processes use is said by threads and affinity.
     "target.resources_per_rank.num_cpus=0.1",
     "draft.resources.num_cpus=0.1",
@@ -95,7 +97,12 @@ class Server:
 
 @contextmanager
 def side_by_side(configs: Mapping[str, SlipstreamConfig], console: Console) -> Iterator[dict[str, Server]]:
-    """Serves every config, by name; the first one's cluster and proxy are those of all."""
+    """Serves every config, by name; the first one's cluster and proxy are those of all.
+
+    From now on this process and all that it starts leave the target's core alone: a router or a client that found it
+    idle, as it is while a block is waited for, would go on there beside the next step.
+    """
+    run_on([OTHERS_CORE])
     (first, config), *others = configs.items()
     with serving(config, console) as url, ExitStack() as stack:
         servers = {first: Server(APPLICATION, url)}

@@ -44,7 +44,9 @@ class Resources(_Frozen):
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
     threads: Positive = Field(1, description="CPU threads of the model's process")
-    cpu_affinity: tuple[int, ...] = Field((), description="cores that the process may run on; empty: any")
+    cpu_affinity: tuple[int, ...] = Field(
+        (), description="cores that the process may run on, and a target's coordinator; empty: any"
+    )
     background: bool = Field(False, description="whether the model computes only while nobody else wants its cores")
 
 

@@ -191,6 +191,12 @@ class Session:
         lost = TargetLostError(f"the target replica failed {self.failures} times while serving this request")
         return [*self._release(), Failed(lost)]
 
+    def on_target_unreadable(self, source: str, attempt: int) -> list[Command]:
+        """What the target said of the session is malformed: it is closed there, and counts as lost with the target."""
+        if self.phase is not Phase.RUNNING or source != self.target or attempt != self.attempt:
+            return []
+        return [ToTarget(source, Close(self.generation.session, attempt)), *self.on_target_gone(source)]
+
     def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
         """The target will not serve the session: a fault of the request fails it, a full target is left."""
         if source != self.target or refusal.attempt != self.attempt:

@@ -71,7 +71,7 @@ class _AtLoad:
         if self.gain > CLEAR:
             return LOOK_AGAIN
         at_most = LOOK_AGAIN_SOON if abs(self.gain - 1) < CLOSE else LOOK_AGAIN
-        return min(SECOND_LOOK * 2 ** min(self.looks - 1, 5), at_most)
+        return min(SECOND_LOOK << min(self.looks - 1, 5), at_most)
 
     @property
     def pause(self) -> int:

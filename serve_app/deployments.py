@@ -29,7 +29,7 @@ from actors.models import (
     vocabulary_fingerprint,
 )
 from actors.profile import profile_drafting
-from actors.ranks import RankGroup, RankSpec, compute_in_background, device_of, use_cpu
+from actors.ranks import RankGroup, RankSpec, compute_in_background, device_of, run_on, use_cpu
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
@@ -61,6 +61,7 @@ class TargetDeployment:
             resources=pool.resources_per_rank,
             ranks=pool.tensor_parallel,
         )
+        run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
         self._engine = await RankGroup.start(spec, get_current_placement_group())
         self._replica = TargetReplica(
             self._engine,

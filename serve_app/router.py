@@ -178,6 +178,12 @@ class Router:
                     self._full_until[address] = self._clock() + FULL_FOR_S
                 self._do(flight, flight.session.on_target_refusal(address, message))
         self._log_malformed(address, frame)
+        for item in frame.malformed:
+            flight = self._flights.get(item.session)
+            if flight is not None and flight.session.target == address:
+                flight.seeking_since = self._clock()
+                self._do(flight, flight.session.on_target_unreadable(address, item.attempt))
+                self._place(flight)
 
     def _drafter_frame(self, address: str, frame: Decoded) -> None:
         for message in frame.messages:

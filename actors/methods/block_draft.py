@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.methods.draft_cache import Branch
 from actors.methods.outcomes import Choices
-from cluster.drafting import Proposal, Want
+from cluster.wants import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 
 SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess

@@ -25,8 +25,8 @@ from actors.methods.recurrent_head import FurtherTokens
 from actors.noise import Purpose, gumbel, gumbel_argmax, key
 from actors.runner import InterruptibleRunner
 from actors.sampling import process
-from cluster.drafting import Proposal, Want, block_room
 from cluster.pages import PageCopy
+from cluster.wants import Proposal, Want, block_room
 from protos.messages import Verdict
 from protos.prefix import extend_hash, hashes_after
 

@@ -7,7 +7,7 @@ of the two drafts is a function of the prefix alone, so ratio acceptance stays e
 from collections.abc import Callable, Sequence
 
 from actors.methods import DraftingMethod, Early, TargetNeeds, dismiss
-from cluster.drafting import Proposal, Want
+from cluster.wants import Proposal, Want
 from protos.messages import Verdict
 
 

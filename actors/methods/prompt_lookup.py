@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from actors.methods import Early, TargetNeeds, dismiss
-from cluster.drafting import Proposal, Want
+from cluster.wants import Proposal, Want
 from protos.messages import Verdict
 
 TOKEN_BYTES = 4

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from cluster.costs import DraftCost
-from cluster.drafting import DraftBook, Proposal, Want, block_room
+from cluster.drafting import DraftBook
 from cluster.simulation.network import Door, Frame, Link, Process, Wire
 from cluster.simulation.oracle import DraftModel, Script
 from cluster.streams import Send, stream_name
+from cluster.wants import Proposal, Want, block_room
 from protos.messages import Close, Hello, Open, Resync, Verdict
 from protos.prefix import hashes_after
 from protos.values import value

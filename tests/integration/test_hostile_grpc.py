@@ -9,6 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from actors.target import TargetReplica
+from cluster.session import Emit
+from cluster.streams import Send
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.messages import (
@@ -24,6 +27,7 @@ from protos.messages import (
     RefusalReason,
     Sampling,
     SparseProbs,
+    Verdict,
     Welcome,
 )
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
@@ -219,6 +223,29 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
         causes = {"beyond_context", "out_of_vocabulary", "too_long", "stale"}
         await eventually(lambda: causes <= (target.verifier.dropped - before).keys(), "bad blocks are counted")
         assert target.refused == {"Block": 2}
+
+
+async def test_a_target_whose_verdicts_cannot_be_read_loses_the_session_to_another(monkeypatch):
+    """It is closed there, or it would be decoded to its end for nobody: the cluster checks that nothing is left."""
+    async with cluster(targets=2) as c:
+        tokens: list[int] = []
+        garbled: TargetReplica | None = None
+        async for event in c.router.generate(c.generation(max_len=103)):
+            tokens += event.tokens if isinstance(event, Emit) else ()
+            if len(tokens) >= 20 and garbled is None:
+                garbled = next(target for target in c.targets.values() if not target.is_idle)
+                garble(garbled, monkeypatch)
+        assert tokens == plain_greedy((1, 2, 3), 100)
+
+
+def garble(target: TargetReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on its verdicts hold no token, which none may."""
+    deliver = target._send
+
+    def send(sends: list[Send]) -> None:
+        deliver([(to, replace(m, tokens=()) if isinstance(m, Verdict) else m) for to, m in sends])
+
+    monkeypatch.setattr(target, "_send", send)
 
 
 async def test_a_stranger_cannot_end_or_starve_anothers_session():

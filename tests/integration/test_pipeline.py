@@ -9,10 +9,10 @@ import torch
 
 from actors.engine import Engine
 from actors.methods import DraftingMethod, Early, dismiss
-from cluster.drafting import Proposal, Want
 from cluster.errors import DrainingError, TargetLostError
 from cluster.session import Emit
 from cluster.steps import Outcome, StepPlan
+from cluster.wants import Proposal, Want
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, PacedEngine, cluster, eventually, plain_greedy

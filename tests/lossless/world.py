@@ -19,12 +19,13 @@ from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.parallel import MaskTokens
 from actors.toy import ToyRunner
-from cluster.drafting import DraftBook, DrafterLimits, Proposal
+from cluster.drafting import DraftBook, DrafterLimits
 from cluster.pages import PageCopy
 from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
 from cluster.steps import StepPlan
 from cluster.streams import Send
 from cluster.verifier import Verifier, VerifierLimits
+from cluster.wants import Proposal
 from protos.messages import Acceptance, Block, Close, Detach, Message, NoDraft, Open, Refusal, Resync, Sampling, Verdict
 from tests.unit.cluster.token_memory import TokenMemory
 

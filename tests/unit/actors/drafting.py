@@ -12,8 +12,8 @@ from actors.cache import FeedRow
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.toy import ToyRunner
-from cluster.drafting import Want
 from cluster.pages import PageCopy
+from cluster.wants import Want
 from protos.messages import Sampling
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY, an_open

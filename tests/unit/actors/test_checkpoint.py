@@ -15,8 +15,8 @@ from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.frequent_tokens import FILE as FREQUENT_TOKENS
 from actors.methods.recurrent_head import FILE as RECURRENT_HEAD
 from cluster.config import CacheConfig
-from cluster.drafting import Proposal
 from cluster.errors import ModelError
+from cluster.wants import Proposal
 from tests.unit.actors.drafting import a_want, never
 
 VOCABULARY, HIDDEN, WIDE = 40, 16, 8

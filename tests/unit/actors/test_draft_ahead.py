@@ -11,7 +11,7 @@ from actors.batch import Interrupted
 from actors.cache import FeedRow
 from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, ROWS_EACH, DraftModel
 from actors.methods.outcomes import Choices, accepted_chance, continuations, rejections
-from cluster.drafting import Proposal, Want
+from cluster.wants import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 from protos.prefix import Prefix
 from tests.unit.actors.drafting import (

@@ -12,7 +12,8 @@ from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.toy import ToyRunner
-from cluster.drafting import DrafterLimits, Proposal, Want
+from cluster.drafting import DrafterLimits
+from cluster.wants import Proposal, Want
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Verdict, Welcome

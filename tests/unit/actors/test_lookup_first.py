@@ -6,7 +6,7 @@ from dataclasses import replace
 from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
-from cluster.drafting import Proposal, Want
+from cluster.wants import Proposal, Want
 from protos.messages import Verdict
 from tests.unit.cluster.samples import an_open
 

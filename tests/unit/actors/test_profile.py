@@ -8,7 +8,8 @@ from actors.methods.parallel import MaskTokens
 from actors.methods.prompt_lookup import PromptLookup
 from actors.profile import LONG, ROWS, profile_drafting
 from actors.toy import ToyRunner
-from cluster.drafting import DrafterLimits, Proposal
+from cluster.drafting import DrafterLimits
+from cluster.wants import Proposal
 
 VOCABULARY = 8
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.methods.prompt_lookup import PromptLookup, look_up
-from cluster.drafting import Proposal, Want
+from cluster.wants import Proposal, Want
 from tests.unit.cluster.samples import an_open
 
 

@@ -18,8 +18,8 @@ from actors.methods.draft_model import AHEAD_ROWS, GUESS_TOKENS, GUESSED, Drafti
 from actors.methods.recurrent_head import FILE, load_recurrent_head
 from actors.noise import Purpose, gumbel_argmax, key
 from actors.runner import ModelRunner
-from cluster.drafting import Proposal, Want
 from cluster.errors import ModelError
+from cluster.wants import Proposal, Want
 from protos.messages import Acceptance
 from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, never
 from tests.unit.cluster.samples import GREEDY

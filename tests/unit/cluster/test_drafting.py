@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from cluster.backpressure import LEAST_WINDOW
 from cluster.cadence import Cadence
-from cluster.drafting import DraftBook, DrafterLimits, Proposal, Want
+from cluster.drafting import DraftBook, DrafterLimits
 from cluster.streams import Send
+from cluster.wants import Proposal, Want
 from protos.messages import (
     Attach,
     Block,

@@ -105,6 +105,18 @@ def test_a_target_that_hangs_is_replaced_and_wakes_again_commits_nothing():
     assert first.message.prompt_len == len(PROMPT), "penalties count generated tokens from here"
 
 
+def test_a_target_that_says_nonsense_of_a_session_is_left_by_it():
+    session = a_session()
+    session.on_verdict("t1", a_verdict(session, 4))
+    assert session.on_target_unreadable("t2", 1) == [], "it is another target's session"
+    assert session.on_target_unreadable("t1", 0) == [], "it was of an older attempt"
+    assert session.on_target_unreadable("t1", 1) == [ToTarget("t1", Close("s", 1))]
+    assert session.phase is Phase.SEEKING
+    assert session.failed_targets == {"t1"}
+    assert session.committed == (4,)
+    assert session.on_target_unreadable("t1", 1) == [], "it said so twice"
+
+
 def test_its_drafter_follows_a_session_to_its_next_target():
     session = a_session()
     session.on_target_gone("t1")
