@@ -36,10 +36,14 @@ class DrawAddress:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`accepted` draft tokens stand; `next_token` is the recovered or bonus token."""
+    """`accepted` draft tokens stand; `next_token` is the recovered or bonus token.
+
+    With `alternative`, the accepted token is this one, in the place of the first that was drafted.
+    """
 
     accepted: int
     next_token: int
+    alternative: int | None = None
 
 
 def accept(
@@ -49,22 +53,34 @@ def accept(
     draft: tuple[int, ...],
     draft_probs: SparseProbs | None,
     at: DrawAddress,
+    alternatives: tuple[int, ...] = (),
 ) -> Decision:
-    """Decides one block; `logits` are processed, shape (len(draft) + 1, vocabulary)."""
+    """Decides one block; `logits` are processed, shape (len(draft) + 1 + len(alternatives), vocabulary).
+
+    Those after an alternative to the first draft token come last. There are none under ratio.
+    """
     if greedy:
-        return match(logits.argmax(dim=-1).tolist(), draft)
+        return match(logits.argmax(dim=-1).tolist(), draft, alternatives)
     if rule is Acceptance.COUPLED:
-        return match(draw(logits, at), draft)
+        return match(draw(logits, at, len(alternatives)), draft, alternatives)
     return _accept_by_ratio(logits, draft, draft_probs, at)
 
 
-def draw(logits: Tensor, at: DrawAddress) -> list[int]:
+def offsets(positions: int, alternatives: int) -> list[int]:
+    """Of the tokens to draw from the first one: what follows an alternative has the place of a second token."""
+    return [*range(positions - alternatives), *[1] * alternatives]
+
+
+def draw(logits: Tensor, at: DrawAddress, alternatives: int = 0) -> list[int]:
     """The target's own token at each position, shape (positions, vocabulary) -> positions."""
-    return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in enumerate(logits)]
+    places = offsets(len(logits), alternatives)
+    return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in zip(places, logits, strict=True)]
 
 
-def match(own: list[int], draft: tuple[int, ...]) -> Decision:
-    """The target's own tokens decide: the draft stands as far as it equals them."""
+def match(own: list[int], draft: tuple[int, ...], alternatives: tuple[int, ...] = ()) -> Decision:
+    """The target's own tokens decide: the draft stands as far as it equals them, or an alternative does."""
+    if own[0] in alternatives and own[0] != draft[0]:
+        return Decision(1, own[len(draft) + 1 + alternatives.index(own[0])], own[0])
     accepted = 0
     while accepted < len(draft) and draft[accepted] == own[accepted]:
         accepted += 1

@@ -34,8 +34,8 @@ class RaggedBatch:
         self.cache, self._interrupted = cache, interrupted
         size = cache.page_size
         tokens = [token for row in rows for token in row.tokens]
-        positions = [at for row in rows for at in range(row.start, row.end)]
-        written = [row.pages[at // size] * size + at % size for row in rows for at in range(row.start, row.end)]
+        positions = [at for row in rows for at in row.positions]
+        written = [row.pages[at // size] * size + at % size for row in rows for at in row.places]
         self._plan = backend.plan(rows, cache)
         parts = stage([tokens, positions, written, _logit_places(rows), *self._plan.integers], cache.device)
         # tokens and positions: (total,); written: (total,) places in the pool; logit_at: (wanted,) places in the batch

@@ -15,17 +15,40 @@ from cluster.pages import PageCopy
 
 @dataclass(frozen=True, slots=True)
 class FeedRow:
-    """Tokens to feed at positions start, start + 1, ... of the pages; the last `logits` of them give logits."""
+    """Tokens to feed at places start, start + 1, ... of the pages; the last `logits` of them give logits.
+
+    A token's position is its place, and it sees all before it and itself. The last `alternatives` of the tokens stand
+    in the place of one before them, the second that gives logits: each has that one's position, and sees what is before
+    that one and itself.
+    """
 
     tokens: tuple[int, ...]
     start: int
     logits: int
-    pages: tuple[int, ...]  # that hold positions 0 to the row's end, in order
+    pages: tuple[int, ...]  # that hold places 0 to the row's end, in order
+    alternatives: int = 0
 
     @property
     def end(self) -> int:
-        """Positions that are cached once the row is fed."""
+        """Places that are filled once the row is fed."""
         return self.start + len(self.tokens)
+
+    @property
+    def places(self) -> range:
+        """Of the tokens."""
+        return range(self.start, self.end)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the tokens."""
+        first = self.end - self.logits + 1
+        return [*range(self.start, self.end - self.alternatives), *[first] * self.alternatives]
+
+    @property
+    def seen(self) -> list[int]:
+        """For each token, the last place up to which it sees everything; and it sees itself."""
+        before = self.end - self.logits
+        return [*range(self.start, self.end - self.alternatives), *[before] * self.alternatives]
 
 
 class PagedCache:

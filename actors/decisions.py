@@ -12,7 +12,7 @@ from itertools import accumulate, chain, islice, pairwise
 import torch
 from torch import Tensor
 
-from actors.acceptance import Decision, DrawAddress, distribution, match
+from actors.acceptance import Decision, DrawAddress, distribution, match, offsets
 from actors.noise import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
 from actors.sampling import Restricted, penalise, restrict
 from actors.staging import stage
@@ -31,10 +31,15 @@ class Block:
     draft_probs: SparseProbs | None
     generated: Sequence[int]  # before the draft; only penalties look at them
     at: DrawAddress
+    alternatives: tuple[int, ...] = ()  # to the first of `draft`; none under ratio, nor with penalties
 
     @property
     def positions(self) -> int:
-        return len(self.draft) + 1
+        return len(self.draft) + 1 + len(self.alternatives)
+
+    @property
+    def offsets(self) -> list[int]:
+        return offsets(self.positions, len(self.alternatives))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ def _decide_alike(blocks: Sequence[Block], logits: Tensor, thorough: bool) -> _A
     restricted = restrict(logits.to(torch.float32), sampling, thorough)
     if blocks[0].rule is Acceptance.RATIO:
         return _accept_by_ratio(blocks, restricted)
-    keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in range(block.positions)]
+    keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in block.offsets]
     own = _draw(restricted.logits, stage([keys], logits.device)[0], restricted.candidates)
     return _match(blocks, own, restricted.sure)
 
@@ -134,7 +139,7 @@ def _match(blocks: Sequence[Block], own: Tensor, sure: Tensor | None) -> _Answer
         for block in blocks:
             end = begin + block.positions
             is_sure = all(numbers[total + begin : total + end])  # of nothing, where all are
-            found.append(match(numbers[begin:end], block.draft) if is_sure else None)
+            found.append(match(numbers[begin:end], block.draft, block.alternatives) if is_sure else None)
             begin = end
         return found
 

@@ -83,7 +83,7 @@ class Drafter:
             self._wanted.clear()
             proposals = await loop.run_in_executor(self._thread, self._propose, wants, loop)
             self.timeline.record("drafted", *names)
-            if not ahead:
+            if not ahead and not all(proposal.is_at_once for proposal in proposals):
                 longest = max((len(proposal.tokens) for proposal in proposals), default=0)
                 self.timing = self.timing.after(names, longest, self._clock() - began)
             self._offer(proposals)

@@ -49,25 +49,26 @@ class StepExecutor:
         end = row.start + len(row.tokens)
         assert row.start <= len(session.tokens), "a row starts beyond what is cached"
         session.tokens[row.start : end] = row.tokens
-        return FeedRow(row.tokens, row.start, row.draft_len + 1 if row.decide else 0, row.pages)
+        return FeedRow(row.tokens, row.start, row.drafted + 1 if row.decide else 0, row.pages, row.alternatives)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]
         decisions = decide([self._block(row) for row in rows], logits[:, : self._vocabulary])
         return [
-            Outcome(row.session, decision.accepted, decision.next_token)
+            Outcome(row.session, decision.accepted, decision.next_token, decision.alternative)
             for row, decision in zip(rows, decisions, strict=True)
         ]
 
     def _block(self, row: Row) -> Block:
         session = self._sessions[row.session]
         request = session.open
-        base_len = row.start + len(row.tokens) - row.draft_len
+        base_len = row.start + row.known
         return Block(
             rule=request.acceptance,
             sampling=request.sampling,
-            draft=row.tokens[len(row.tokens) - row.draft_len :],
+            draft=row.draft,
             draft_probs=row.draft_probs,
             generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
             at=DrawAddress(request.seed, request.choice, base_len),
+            alternatives=row.to_first,
         )

@@ -18,7 +18,7 @@ from cluster.wants import Want
 from protos.messages import Acceptance, Open, Sampling
 from protos.prefix import Prefix
 
-SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a step
+SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens of a step; a processor's products have steps at some of them
 CONTEXT = 64  # tokens before them
 REPEATS = 5  # turns, of which the fastest counts: when a pool starts, much else does too
 ROWS = (1, 4, 16)  # sessions in a drafting pass

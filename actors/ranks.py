@@ -68,6 +68,7 @@ class RankReport:
     pages: int  # that its memory has room for
     load: LoadReport
     attention: AttentionReport
+    takes_alternatives: bool  # whether its attention computes them
 
 
 def run_on(cores: Collection[int]) -> None:
@@ -165,7 +166,7 @@ class Rank:
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
         self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
         pages = page_count(spec.cache, shape.page_bytes, spec.sessions, spec.context, device)
-        return RankReport(os.getpid(), pages, loaded.report, attention)
+        return RankReport(os.getpid(), pages, loaded.report, attention, self._attention.takes_alternatives)
 
     def allocate(self, pages: int) -> None:
         """Makes the cache; every rank's has as many pages."""
@@ -215,6 +216,7 @@ class RankGroup:
         self.reports = tuple(reports)  # of the ranks, in order
         self.pids = tuple(report.pid for report in reports)
         self.pages = min(report.pages for report in reports)  # of every rank's cache
+        self.takes_alternatives = all(report.takes_alternatives for report in reports)
         self.step_cost = step_cost  # by a profile, before anything was served
         self._ranks, self._leader = ranks, leader
         self._running = running  # what each rank does until it fails

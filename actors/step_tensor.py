@@ -11,14 +11,14 @@ from torch import Tensor
 from actors.cache import FeedRow
 from cluster.pages import PageCopy
 
-ROW_FIELDS = 4  # tokens, start, logits, pages
+ROW_FIELDS = 5  # tokens, start, logits, pages, alternatives
 
 
 def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy]) -> Tensor:
     """Rows, copies; shape (length,), the first number is the length itself."""
     numbers = [0, len(rows), len(copies)]
     for row in rows:
-        numbers += (len(row.tokens), row.start, row.logits, len(row.pages))
+        numbers += (len(row.tokens), row.start, row.logits, len(row.pages), row.alternatives)
     for row in rows:
         numbers += row.tokens
         numbers += row.pages
@@ -36,9 +36,9 @@ def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy]]:
     rows: list[FeedRow] = []
     for index in range(row_count):
         first = 3 + ROW_FIELDS * index
-        tokens, start, logits, pages = numbers[first : first + ROW_FIELDS]
+        tokens, start, logits, pages, alternatives = numbers[first : first + ROW_FIELDS]
         middle, end = at + tokens, at + tokens + pages
-        rows.append(FeedRow(tuple(numbers[at:middle]), start, logits, tuple(numbers[middle:end])))
+        rows.append(FeedRow(tuple(numbers[at:middle]), start, logits, tuple(numbers[middle:end]), alternatives))
         at = end
     copies = [PageCopy(*numbers[at + 2 * i : at + 2 * i + 2]) for i in range(copy_count)]
     return rows, copies

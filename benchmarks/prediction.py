@@ -10,8 +10,8 @@ such batches under these costs and this acceptance.
 
 A batch keeps so many requests at once going and ends with the last answer, so towards its end there are fewer; its
 prompts are in the prefix caches. What pacing has learnt stays from batch to batch, so the simulator runs many of them
-in a row. Blocks do not end in doubt here (`min_confidence` is 0): the simulator knows how often tokens are accepted,
-not how sure of them the model is.
+in a row. Blocks do not end in doubt here (`min_confidence` is 0) and have no alternatives: the simulator knows how
+often tokens are accepted, not how sure of them the model is.
 """
 
 import argparse
@@ -311,7 +311,7 @@ def write_json(path: Path, draft: DraftModel, batches: Sequence[Batch], results:
 def main() -> None:
     arguments = _arguments()
     console = Console(stderr=True)
-    settings = [*PINNED, "speculation.min_confidence=0"]
+    settings = [*PINNED, "speculation.min_confidence=0", "speculation.alternatives=false"]
     config = demo_config(settings)
     prepare_target(Path(config.model.target), console)
     configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.pacing=lock_step"])}

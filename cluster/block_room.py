@@ -73,14 +73,14 @@ class BlockRoom:
 
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
         # A verdict brings one token more than its block: what would leave no room for it needs pages that nobody has.
-        beyond_end = block.base_len + len(block.tokens) >= request.max_len
-        if len(block.tokens) > request.max_draft_tokens or beyond_end:
+        beyond_end = block.base_len + block.size >= request.max_len
+        if block.size > request.max_draft_tokens or beyond_end:
             return "too_long"
         known = self._blocks.get((block.base_len, block.prefix_hash))
         if known is not None:
             # A drafter may have thought again; but under ratio which of two is used must not depend on either.
             ratio = request.acceptance is Acceptance.RATIO and not request.sampling.greedy
-            return "duplicate" if ratio or known.tokens == block.tokens else None
+            return "duplicate" if ratio or known == block else None
         if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # guesses never keep out what is due
             return "room_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:
@@ -89,6 +89,8 @@ class BlockRoom:
 
     def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
         """What a block that comes too late is still good for: the target decided its first tokens just so.
+
+        Its alternatives are to a token that is decided.
 
         Exact under ratio too: given the tokens decided, the rest follows the draft_probs sent, and neither whether
         nor at what length it is used depends on the rest.

@@ -123,7 +123,9 @@ class DraftPool(_Frozen):
 class SpeculationConfig(_Frozen):
     """How far and by which rule to speculate."""
 
-    max_draft_tokens: int = Field(5, ge=0, le=MAX_BLOCK_TOKENS, description="longest block; 0: plain decoding")
+    max_draft_tokens: int = Field(
+        5, ge=0, le=MAX_BLOCK_TOKENS, description="most draft tokens in a block; 0: plain decoding"
+    )
     acceptance: Literal["coupled", "ratio"] = Field(
         "coupled", description="rule for requests without a seed; requests with one are coupled"
     )
@@ -132,6 +134,9 @@ class SpeculationConfig(_Frozen):
         "adaptive",
         description="adaptive: drafts as far as it pays, waits as long as it pays; lock_step: drafts for all sessions,"
         " then verifies all, at max_draft_tokens: the executable specification that the other is compared with",
+    )
+    alternatives: bool = Field(
+        True, description="several candidates for a block's first token; not under ratio, nor with penalties"
     )
     draft_ahead: bool = Field(True, description="draft past a block whose verdict is not in, on a guess")
     min_confidence: float = Field(

@@ -50,6 +50,8 @@ class _Session:
     proposed_len: int = -1  # base length of the latest proposal
     passed_len: int = -1  # base length after which the target went on without waiting for a block
     unverified: tuple[int, ...] | None = None  # drafts of the step under way, until something was drafted beyond it
+    alternatives: tuple[int, ...] = ()  # and those to the first of them
+    may_branch: bool = False  # whether the target takes alternatives
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
     least_chance: float = 0.0  # of a draft token to be accepted, for which it is worth its verification
@@ -152,6 +154,7 @@ class DraftBook:
             return []
         session.prefix.extend(new)
         session.asked, session.least_chance = verdict.draft_tokens, verdict.least_chance
+        session.may_branch = verdict.alternatives
         self._ahead.discard(verdict.session)
         if session.step_began is not None:
             self._cadences[target] = self._cadence(target).after(now - session.step_began)
@@ -159,7 +162,7 @@ class DraftBook:
         goes_on = hit or not verdict.waits  # at once, with a block or without
         session.step_began = now if goes_on and session.asked else None
         if goes_on and not hit and self._draft_ahead:
-            session.unverified, session.passed_len = (), session.prefix.length
+            session.unverified, session.alternatives, session.passed_len = (), (), session.prefix.length
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
@@ -196,6 +199,7 @@ class DraftBook:
                 min(session.asked, block_room(session.open, length)),
                 least_chance=session.least_chance,
                 min_confidence=self._min_confidence,
+                may_branch=session.may_branch,
             )
             found.append(want)
         return found
@@ -219,6 +223,8 @@ class DraftBook:
                 session.unverified,
                 self._verdict_due(session),
                 session.least_chance,
+                may_branch=session.may_branch,
+                alternatives=session.alternatives,
             )
             found.append(want)
             session.unverified = None
@@ -254,8 +260,8 @@ class DraftBook:
                 self.counts["overtaken"] += 1
                 sends += self._note_block(late=True)
             else:
-                session.unverified, session.sent_len = proposal.tokens, proposal.base_len
-                session.step_began = now
+                session.unverified, session.alternatives = proposal.tokens, proposal.alternatives
+                session.sent_len, session.step_began = proposal.base_len, now
                 sends.append(self._block(session, proposal))
         return sends
 
@@ -345,13 +351,13 @@ class DraftBook:
     def _hit(self, session: _Session, proposal: Proposal) -> None:
         self.counts["guess_hit"] += 1
         session.proposed_len = session.sent_len = proposal.base_len
-        session.unverified = proposal.tokens
+        session.unverified, session.alternatives = proposal.tokens, proposal.alternatives
 
     def _block(self, session: _Session, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
-        self.counts["draft_tokens"] += len(proposal.tokens)
         p = proposal
-        block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs)
+        block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs, p.alternatives)
+        self.counts["draft_tokens"] += block.size
         return session.open.target_address, block
 
     def _attach(self, session: _Session) -> Send:

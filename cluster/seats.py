@@ -43,7 +43,7 @@ class Seats:
         """Lets queued sessions into the cache, first come first served, as long as there is room; names each."""
         while self.queue and len(self.admitted) < self._limit:
             name, session = next(iter(self.queue.items()))
-            session.cached_len = self.pages.open(name, session.prefix.tokens)
+            session.cached_len, session.fed_again = self.pages.open(name, session.prefix.tokens), 0
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             owed = sum([max(1, self._missing(running)) for running in self.admitted.values()])
             if self.admitted and self._missing(session) + owed > self.pages.available:

@@ -38,11 +38,13 @@ class TargetSession:
     prefix: Prefix
     room: BlockRoom
     cached_len: int = 0  # tokens in the engine's cache that stand
+    fed_again: int = 0  # tokens before the last one that stand and are not cached: an alternative, or none
     in_engine: bool = False  # whether the engine has heard of it
     drafter: str | None = None
     told_len: int = 0  # length that the drafter knows of
     rests: bool = False  # whether it knows that nothing is asked of it
     ask: Ask = Ask()  # what the drafter was asked for
+    is_read: bool = False  # whether its drafter has answered at all: before that it had to read the prompt
     is_heard: bool = False  # whether the drafter has answered since the latest verdict, with whatever
     no_draft_len: int = -1  # length after which the drafter has no block to offer
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # what came of the block that was asked for, for the row made last
@@ -60,6 +62,11 @@ class TargetSession:
         return self.prefix.length - self.cached_len
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether it is past its prompt."""
+        return self.unfed <= 1 + self.fed_again
+
+    @property
     def expects_block(self) -> bool:
         """Whether its drafter was asked for a block for the next row and has not said that there is none."""
         return self.drafter is not None and self._wants_block
@@ -68,8 +75,8 @@ class TargetSession:
     def _wants_block(self) -> bool:
         if self.ask.tokens == 0:
             return False
-        length = self.prefix.length
-        return length - self.cached_len == 1 and length + 1 < self.open.max_len and not self.has_no_draft
+        has_room = self.prefix.length + 1 < self.open.max_len
+        return self.is_decoding and has_room and not self.has_no_draft
 
     @property
     def missed_by(self) -> str | None:
@@ -95,7 +102,7 @@ class TargetSession:
 
     def attached(self, drafter: str, knows_of_ask: bool) -> None:
         """A drafter has caught up with the session; it may have been told what is asked of it on the way."""
-        self.drafter, self.told_len = drafter, self.prefix.length
+        self.drafter, self.told_len, self.is_read = drafter, self.prefix.length, False
         self.rests = knows_of_ask and not self.ask.tokens
 
     def for_drafter(self, verdict: Verdict) -> Verdict | None:
@@ -124,29 +131,31 @@ class TargetSession:
             self.answer = DraftAnswer.GIVEN
         elif self._wants_block and (self.ask.waits or self.blocks.arrivals.vain_rounds >= VAIN_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
-        if block is None or len(tail) + len(block.tokens) > max(budget, len(tail)):
-            return Row(name, tail, self.cached_len, decide=True, pages=())
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
-        block = block.first(self.ask.tokens)
-        return Row(name, tail + block.tokens, self.cached_len, True, (), len(block.tokens), block.draft_probs)
+        block = block.first(self.ask.tokens) if block is not None else None
+        if block is None or len(tail) + block.size > max(budget, len(tail)):
+            return Row(name, tail, self.cached_len, decide=True, pages=())
+        tokens, others = tail + block.tokens + block.alternatives, len(block.alternatives)
+        return Row(name, tokens, self.cached_len, True, (), len(block.tokens), block.draft_probs, others)
 
     def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
         """Takes over what the engine computed for `row`."""
         request, base_len, base_hash = self.open, self.prefix.length, self.prefix.hash
-        drafted = row.tokens[len(row.tokens) - row.draft_len :]
-        raw = (*drafted[: outcome.accepted], outcome.next_token)
+        raw = outcome.tokens_of(row)
         tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
         if row.draft_len > 0:
             self.room.take(base_len, base_hash)
-            self.blocks = self.blocks.after_block(self.ask.tokens, row.draft_len, outcome.accepted)
+            self.blocks = self.blocks.after_block(self.ask.tokens, row.drafted, outcome.accepted)
         elif self.has_no_draft and self.ask.tokens:
             self.blocks = self.blocks.after_nothing(self.ask.tokens)
-        elif len(row.tokens) == 1 and self.drafter is not None and not self.is_heard:
+        elif row.known == 1 + self.fed_again and self.drafter is not None and not self.is_heard:
             self.blocks = self.blocks.after_plain_round()
         self.is_heard = False
         self.prefix.extend(tokens)
         self.decided_at.append((self.prefix.length, now))
-        self.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
+        # The last token was not fed, and an alternative is cached where others belong: it is fed again.
+        self.fed_again = int(outcome.alternative is not None)
+        self.cached_len = base_len + min(outcome.accepted - self.fed_again, len(tokens))
         hit = self.room.move_on(self.prefix, now)
         if self.ask.tokens:
             self.blocks = self.blocks.after_verdict(hit)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
 from cluster.costs import ForwardCost
+from cluster.draft_delay import DraftDelay
 from cluster.load import Load
 from cluster.pacing import Adaptive, Pacing
 from cluster.pages import PageBook, PageCopy
 from cluster.seats import Seats
-from cluster.step_cost import StepCost
+from cluster.step_cost import StepCost, octave
 from cluster.step_timing import StepTiming
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send, peer_of
@@ -52,6 +53,7 @@ class VerifierLimits:
     max_step_tokens: int
     pages: int = 4096  # of the cache
     page_size: int = 16  # positions
+    alternatives: bool = True  # whether the engine computes them
     max_queued: int = 1024
     room: RoomLimits = RoomLimits()  # for blocks that wait for a prefix or for a session
 
@@ -72,9 +74,11 @@ class Verifier:
         self._unopened = WaitingRoom(limits.room, self._counts.dropped)
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
+        self._decides_all = False  # whether the latest step decides for all of its rows, and none feeds a prompt
         self._is_drafted_for = False  # whether drafters were asked for blocks for it
         self._load = Load(StepCost.profiled(step_cost))
         self._fleet = Fleet()
+        self._delays: dict[int, DraftDelay] = {}  # of blocks, by octaves of sessions other than now
         self._record = TrackRecord()
         self._busy_until = 0.0  # end of the latest step after which there was more to do
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
@@ -151,6 +155,7 @@ class Verifier:
             draft_tokens=session.asked,
             waits=session.ask.waits,
             least_chance=session.ask.least_chance,
+            alternatives=self._may_branch(session.open),
         )
         return [(drafter, catch_up)]
 
@@ -162,6 +167,9 @@ class Verifier:
         session = self._seats.find(block.session)
         if session is None:
             self._unopened.block(drafter, block, now)
+            return
+        if block.alternatives and not self._may_branch(session.open):
+            self._counts.dropped["alternatives"] += 1
             return
         self._silent.heard(drafter)
         self._note_answer(session, block, len(block.tokens), now)
@@ -302,17 +310,22 @@ class Verifier:
 
     def _unfit(self, block: Block) -> str | None:
         rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
-        if max(block.tokens) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
+        drafted = (*block.tokens, *block.alternatives)
+        if max(drafted) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
             return "out_of_vocabulary"
-        if block.base_len + len(block.tokens) > self._limits.max_context:
+        if block.base_len + block.size > self._limits.max_context:
             return "beyond_context"
         return None
 
+    def _may_branch(self, request: Open) -> bool:
+        return self._limits.alternatives and request.may_branch
+
     def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """A block drafted ahead counts once its guess has proved right."""
+        """How long it took; not of a block drafted ahead, nor of the first, before which a prompt was read."""
         session.is_heard = True
+        is_read, session.is_read = session.is_read, True
         delay_s = session.delay_of(answer, now)
-        if delay_s is not None:
+        if delay_s is not None and is_read:
             session.blocks = session.blocks.after_arrival(delay_s)
             self._fleet = self._fleet.after_arrival(tokens, delay_s)
 
@@ -348,7 +361,8 @@ class Verifier:
             self._in_step.append((session, row.in_pages(self._pages.table(name))))
             self._seats.turn.remove(name)
             self._seats.turn.append(name)
-        self._decoding = sum(session.unfed == 1 for session in self._seats.admitted.values())
+        self._decoding = sum(session.is_decoding for session in self._seats.admitted.values())
+        self._decides_all = all(row.decide and session.is_decoding for session, row in self._in_step)
         self._is_drafted_for = any(session.asked for session, _ in self._in_step)
         return copies
 
@@ -356,7 +370,7 @@ class Verifier:
         """What the step cost and brought; steps that fed prompts say nothing of the rate."""
         if not self._in_step:
             return
-        if all(row.decide and len(row.tokens) == row.draft_len + 1 for _, row in self._in_step):
+        if self._decides_all:
             took_s = now - max(self._busy_until, now - 2 * seconds)  # with the wait before it, if it was one
             self._note_step(sum(outcome.accepted + 1 for outcome in outcomes), seconds, took_s)
         self._busy_until = now
@@ -378,7 +392,7 @@ class Verifier:
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
         if row.draft_len > 0 or (session.has_no_draft and session.asked):
-            self._fleet = self._fleet.after_block(session.asked, row.draft_len, outcome.accepted)
+            self._fleet = self._fleet.after_block(session.asked, row.drafted, outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)
         verdict = Verdict(
@@ -388,12 +402,13 @@ class Verifier:
             decision.base_hash,
             decision.tokens,
             decision.accepted,
-            row.draft_len,
+            row.drafted,
             decision.finish,
             session.asked,
             answer=session.answer,
             waits=session.ask.waits,
             least_chance=session.ask.least_chance,
+            alternatives=self._may_branch(session.open),
         )
         sends: list[Send] = []
         if session.drafter is not None:
@@ -406,14 +421,21 @@ class Verifier:
 
     def _ask(self, session: TargetSession) -> None:
         """Decides how long a block the drafter is asked for next."""
-        limit = session.open.max_draft_tokens
+        limit = session.open.max_draft_tokens - session.fed_again  # so that a row never has more tokens
         sessions, record, load = max(1, len(self._seats.admitted)), self._record, self._load
         gain, speculates = record.gain(sessions), record.is_on(sessions)
         if (sessions, gain, speculates) != (load.sessions, load.gain, load.speculates):
+            self._change_delay(octave(load.sessions), octave(sessions))
             self._load = load = replace(load, sessions=sessions, gain=gain, speculates=speculates)
         if limit > 0:
             session.ask, session.blocks = self._pacing.ask(session.blocks, self._fleet, limit, load)
             self._fleet = self._fleet.after_round(session.asked > 0 and session.blocks.trials.is_on)
+
+    def _change_delay(self, before: int, now: int) -> None:
+        """How long blocks take is known for each octave of sessions: drafters draft for all of them together."""
+        if before != now:
+            self._delays[before] = self._fleet.delay
+            self._fleet = self._fleet.with_delay(self._delays.get(now, DraftDelay()))
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
         """Has a drafter begin the session anew whose blocks were good and are all rejected now."""

@@ -10,10 +10,11 @@ from protos.values import value
 class Want:
     """A session that wants a block after `tokens`.
 
-    With `unverified`, a step is under way whose verdict is not in, over these draft tokens or over none: then blocks
-    are wanted for what may come of it, one for each likely outcome, and by `until`. A token is not wanted if its chance
-    to be accepted, and all before it, is below `least_chance`, and none is after one for which it is below
-    `min_confidence`; as the method sees it, and not under ratio, where a block's length may not depend on its tokens.
+    With `unverified`, a step is under way whose verdict is not in, over these draft tokens (and `alternatives` to the
+    first of them) or over none: then blocks are wanted for what may come of it, one for each likely outcome, and by
+    `until`. A token is not wanted if its chance to be accepted, and all before it, is below `least_chance`, and none is
+    after one for which it is below `min_confidence`; as the method sees it, and not under ratio, where a block's length
+    may not depend on its tokens.
     """
 
     open: Open
@@ -24,6 +25,8 @@ class Want:
     until: float = math.inf
     least_chance: float = 0.0
     min_confidence: float = 0.0
+    may_branch: bool = False  # whether a block may have alternatives
+    alternatives: tuple[int, ...] = ()
 
 
 @value
@@ -40,6 +43,8 @@ class Proposal:
     tokens: tuple[int, ...]
     draft_probs: SparseProbs | None = None
     outcome: tuple[int, ...] = ()
+    alternatives: tuple[int, ...] = ()  # to the first of `tokens`
+    is_at_once: bool = False  # made without a forward, so that it says nothing of what drafting costs
 
 
 def block_room(request: Open, length: int) -> int:

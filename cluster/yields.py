@@ -147,6 +147,10 @@ class Fleet:
             return Fleet(self.chances, self.too_soon + TRIED_ONE_IN, self.delay)
         return Fleet(self.chances, self.too_soon - 1, self.delay) if self.too_soon else self
 
+    def with_delay(self, delay: DraftDelay) -> "Fleet":
+        """Blocks take another time now."""
+        return Fleet(self.chances, self.too_soon, delay)
+
     def after_arrival(self, tokens: int, delay_s: float) -> "Fleet":
         """A block of so many tokens came, so long after the verdict that asked for it."""
         return Fleet(self.chances, self.too_soon, self.delay.after(tokens, delay_s))

@@ -209,14 +209,19 @@ def _block_to_pb(m: Block) -> pb.Block:
         prefix_hash=m.prefix_hash,
         tokens=_int32_bytes(m.tokens),
         draft_probs=_sparse_to_pb(m.draft_probs) if m.draft_probs is not None else None,
+        alternatives=_int32_bytes(m.alternatives),
     )
 
 
 def _block_from_pb(m: pb.Block) -> Block:
     tokens = _int32_tuple(m.tokens, "tokens")
+    alternatives = _int32_tuple(m.alternatives, "alternatives")
     _require(0 < len(tokens) <= MAX_BLOCK_TOKENS, f"a block of {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
+    size = len(tokens) + len(alternatives)
+    _require(size <= MAX_BLOCK_TOKENS, f"a block of {size} tokens and alternatives, expected 1..{MAX_BLOCK_TOKENS}")
     probs = _sparse_from_pb(m.draft_probs, tokens) if m.HasField("draft_probs") else None
-    return Block(m.session, m.base_len, m.prefix_hash, tokens, probs)
+    _require(not (alternatives and probs), "a block with alternatives and draft_probs, expected one of them")
+    return Block(m.session, m.base_len, m.prefix_hash, tokens, probs, alternatives)
 
 
 def _attach_to_pb(m: Attach) -> pb.Attach:
@@ -258,6 +263,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         answer=pb.DraftAnswer.Name(m.answer),
         waits=m.waits,
         least_chance=m.least_chance,
+        alternatives=m.alternatives,
     )
 
 
@@ -283,6 +289,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         answer=DraftAnswer(m.answer),
         waits=m.waits,
         least_chance=m.least_chance,
+        alternatives=m.alternatives,
     )
 
 

@@ -99,6 +99,11 @@ class Open:
     max_draft_tokens: int
     target_address: str = ""
 
+    @property
+    def may_branch(self) -> bool:
+        """Whether the target's own draws decide, and look at no tokens but by attention: for alternatives they must."""
+        return (self.sampling.greedy or self.acceptance is Acceptance.COUPLED) and not self.sampling.penalised
+
 
 @value
 class Close:
@@ -124,14 +129,21 @@ class Block:
     prefix_hash: int
     tokens: tuple[int, ...]
     draft_probs: SparseProbs | None = None
+    alternatives: tuple[int, ...] = ()  # to the first of the tokens
+
+    @property
+    def size(self) -> int:
+        """Draft tokens in all."""
+        return len(self.tokens) + len(self.alternatives)
 
     def first(self, count: int) -> "Block":
-        """The block cut to its first tokens."""
-        if count >= len(self.tokens):
+        """The block cut to so many tokens, alternatives last."""
+        if count >= self.size:
             return self
         probs = self.draft_probs
         kept = SparseProbs(probs.token_ids[:count], probs.weights[:count]) if probs is not None else None
-        return replace(self, tokens=self.tokens[:count], draft_probs=kept)
+        left = max(0, count - len(self.tokens))
+        return replace(self, tokens=self.tokens[:count], draft_probs=kept, alternatives=self.alternatives[:left])
 
 
 @value
@@ -168,6 +180,7 @@ class Verdict:
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     waits: bool = True
     least_chance: float = 0.0
+    alternatives: bool = False
 
 
 @value

@@ -138,18 +138,20 @@ class SparseProbs(_message.Message):
     def __init__(self, width: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("session", "base_len", "prefix_hash", "tokens", "draft_probs")
+    __slots__ = ("session", "base_len", "prefix_hash", "tokens", "draft_probs", "alternatives")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     session: str
     base_len: int
     prefix_hash: int
     tokens: bytes
     draft_probs: SparseProbs
-    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ...) -> None: ...
+    alternatives: bytes
+    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., alternatives: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")
@@ -178,7 +180,7 @@ class NoDraft(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "waits", "least_chance", "hidden_states", "answer")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "waits", "least_chance", "alternatives", "hidden_states", "answer")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +192,7 @@ class Verdict(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     LEAST_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     session: str
@@ -203,9 +206,10 @@ class Verdict(_message.Message):
     draft_tokens: int
     waits: bool
     least_chance: float
+    alternatives: bool
     hidden_states: bytes
     answer: DraftAnswer
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., waits: _Optional[bool] = ..., least_chance: _Optional[float] = ..., hidden_states: _Optional[bytes] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., waits: _Optional[bool] = ..., least_chance: _Optional[float] = ..., alternatives: _Optional[bool] = ..., hidden_states: _Optional[bytes] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")

@@ -34,6 +34,7 @@ class FlashInfer:
     """`library` is the module flashinfer."""
 
     name = "flashinfer"
+    takes_alternatives = False
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library

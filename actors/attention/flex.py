@@ -21,6 +21,7 @@ class Flex:
     """`kernel` has the signature of torch's flex_attention."""
 
     name = "flex"
+    takes_alternatives = False
 
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel

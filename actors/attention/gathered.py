@@ -22,6 +22,7 @@ class Gathered:
     """Copies each group's keys and values together, then attends."""
 
     name = "gathered"
+    takes_alternatives = True
 
     def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "GatheredPlan":
         return GatheredPlan(rows, cache)
@@ -38,6 +39,8 @@ class RowGroup:
     real: Tensor | None  # (real queries,) places in the padded queries that are none of the padding; None: all
     key_at: Tensor | slice  # (count x keys,) places in the pool
     positions: Tensor  # (count, queries)
+    places: Tensor  # (count, queries)
+    seen: Tensor  # (count, queries) last of the keys from the first on that a query sees; further on, only its own
     all_visible: bool  # every query sees every key, but for a window
 
 
@@ -105,7 +108,7 @@ class GatheredPlan:
         if address not in self._masks:
             at = rows.positions.unsqueeze(2)
             key_at = torch.arange(rows.keys, device=at.device)
-            hidden = key_at > at
+            hidden = (key_at > rows.seen.unsqueeze(2)) & (key_at != rows.places.unsqueeze(2))
             if window is not None:
                 hidden |= key_at <= at - window
             scores = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=at.device)
@@ -114,7 +117,8 @@ class GatheredPlan:
 
 
 class _GroupDraft:
-    """A group before its integers are on the device: `integers` are query_at, real, positions, tables and ends."""
+    """A group before its integers are on the device: `integers` are query_at, real, positions, places,
+    seen, tables and ends."""
 
     def __init__(self, members: list[tuple[int, FeedRow]], rows: int, page_size: int) -> None:
         """`members`: a row and where its tokens begin in the flat batch; `rows`: how many the batch has."""
@@ -135,13 +139,15 @@ class _GroupDraft:
         self.integers: list[list[int]] = [
             [] if self.whole else query_at,
             [] if self.even else real,
+            [held[i] for (_, row), at in zip(members, offsets, strict=True) for held in (row.positions,) for i in at],
             [row.start + i for (_, row), at in zip(members, offsets, strict=True) for i in at],
+            [held[i] for (_, row), at in zip(members, offsets, strict=True) for held in (row.seen,) for i in at],
             [] if together else [page for _, row in members for page in _padded(row.pages, pages)],
             [] if together else [row.end for _, row in members],
         ]
 
     def group(self, parts: Sequence[Tensor], cache: PagedCache) -> RowGroup:
-        query_at, real, positions, tables, ends = parts
+        query_at, real, positions, places, seen, tables, ends = parts
         return RowGroup(
             count=self.count,
             queries=self.queries,
@@ -150,6 +156,8 @@ class _GroupDraft:
             real=None if self.even else real,
             key_at=self.slice or _places(tables.view(self.count, -1), ends, self.keys, cache),
             positions=positions.view(self.count, self.queries),
+            places=places.view(self.count, self.queries),
+            seen=seen.view(self.count, self.queries),
             all_visible=self.all_visible,
         )
 

@@ -9,10 +9,11 @@ from itertools import takewhile
 from torch import Tensor
 
 from actors.methods.draft_cache import Branch
-from actors.methods.outcomes import Choices
+from actors.methods.outcomes import Choices, offer
 from cluster.wants import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 
+LEAST_ALTERNATIVE = 0.1  # chance of an alternative to be sent, whatever its verification costs
 SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
 
 
@@ -41,8 +42,9 @@ class BlockDraft:
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
-    state: Tensor | None = None  # (hidden,) what the logits were made of at the outcome's last place
+    state: Tensor | None = None  # (hidden,) what the logits were made of at the place just before the block
     unverified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
+    main: "BlockDraft | None" = None  # a root's that reads an alternative: the one that reads what it is one to
     logits: int = 1  # are wanted of the last so many of the tokens to feed
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
@@ -58,7 +60,7 @@ class BlockDraft:
         """The last token so far, the outcome's if none was drafted, and the state that it was taken after."""
         if self.drafted:
             return self.drafted[-1].state, self.drafted[-1].token
-        return self.state, self.outcome[-1]
+        return self.state, (self.outcome or self.want.tokens)[-1]
 
     @property
     def choices(self) -> list[Choices]:
@@ -66,8 +68,8 @@ class BlockDraft:
 
     @property
     def by_model(self) -> list[DraftedToken]:
-        """The first tokens, as far as the model itself named them."""
-        return list(takewhile(lambda token: not token.by_head, self.drafted))
+        """The first tokens that are offered, as far as the model itself named them."""
+        return list(takewhile(lambda token: not token.by_head, self.drafted[: self.offered[0]]))
 
     @property
     def is_root(self) -> bool:
@@ -138,8 +140,17 @@ class BlockDraft:
 
     @property
     def address(self) -> tuple[int, tuple[int, ...]]:
-        """Base length and tokens."""
-        return self.base_len, self.tokens
+        """Hash of what it comes after and tokens, of what is offered."""
+        return self.base_hash, self.tokens[: self.offered[0]]
+
+    @property
+    def offered(self) -> tuple[int, tuple[int, ...]]:
+        """How many of the tokens are, and the alternatives to the first of them."""
+        if self.is_root or not self.drafted or not self.want.may_branch:
+            return len(self.drafted), ()
+        first, survivals = self.drafted[0], [token.survival for token in self.drafted]
+        least_chance = max(self.least_chance, LEAST_ALTERNATIVE)
+        return offer(first.token, first.choices, survivals, self.max_tokens, least_chance)
 
     def forget_guesses(self) -> None:
         """A forward has read on: what the recurrent head made of it is named anew."""
@@ -156,4 +167,7 @@ class BlockDraft:
         if self.ratio:
             drafted = self.drafted
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
-        return Proposal(want.open.session, self.base_len, self.base_hash, self.tokens, probs, self.outcome)
+        kept, alternatives = self.offered
+        name, tokens, outcome = want.open.session, self.tokens[:kept], self.outcome
+        at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
+        return Proposal(name, self.base_len, self.base_hash, tokens, probs, outcome, alternatives, at_once)

@@ -37,6 +37,8 @@ OUTCOMES = 8  # that are drafted for after a rejection; as many where there is n
 GUESSED = 16  # the same where a recurrent head names their first tokens; of so many in a pass it does
 GUESS_TOKENS = 2  # each
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
+FEW = 4  # decided tokens that are fed once more for each alternative
+ALTERNATIVE_FIRST = 0.5  # how urgent it is to read an alternative under verification; to read the block itself is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,16 @@ class DraftingLimits:
     pass_tokens: int = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """States at the places where the verdict over a block may stop accepting, by the tokens accepted up to there."""
+
+    base_len: int  # tokens before the block
+    states: dict[tuple[int, ...], Tensor]  # each (hidden,)
+
+
 _Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
-"""By base length and tokens of a block: what the model thought of at its first positions."""
+"""By hash of what a block comes after, and its tokens: what the model thought of at its first positions."""
 
 
 class DraftModel:
@@ -79,6 +89,7 @@ class DraftModel:
         self._ids: list[int] = token_ids.tolist()
         self._ahead_time = ForwardTime()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
+        self._read: dict[str, _Read] = {}  # by session, of the block read last
 
     @property
     def tokens_per_forward(self) -> int:
@@ -97,6 +108,7 @@ class DraftModel:
         for name in sessions:
             self._cache.close(name)
             self._considered.pop(name, None)
+            self._read.pop(name, None)
         if self._cache.is_idle:
             self._cache.check()
 
@@ -108,13 +120,33 @@ class DraftModel:
 
     def _propose_now(self, wants: Sequence[Want]) -> list[Proposal]:
         drafts = [self._begin(want, want.tokens, want.max_tokens) for want in wants]
-        active, busy = drafts, _sessions(wants)
+        self._name_at_once(drafts)
+        active, busy = [draft for draft in drafts if not draft.drafted], _sessions(wants)
         while active:
             active = [draft for draft in self._advance(active, busy) if not draft.is_complete]
         for draft in drafts:
             self._cache.publish(draft.branch, len(draft.want.tokens))
             self._considered[draft.want.open.session] = {draft.address: draft.by_model}
         return [draft.proposal() for draft in drafts]
+
+    def _name_at_once(self, drafts: Sequence[BlockDraft]) -> None:
+        """Has the recurrent head name what follows verdicts, if the states just before their last tokens are known.
+
+        A forward would name it better, but takes several times as long, and the target may be waiting. Where one of the
+        sessions needs a forward, all have it: their blocks leave together.
+        """
+        found = [self._state_before_last(draft) for draft in drafts]
+        if self._further is not None and all(state is not None for state in found):
+            for draft, state in zip(drafts, found, strict=True):
+                draft.state = state
+            self._go_on(drafts, self._further, GUESS_TOKENS, never)
+
+    def _state_before_last(self, draft: BlockDraft) -> Tensor | None:
+        """What the logits of the last decided token's place were made of, (hidden,), if that was read and will do."""
+        tokens, read = draft.want.tokens, self._read.pop(draft.want.open.session, None)
+        if read is None or read.base_len >= len(tokens) or not _is_argmax(draft):
+            return None
+        return read.states.get(tokens[read.base_len : -1])
 
     def _begin(self, want: Want, tokens: tuple[int, ...], max_tokens: int) -> BlockDraft:
         branch = self._cache.resume(want.open.session, tokens)
@@ -147,12 +179,23 @@ class DraftModel:
             took_s = self._clock() - began
             if advanced:
                 self._ahead_time.learn(len(chosen), took_s)
+            self._remember([draft for draft in advanced if draft.is_root])
             after = [d for draft in advanced if draft.is_root for d in self._branch_out(draft, self._outcomes(draft))]
             self._guess(after, interrupted)
             begun += after
             open_ends += after + [draft for draft in advanced if not draft.is_root and not draft.is_done]
             early(_proposals([draft for draft in begun if draft.is_done or not draft.ratio]))
         return [draft for draft in begun if not draft.is_root]
+
+    def _remember(self, roots: Sequence[BlockDraft]) -> None:
+        """What was read of blocks under verification."""
+        for root in roots:
+            base_len, session = len(root.want.tokens), root.want.open.session
+            if (read := self._read.get(session)) is None or read.base_len != base_len:
+                read = self._read[session] = _Read(base_len, {})
+            for place, token in enumerate(root.drafted):
+                if token.state is not None:
+                    read.states[root.tokens[:place]] = token.state
 
     def _rows_ahead(self, limit: int, left_s: float) -> int:
         """Two forwards of few rows bring the likeliest blocks sooner, and further, than one of many."""
@@ -165,7 +208,7 @@ class DraftModel:
         Where a recurrent head, or a lookup, named some of the block, the root reads what the model thinks of them.
         """
         block = want.unverified or ()
-        known = self._considered.get(want.open.session, {}).get((len(want.tokens), block), [])
+        known = self._considered.get(want.open.session, {}).get((want.prefix_hash, block), [])
         root = self._begin(want, (*want.tokens, *block), len(block) + 1)
         root.unverified, root.drafted, root.settled = block, list(known), len(known)
         while root.missing > len(root.pending):  # it is cached what the model would have to read
@@ -173,12 +216,31 @@ class DraftModel:
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.survival, root.prefix_hash))
             root.settled = len(root.drafted)
         root.logits = root.missing
-        return [root] if root.logits > 1 else [root, *self._branch_out(root, rejections(block, root.choices))]
+        roots = [root, *self._alternatives_of(root)]
+        if root.logits > 1:
+            return roots
+        return [*roots, *self._branch_out(root, rejections(block, root.choices, want.alternatives))]
+
+    def _alternatives_of(self, root: BlockDraft) -> list[BlockDraft]:
+        """A root for each alternative under verification."""
+        want, cached = root.want, min(len(root.branch.tokens), len(root.want.tokens))
+        roots = []
+        is_known = len(want.tokens) - cached <= FEW  # else each alternative would have the prompt read once more
+        for token in want.alternatives if is_known else ():
+            branch, prefix_hash = self._cache.fork(root.branch, cached), extend_hash(want.prefix_hash, token)
+            found = BlockDraft(want, branch, [*want.tokens[cached:], token], want.prefix_hash, max_tokens=2)
+            found.unverified, found.main, found.chance, found.settled = (token,), root, ALTERNATIVE_FIRST, 1
+            found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0, prefix_hash)]
+            roots.append(found)
+        return roots
 
     def _outcomes(self, root: BlockDraft) -> list[Outcome]:
         """What the verdict may bring of which the root has told just now."""
         block, (*there, after) = root.unverified or (), root.choices
-        told = rejections(block, there) if root.logits > 1 else []
+        if root.main is not None:
+            first = root.main.choices[:1]
+            return continuations(block, accepted_chance(block, first), after) if first else []
+        told = rejections(block, there, root.want.alternatives) if root.logits > 1 else []
         return told + continuations(block, accepted_chance(block, there), after)
 
     def _branch_out(self, root: BlockDraft, outcomes: list[Outcome]) -> list[BlockDraft]:
@@ -188,7 +250,8 @@ class DraftModel:
         drafts: list[BlockDraft] = []
         most = OUTCOMES if self._further is None else GUESSED
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[:most]:
-            room = min(want.max_tokens, block_room(want.open, base + len(outcome)))
+            most_tokens = want.max_tokens - (root.main is not None)  # its place is taken by the alternative, fed again
+            room = min(most_tokens, block_room(want.open, base + len(outcome)))
             cached = base + len(outcome) - 1
             if chance < LEAST_CHANCE or room <= 0 or not stops.isdisjoint(outcome) or cached > len(root.branch.tokens):
                 continue

@@ -6,6 +6,7 @@ Pure. An outcome is the verdict's tokens: some of the block's, and then one that
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,36 @@ def accepted_chance(block: Sequence[int], known: Sequence[Choices]) -> float:
     return math.prod(there.chance_of(token) for token, there in zip(block, known, strict=False))
 
 
-def rejections(block: Sequence[int], known: Sequence[Choices]) -> list[Outcome]:
-    """Another token in the place of one of the block's."""
+def rejections(block: Sequence[int], known: Sequence[Choices], alternatives: Sequence[int] = ()) -> list[Outcome]:
+    """Another token in the place of one of the block's; but alternatives to the first are as good as the block's."""
     found = []
     reached = 1.0
+    drafted_too = set(alternatives)
     for position, (drafted, there) in enumerate(zip(block, known, strict=False)):
-        accepted = tuple(block[:position])
-        found += [((*accepted, token), reached * chance) for token, chance in there if token != drafted]
+        accepted, expected = tuple(block[:position]), {drafted} | drafted_too
+        found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
+        drafted_too = set()
         reached *= there.chance_of(drafted)
     return found
+
+
+def offer(
+    drafted: int, at_first: Choices, survivals: Sequence[float], most: int, least_chance: float
+) -> tuple[int, tuple[int, ...]]:
+    """How many of a block's tokens to send, and which alternatives to the first: the likeliest, at most so many in all.
+
+    `drafted` is the first token and `at_first` what it was chosen from; `survivals` are the chances that each of the
+    block's tokens, and all before it, is accepted.
+    """
+    likely = takewhile(lambda choice: choice[1] >= least_chance, at_first)
+    others, kept = [choice for choice in likely if choice[0] != drafted], len(survivals)
+    while others and kept + len(others) > most:
+        _, least = others[-1]
+        if kept > 1 and survivals[kept - 1] < least:
+            kept -= 1
+        else:
+            others.pop()
+    return kept, tuple([token for token, _ in others])
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:

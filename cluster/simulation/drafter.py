@@ -6,6 +6,7 @@ The counterpart of `actors/draft.py`.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from cluster.costs import DraftCost
 from cluster.drafting import DraftBook
@@ -34,7 +35,8 @@ class OracleMethod:
         name, base = want.open.session, len(want.tokens)
         script = self._scripts[name]
         assert want.tokens == script.tokens[:base], f"{name}: drafted after tokens that were never decided"
-        return Proposal(name, base, want.prefix_hash, script.drafted(base, want.max_tokens, self._draft))
+        tokens, alternatives = self._drafted(want, base, want.max_tokens)
+        return Proposal(name, base, want.prefix_hash, tokens, alternatives=alternatives)
 
     def ahead(self, want: Want, limit: int) -> list[Proposal]:
         """One block for each of the `limit` likeliest outcomes."""
@@ -44,16 +46,26 @@ class OracleMethod:
             base = len(want.tokens) + len(outcome)
             room = min(want.max_tokens, block_room(want.open, base))
             if room > 0:
-                tokens = self._scripts[want.open.session].drafted(base, room, self._draft)
+                tokens, alternatives = self._drafted(want, base, room)
                 prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
-                found.append(Proposal(want.open.session, base, prefix_hash, tokens, outcome=outcome))
+                name = want.open.session
+                found.append(Proposal(name, base, prefix_hash, tokens, outcome=outcome, alternatives=alternatives))
         return found
+
+    def _drafted(self, want: Want, base: int, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens from position `base` on, and alternatives to the first, so many in all."""
+        script, draft = self._scripts[want.open.session], self._draft
+        if not (draft.branches and want.may_branch) or room < 2:
+            return script.drafted(base, room, draft), ()
+        return script.drafted(base, room - 1, draft), (script.second_choice(base, draft.acceptance(0), draft),)
 
     def _outcome(self, want: Want, place: int | None) -> tuple[int, ...]:
         """The second choice comes at `place` of the block; or all of it is accepted, and the first choice follows."""
         script, block, base = self._scripts[want.open.session], want.unverified or (), len(want.tokens)
         if place is None:
             return (*block, script.choice(base + len(block), self._draft.acceptance(len(block))))
+        if place == 0 and want.alternatives:
+            return want.alternatives[0], script.choice(base + 1, self._draft.acceptance(0))
         return (*block[:place], script.second_choice(base + place, self._draft.acceptance(place), self._draft))
 
     def _places(self, block_len: int) -> list[int | None]:
@@ -81,8 +93,9 @@ class _Due:
             return self
         whole, named = self.proposal, self.width * max(0, forwards - self.after)
         tokens = whole.tokens[:named]
-        cut = Proposal(whole.session, whole.base_len, whole.prefix_hash, tokens, whole.draft_probs, whole.outcome)
-        return _Due(cut, self.width, self.after)
+        return _Due(
+            replace(whole, tokens=tokens, alternatives=whole.alternatives if tokens else ()), self.width, self.after
+        )
 
 
 @value

@@ -77,11 +77,13 @@ class DraftModel:
     """How good the draft model is.
 
     `acceptances` are those of a block's tokens, each given the ones before it; the last one holds for all further
-    tokens. Where the draft model is wrong, its second choice is right with chance `runner_up`.
+    tokens. Where the draft model is wrong, its second choice is right with chance `runner_up`. If it `branches`, it
+    offers that one too for a block's first token.
     """
 
     acceptances: tuple[float, ...]
     runner_up: float = 0.4
+    branches: bool = False
 
     def acceptance(self, index: int) -> float:
         return self.acceptances[min(index, len(self.acceptances) - 1)]

@@ -21,12 +21,16 @@ def ordeal(seed: int) -> Setting:
     load = _load(rng)
     return Setting(
         _costs(rng),
-        Speculation(rng.randrange(7), DraftModel((rng.uniform(0.3, 1.0),)), rng.choice(list(Mode))),
+        Speculation(rng.randrange(7), _draft(rng), rng.choice(list(Mode))),
         load,
         _fleet(rng, load),
         random_adversity(seed, span_s=1.0),
         seed,
     )
+
+
+def _draft(rng: random.Random) -> DraftModel:
+    return DraftModel((rng.uniform(0.3, 1.0),), branches=rng.random() < 0.5)
 
 
 def _costs(rng: random.Random) -> CostModel:

@@ -44,10 +44,12 @@ class OracleEngine:
     def _answer(self, row: Row) -> Outcome:
         assert row.session in self._sessions, f"{row.session} was closed, or never opened"
         script = self._scripts[row.session]
-        base = row.start + len(row.tokens) - row.draft_len
+        base = row.start + row.known
         self._write(row)
         assert self._has_cached(row, base), f"{row.session}: its cache is not what was decided"
-        accepted = script.agreed(base, row.tokens[len(row.tokens) - row.draft_len :])
+        accepted, own = script.agreed(base, row.draft), script.tokens[base]
+        if not accepted and own in row.to_first:
+            return Outcome(row.session, 1, script.tokens[base + 1], own)
         return Outcome(row.session, accepted, script.tokens[base + accepted])
 
     def _has_cached(self, row: Row, length: int) -> bool:

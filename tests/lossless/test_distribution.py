@@ -105,9 +105,15 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
         assert world.verifier.is_idle
         assert world.book.is_idle
     assert p_value(setting, samples) > FALSE_ALARM
-    assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
+    assert counts["guess_hit"] > len(samples) / 40, "guesses hardly ever mattered, so this showed nothing"
     assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
     assert (counts["preempted"] > FEW_WORLDS / 10) == (pages < 4096)
+
+
+def with_best_two_swapped(logits: Tensor) -> Tensor:
+    """A drafter whose second choice is the target's first."""
+    best = logits.topk(2, dim=-1)
+    return logits.scatter(-1, best.indices, best.values.flip(-1))
 
 
 def test_a_schedule_that_looks_at_tokens_breaks_ratio():
@@ -130,10 +136,18 @@ def test_coupled_and_greedy_do_not_depend_on_drafter_schedule_or_length(acceptan
     if acceptance is Acceptance.RATIO and not sampling.greedy:
         pytest.skip("sampled ratio output may depend on the drafter; only its distribution is fixed")
 
+    accepted: list[int] = []
+
     def outputs(drafter: Tensor, schedule, block_len: int) -> list[tuple[int, ...]]:
         setting = Setting(TARGET, drafter, acceptance, schedule, block_len, new_tokens=12, sampling=sampling)
-        return World(setting, 50, seed=13).run()
+        world = World(setting, 50, seed=13)
+        found = world.run()
+        accepted.append(world.alternatives_accepted)
+        return found
 
     plain = outputs(TARGET, calm, block_len=0)
     for name, schedule, block_len in [("good", calm, 5), ("good", stormy, 3), ("adversarial", near_patience, 2)]:
         assert outputs(DRAFTERS[name], schedule, block_len) == plain
+    for schedule in (calm, stormy):
+        assert outputs(with_best_two_swapped(TARGET), schedule, 3) == plain
+    assert sum(accepted[-2:]) > 5, "alternatives hardly ever mattered, so this showed nothing of them"

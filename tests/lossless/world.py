@@ -137,6 +137,7 @@ class World:
         self._now, self._order = 0.0, count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
+        self.alternatives_accepted = 0
         self.sessions = {f"s{i}": self._session(f"s{i}") for i in range(sessions)}
 
     def run(self) -> list[tuple[int, ...]]:
@@ -185,6 +186,7 @@ class World:
             return
         self._stepping = True
         outcomes = self._executor.step(plan)
+        self.alternatives_accepted += sum(outcome.alternative is not None for outcome in outcomes)
         self._check_pages(plan)
 
         def end() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from actors.acceptance import Decision, DrawAddress, accept, draw
+from actors.acceptance import Decision, DrawAddress, accept, draw, match
 from actors.noise import Purpose, key, uniform_scalar
 from actors.sampling import process
 from protos.messages import Acceptance, Sampling, SparseProbs
@@ -232,3 +232,32 @@ def test_decided_tokens_stay_in_the_allowed_set_though_margins_are_tiny(rule, sa
         decision = accept(rule, False, logits, (0, 7), sparse({0: 1, 7: 1}, {7: 1, 0: 1}), at(seed))
         seen |= {*(0, 7)[: decision.accepted], decision.next_token}
     assert seen == set(range(size))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([5, 6, 7, 8, 9], Decision(2, 7)),  # the block itself
+        ([5, 1, 7, 8, 9], Decision(1, 1)),
+        ([3, 6, 7, 8, 9], Decision(1, 8, 3)),  # an alternative, and what follows it
+        ([4, 6, 7, 8, 9], Decision(1, 9, 4)),
+        ([2, 6, 7, 8, 9], Decision(0, 2)),  # neither
+    ],
+)
+def test_an_alternative_stands_where_the_targets_own_token_is_that_one(own, expected):
+    assert match(own, (5, 6), (3, 4)) == expected
+
+
+def test_an_alternative_that_is_the_first_token_again_changes_nothing():
+    assert match([5, 6, 7, 9], (5, 6), (5,)) == Decision(2, 7)
+
+
+def test_what_follows_an_alternative_is_drawn_as_a_second_token():
+    """With the noise of its place, as it would be drawn had it been drafted first."""
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))  # after the prefix, two drafts, and another
+    at = DrawAddress(seed=11, choice=0, position=5)
+    own = draw(logits[:1], at)[0]
+    wrong = ((own + 1) % 9, 0)
+    found = accept(Acceptance.COUPLED, False, logits, wrong, None, at, (own,))
+    as_first = accept(Acceptance.COUPLED, False, logits[[0, 3]], (own,), None, at)
+    assert found == Decision(1, as_first.next_token, own)

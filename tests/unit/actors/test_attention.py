@@ -91,6 +91,29 @@ def test_rows_of_unequal_lengths_attend_each_to_its_own(backend, window):
     torch.testing.assert_close(found, torch.cat(expected))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_alternative_sees_what_is_before_the_token_that_it_may_replace_and_itself(window):
+    """Beside rows without; as plain attention over each continuation alone would have it."""
+    cache = a_cache()
+    query, new = random_input(5, 4 + 6 + 2)
+    rows = [a_row((7,), 0, 4), a_row((5,), 0, 2)]
+    backend = Gathered()
+    RaggedBatch(rows, cache, backend).attend(0, query[:6], new[:6], 0.3, window)
+    # Decided: four places, and the last token; drafted: two that follow one another, and two alternatives to the first.
+    tree = FeedRow((1,) * 5, 4, 5, (7, 2, 9), alternatives=2)
+    batch = RaggedBatch([tree, a_row((5,), 2, 1)], cache, backend)
+    assert batch.positions.tolist() == [4, 5, 6, 5, 5, 2]
+    found = batch.attend(0, query[6:], new[6:], 0.3, window)
+    last, first, second, one, other = [new[at : at + 1] for at in range(6, 11)]
+    chain = plain_attention(query[6:9], torch.cat([new[:4], last, first, second]), window)
+    apart = [
+        plain_attention(query[at : at + 1], torch.cat([new[:4], last, token]), window)
+        for at, token in ((9, one), (10, other))
+    ]
+    beside = plain_attention(query[11:], torch.cat([new[4:6], new[11:]]), window)
+    torch.testing.assert_close(found, torch.cat([chain, *apart, beside]))
+
+
 def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
     """A mask gives a weight of nought, and nought times NaN is NaN: one session's overflow would end all others."""
     cache = a_cache(pages=6)

@@ -42,21 +42,25 @@ def draft_probs(draw: st.DrawFn, draft: tuple[int, ...]) -> SparseProbs | None:
 @st.composite
 def blocks(draw: st.DrawFn) -> Block:
     draft = tuple(draw(st.lists(tokens, max_size=4)))
+    rule, sampling = draw(st.sampled_from(Acceptance)), draw(st.sampled_from(SAMPLINGS))
+    may_branch = (rule is Acceptance.COUPLED or sampling.greedy) and not sampling.penalised
     return Block(
-        rule=draw(st.sampled_from(Acceptance)),
-        sampling=draw(st.sampled_from(SAMPLINGS)),
+        rule=rule,
+        sampling=sampling,
         draft=draft,
         draft_probs=draw(draft_probs(draft)),
         generated=draw(st.lists(tokens, max_size=5)),
         at=DrawAddress(draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 3)), draw(st.integers(0, 999))),
+        alternatives=tuple(draw(st.lists(tokens, max_size=3))) if draft and may_branch else (),
     )
 
 
 def one_by_one(step: list[Block], logits: Tensor) -> list[Decision]:
     found = []
     for block, part in zip(step, logits.split([block.positions for block in step]), strict=True):
-        processed = process(part, block.sampling, block.generated, block.draft)
-        found.append(accept(block.rule, block.sampling.greedy, processed, block.draft, block.draft_probs, block.at))
+        processed = process(part, block.sampling, block.generated, (*block.draft, *block.alternatives))
+        greedy, told = block.sampling.greedy, (block.draft_probs, block.at, block.alternatives)
+        found.append(accept(block.rule, greedy, processed, block.draft, *told))
     return found
 
 

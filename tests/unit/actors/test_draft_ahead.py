@@ -424,3 +424,42 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
     assert {guess.session for guess in guesses} <= {"other"}
     method.close(["lost", "other"])
     assert method.is_idle
+
+
+# ---------------------------------------------------------------- alternatives under verification
+
+
+def branching_ahead(want: Want, method: DraftModel) -> tuple[Proposal, list[Proposal]]:
+    (block,) = method.propose([want], never)
+    ahead = replace(ahead_of(want, block), alternatives=block.alternatives)
+    return block, method.propose([ahead], never)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_what_follows_an_alternative_is_guessed_and_never_that_it_is_rejected(sampling):
+    accepted: set[int] = set()
+    for prefix in PREFIXES:
+        want = replace(a_want(prefix, 3, sampling=sampling), may_branch=True)
+        block, guesses = branching_ahead(want, a_method(PrefixRunner(scale=1.0)))
+        outcomes = {guess.outcome for guess in guesses}
+        assert not {(token,) for token in block.alternatives} & outcomes
+        accepted |= {outcome[0] for outcome in outcomes if outcome[0] in block.alternatives and len(outcome) == 2}
+    assert accepted
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_the_block_for_a_right_guess_after_an_alternative_is_what_would_have_been_drafted(sampling):
+    """Tokens as an undisturbed model drafts them; the runner's memory checks every page that is read."""
+    seen = 0
+    for prefix in PREFIXES:
+        want = replace(a_want(prefix, 4, sampling=sampling), may_branch=True)
+        method = a_method(PrefixRunner(scale=1.0))
+        block, guesses = branching_ahead(want, method)
+        for guess in [guess for guess in guesses if guess.outcome[0] in block.alternatives]:
+            later = replace(after(want, *guess.outcome), max_tokens=3)  # one less: the alternative is fed again
+            (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([later], never)
+            assert replace(guess, outcome=()) == fresh
+            seen += 1
+        method.close(["s"])
+        assert method.is_idle
+    assert seen > 3

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actors.acceptance import DrawAddress, draw
 from actors.cache import FeedRow
+from actors.methods.outcomes import Choices, offer
 from actors.sampling import process
 from cluster.pages import PageCopy
 from protos.messages import Acceptance, Sampling
@@ -309,3 +310,28 @@ def test_a_model_that_computes_nonsense_still_gives_tokens():
         (proposal,) = a_method(Nonsense()).propose([want], never)
         assert len(proposal.tokens) == 3
         assert all(0 <= token < VOCABULARY for token in proposal.tokens)
+
+
+# ---------------------------------------------------------------- alternatives
+
+
+def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_are_alternatives():
+    choices = Choices((4, 5, 6, 7), (0.5, 0.4, 0.3, 0.05))
+    assert offer(4, choices, (0.5, 0.45), 4, 0.1) == (2, (5, 6))
+    assert offer(4, choices, (0.5, 0.35), 3, 0.1) == (2, (5,))
+    assert offer(4, choices, (0.5, 0.2), 3, 0.1) == (1, (5, 6))
+    assert offer(4, choices, (0.5, 0.45), 4, 0.35) == (2, (5,)), "what is not worth its verification is not sent"
+    assert offer(4, choices, (0.5,), 1, 0.1) == (1, ()), "the first token itself stays"
+    assert offer(7, choices, (0.05,), 2, 0.1) == (1, (4,)), "whatever it was"
+
+
+def test_a_block_has_alternatives_where_it_may_and_no_more_tokens_than_were_asked_for():
+    want = a_want((1, 2), 3)
+    (plain,) = a_method(SpyRunner()).propose([want], never)
+    (block,) = a_method(SpyRunner()).propose([replace(want, may_branch=True)], never)
+    assert plain.alternatives == ()
+    likeliest = LOGITS[2].softmax(-1).topk(4)
+    assert (plain.tokens[0], *block.alternatives) == tuple(likeliest.indices.tolist())[: 1 + len(block.alternatives)]
+    assert block.tokens == plain.tokens[: len(block.tokens)]
+    assert block.alternatives
+    assert len(block.tokens) + len(block.alternatives) == 3

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from actors.draft import Drafter
@@ -12,14 +13,17 @@ from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.toy import ToyRunner
+from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting import DrafterLimits
 from cluster.wants import Proposal, Want
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
-from tests.unit.cluster.samples import an_open
+from protos.prefix import Prefix
+from tests.unit.cluster.samples import KEY, an_open
 
 VOCABULARY, SESSIONS = 8, 2
+LIMITS = DrafterLimits(VOCABULARY, 100, SESSIONS)
 
 
 class InterruptedMethod(DraftModel):
@@ -50,7 +54,7 @@ class OfflineDrafter(Drafter):
 
 
 def a_drafter(method: Any, draft_ahead: bool = False) -> OfflineDrafter:
-    return OfflineDrafter(method, DrafterLimits(VOCABULARY, 100, SESSIONS), "v", "m", draft_ahead)
+    return OfflineDrafter(method, LIMITS, "v", "m", draft_ahead)
 
 
 def to_open(session: str) -> Open:
@@ -116,6 +120,44 @@ class EndlessMethod:
     def observe(self, verdict: Verdict) -> None: ...
 
     def close(self, sessions: Sequence[str]) -> None: ...
+
+
+class OneToken:
+    """Drafts a token for whoever wants one, at once or by a forward."""
+
+    needs = TargetNeeds()
+    tokens_per_forward = 1
+
+    def __init__(self, at_once: bool) -> None:
+        self.made = 0
+        self._at_once = at_once
+
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
+        self.made += 1
+        return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (1,), is_at_once=self._at_once) for w in wants]
+
+    def observe(self, verdict: Verdict) -> None: ...
+
+    def close(self, sessions: Sequence[str]) -> None: ...
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_blocks_that_took_no_forward_say_nothing_of_what_drafting_costs(at_once):
+    method = OneToken(at_once)
+    profile = DraftCost(forward=ForwardCost.linear(0.01))
+    drafter = OfflineDrafter(method, LIMITS, "v", "m", draft_ahead=False, profile=profile)
+    stream, _ = drafter.router_up(Hello("router", "v", "m"))
+    loop = asyncio.create_task(drafter.run())
+    drafter.router_frame(stream, Decoded((to_open("a"),)))
+    await until(lambda: method.made == 1)
+    drafter._target_frame("t1", Decoded((Verdict("a", 1, 2, Prefix(KEY, (1, 2)).hash, (3,), 0, 0),)))
+    await until(lambda: method.made == 2)
+    drafter.router_frame(stream, Decoded((Close("a", 1), to_open("b"))))
+    await until(lambda: method.made == 3)
+    assert (drafter.timing.pace.steps > 0) is not at_once
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await drafter.close()
 
 
 async def test_what_is_wanted_for_sure_interrupts_drafting_ahead_and_nothing_else_does():

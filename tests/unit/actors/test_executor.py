@@ -65,6 +65,18 @@ def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
     assert [row.logits for row in runner.fed[-1]] == [0, 4, 1, 1]
 
 
+def test_an_alternative_that_the_target_would_say_is_accepted_with_what_follows_it():
+    runner = SpyRunner()
+    executor = StepExecutor(runner, runner.vocabulary)
+    right = NEXT[4]
+    wrong = (right + 1) % VOCABULARY
+    row = a_row("s", (4, wrong, 0, 6, right), 2, draft_len=2, alternatives=2)
+    (outcome,) = executor.step(StepPlan((), (an_open("s", tokens=(1, 2, 4)),), (row,)))
+    assert outcome == Outcome("s", 1, NEXT[right], right)
+    assert outcome.tokens_of(row) == (right, NEXT[right])
+    assert runner.fed[-1] == [FeedRow((4, wrong, 0, 6, right), 2, 5, (0,), alternatives=2)]
+
+
 def test_pages_and_copies_reach_the_runner_as_they_were_planned():
     runner = SpyRunner()
     executor = StepExecutor(runner, runner.vocabulary)

@@ -21,8 +21,9 @@ from actors.runner import ModelRunner
 from cluster.errors import ModelError
 from cluster.wants import Proposal, Want
 from protos.messages import Acceptance
+from protos.prefix import Prefix
 from tests.unit.actors.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, never
-from tests.unit.cluster.samples import GREEDY
+from tests.unit.cluster.samples import GREEDY, KEY
 
 HIDDEN, WIDE = 8, 12
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 32}
@@ -292,3 +293,78 @@ def test_thoughts_are_told_early_and_better_ones_after_them():
     right = [sum(by_model[outcome] == first for outcome, first in firsts(guesses, 1).items()) for guesses in told]
     assert right == sorted(right)
     assert right[0] < right[-1] == len(by_model)
+
+
+# ---------------------------------------------------------------- at once
+
+
+@pytest.mark.parametrize("outcome", [(1,), (5, 2), (5, 6, 3)], ids=["none stands", "one stands", "all stand"])
+def test_after_a_verdict_that_was_not_guessed_the_head_names_a_block_without_a_forward(outcome):
+    """It has the state that the last token was decided after: the block under verification was read meanwhile."""
+    runner, want = SpyRunner(), a_want((1, 2), 3)
+    method = a_method(runner, Following)
+    method.propose([within(ahead(want), 1)], never)
+    read = len(runner.fed)
+    later = after(want, *outcome)
+    (block,) = method.propose([later], never)
+    assert len(runner.fed) == read
+    (by_model,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
+    assert block == replace(by_model, is_at_once=True)
+    (ahead_again,) = [replace(later, unverified=block.tokens)]
+    method.propose([within(ahead_again, len(runner.fed) + 1)], never)
+    assert runner.read[-1] == (*later.tokens, *block.tokens), "the forward that was saved is made up for"
+
+
+def test_after_an_accepted_alternative_too():
+    runner, want = SpyRunner(), replace(a_want((1, 2), 3), may_branch=True)
+    method = a_method(runner, Following)
+    method.propose([within(replace(ahead(want), alternatives=(7, 8)), 1)], never)
+    read = len(runner.fed)
+    later = replace(after(want, 8, 3), may_branch=False)
+    (block,) = method.propose([later], never)
+    assert len(runner.fed) == read
+    (by_model,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
+    assert block == replace(by_model, is_at_once=True)
+
+
+def test_what_was_not_read_in_time_is_read_after_the_verdict():
+    runner, want = SpyRunner(), a_want((1, 2), 3)
+    method = a_method(runner, Following)
+    method.propose([ahead(want)], lambda: True)
+    (block,) = method.propose([after(want, 5, 2)], never)
+    assert len(runner.fed) == 1
+    assert len(block.tokens) == 3
+
+
+def test_where_one_session_needs_a_forward_all_have_it():
+    runner, want, other = SpyRunner(), a_want((1, 2), 3), a_want((3, 4), 3, session="new")
+    method = a_method(runner, Following)
+    method.propose([within(ahead(want), 1)], never)
+    blocks = method.propose([after(want, 5, 2), other], never)
+    assert {len(block.tokens) for block in blocks} == {3}
+    assert not any(block.is_at_once for block in blocks)
+
+
+def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
+    """As after a broken stream: no token has been decided since."""
+    runner, want = SpyRunner(), a_want((1, 2), 3)
+    method = a_method(runner, Mistaken)
+    method.propose([within(ahead(want), 1)], never)
+    (block,) = method.propose([want], never)
+    assert block.tokens[0] == int(LOGITS[2].argmax())
+
+
+@pytest.mark.parametrize("rules", [{"sampling": DRAWN, "acceptance": rule} for rule in Acceptance])
+def test_where_tokens_are_sampled_nothing_is_named_at_once(rules):
+    runner, want = SpyRunner(), a_want((1, 2), 3, **rules)
+    method = a_method(runner, Following)
+    method.propose([within(ahead(want), 1)], never)
+    read = len(runner.fed)
+    method.propose([after(want, 5, 2)], never)
+    assert len(runner.fed) == read + 1
+
+
+def after(want: Want, *tokens: int) -> Want:
+    """The want for a block once the verdict has brought these."""
+    whole = (*want.tokens, *tokens)
+    return replace(want, tokens=whole, prefix_hash=Prefix(KEY, whole).hash, unverified=None)

@@ -1,6 +1,7 @@
 """The paged cache and the attention over it, against the same models run plainly by transformers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,22 @@ def test_a_rollback_leaves_no_trace(plain):
     check(plain, [row(table, right[8:], 8, 4)], [right])
     other = tokens_of(7, 3)
     check(plain, [row(table, other, 0, 3)], [other])
+
+
+def test_alternatives_give_what_each_in_its_place_would_give_and_one_that_is_fed_again_leaves_no_trace(plain):
+    """Beside another row; the accepted one goes to where the rejected block was."""
+    text, other = tokens_of(40, 17), tokens_of(41, 9)
+    decided, (first, second, one, two), further = text[:11], text[11:15], text[15:]
+    at, beside, *_ = TABLES
+    plain.runner.forward([row(at, decided[:10], 0, 0), row(beside, other[:7], 0, 0)])
+    fed = (decided[10], first, second, one, two)
+    tree = replace(row(at, fed, 10, 5), alternatives=2)
+    found = plain.runner.forward([tree, row(beside, other[7:], 7, 2)])
+    block = plain.logits((*decided, first, second), 3)
+    alone = [plain.logits((*decided, token), 1) for token in (one, two)]
+    expected = torch.cat([block, *alone, plain.logits(other, 2)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    check(plain, [row(at, (two, *further), 11, 3)], [(*decided, two, *further)])
 
 
 def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):

@@ -12,7 +12,7 @@ from cluster.pages import PageCopy
 
 ids = st.integers(0, 2**31 - 1)
 tuples = st.lists(ids, max_size=6).map(tuple)
-rows = st.builds(FeedRow, tokens=tuples, start=ids, logits=ids, pages=tuples)
+rows = st.builds(FeedRow, tokens=tuples, start=ids, logits=ids, pages=tuples, alternatives=ids)
 CPU = torch.device("cpu")
 
 
@@ -40,15 +40,15 @@ class Wire:
             tensor.copy_(self.sent.pop(0))  # fails unless the follower expects what the leader sends
 
 
-@pytest.mark.parametrize("tokens", [3, STEP_NUMBERS - 9, STEP_NUMBERS - 8, STEP_NUMBERS - 7, 3 * STEP_NUMBERS])
+@pytest.mark.parametrize("tokens", [3, STEP_NUMBERS - 10, STEP_NUMBERS - 9, STEP_NUMBERS - 8, 3 * STEP_NUMBERS])
 def test_a_step_of_any_length_is_sent_whole_and_short_ones_in_one_message(tokens):
     """Shorter than a message, just one, one number more, and much longer."""
     wire = Wire()
-    step = [FeedRow(tuple(range(tokens)), 5, 1, (9,))]  # 8 numbers beside the tokens
+    step = [FeedRow(tuple(range(tokens)), 5, 1, (9,))]  # 9 numbers beside the tokens
     numbers = to_tensor(step, [])
-    assert len(numbers) == tokens + 8
+    assert len(numbers) == tokens + 9
     send_step(numbers, wire, CPU)
-    assert len(wire.sent) == (1 if tokens + 8 <= STEP_NUMBERS else 2)
+    assert len(wire.sent) == (1 if tokens + 9 <= STEP_NUMBERS else 2)
     assert len(wire.sent[0]) == STEP_NUMBERS
     wire.rank = 1
     assert from_tensor(receive_step(wire, CPU)) == (step, [])

@@ -31,6 +31,8 @@ def an_open(session: str = "s", **changes: Any) -> Open:
     return replace(PLAIN_OPEN, session=session, **changes)
 
 
-def a_block(before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s") -> Block:
+def a_block(
+    before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s", alternatives: tuple[int, ...] = ()
+) -> Block:
     """A block that continues exactly `before`."""
-    return Block(session, len(before), Prefix(KEY, before).hash, tokens)
+    return Block(session, len(before), Prefix(KEY, before).hash, tokens, None, alternatives)

@@ -102,8 +102,10 @@ class Desk:
     def attach(self, tokens: tuple[int, ...], session: str = "s", drafter: str = DRAFTER) -> list[Send]:
         return self.verifier.attach(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
 
-    def block(self, before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s") -> None:
-        self.verifier.block(DRAFTER, a_block(before, tokens, session), self.now)
+    def block(
+        self, before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s", others: tuple[int, ...] = ()
+    ) -> None:
+        self.verifier.block(DRAFTER, a_block(before, tokens, session, others), self.now)
 
     def step(self) -> list[Send]:
         plan = self.verifier.plan(self.now)
@@ -133,7 +135,10 @@ class Desk:
         assert row.start <= len(known), "a row begins beyond what is known of its session"
         known[row.start : end] = row.tokens
         assert cached == tuple(known[:end]), "the pages hold another text than the session's"
-        accepted, base = 0, end - row.draft_len
+        accepted, base = 0, row.start + row.known
+        own = next_token(cached[:base])
+        if own in row.to_first and own not in row.draft[:1]:
+            return Outcome(row.session, 1, next_token((*cached[:base], own)), own)
         while accepted < row.draft_len and next_token(cached[: base + accepted]) == cached[base + accepted]:
             accepted += 1
         return Outcome(row.session, accepted, next_token(cached[: base + accepted])) if row.decide else None
@@ -1233,3 +1238,153 @@ def test_blocks_of_one_session_never_go_to_another():
     assert isinstance(by_session["a"], Verdict)
     assert isinstance(by_session["b"], Verdict)
     assert (by_session["a"].drafted, by_session["b"].drafted) == (0, 2)
+
+
+# ---------------------------------------------------------------- alternatives
+
+PROMPT = (1, 2, 3)
+
+
+def a_branching_desk(**changes: Any) -> tuple[Desk, tuple[int, ...]]:
+    """One session past its prompt, and what was decided so far, prompt included."""
+    desk = Desk(**changes)
+    desk.open(tokens=PROMPT, max_len=20, max_draft_tokens=4)
+    desk.attach(PROMPT)
+    verdict = only_verdict(desk.step(), DRAFTER)
+    assert verdict.alternatives
+    return desk, PROMPT + verdict.tokens
+
+
+def test_an_alternative_is_accepted_with_the_token_after_it_and_fed_again_for_it_lay_elsewhere():
+    desk, before = a_branching_desk()
+    right = text(before, 4)
+    wrong = (right[0] + 1) % VOCABULARY
+    desk.block(before, (wrong, 9), others=((wrong + 1) % VOCABULARY, right[0]))
+    verdict = only_verdict(desk.step())
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[:2], 1, 4)
+    desk.block((*before, *right[:2]), right[2:3])
+    assert only_verdict(desk.step()).tokens == right[2:4]
+    row = desk.rows[-1][0]
+    assert (row.tokens, row.start) == (right[:3], len(before)), "the alternative, the token after it, and a draft"
+    assert desk.finish() == {"s": text(PROMPT, 17)[len(before) + 1 :]}
+
+
+def test_after_an_alternative_a_session_waits_for_its_block_as_any_other_and_is_asked_for_one_token_less():
+    desk, before = a_branching_desk(patience=lambda _: 5.0, hold=5.0)
+    right = text(before, 2)
+    desk.block(before, ((right[0] + 1) % VOCABULARY,), others=right[:1])
+    assert only_verdict(desk.step(), DRAFTER).draft_tokens == 3
+    assert desk.verifier.plan(desk.now) is None
+    desk.block((*before, *right), (7,))
+    assert desk.verifier.plan(desk.now) is not None
+
+
+def test_a_block_that_has_become_too_long_loses_its_alternatives_first():
+    block = a_block((1, 2), (3, 4), alternatives=(5, 6))
+    assert (block.size, block.first(4)) == (4, block)
+    assert block.first(3) == a_block((1, 2), (3, 4), alternatives=(5,))
+    assert block.first(2) == a_block((1, 2), (3, 4))
+    assert block.first(1) == a_block((1, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    ("session", "limits"),
+    [
+        ({"acceptance": Acceptance.RATIO, "sampling": Sampling()}, {}),
+        ({"sampling": Sampling(temperature=0.0, presence_penalty=1.0)}, {}),
+        ({}, {"alternatives": False}),
+    ],
+    ids=["ratio", "penalties", "an engine without"],
+)
+def test_alternatives_are_neither_asked_for_nor_taken_where_they_could_not_be_verified(session, limits):
+    desk = Desk(**limits)
+    desk.open(tokens=PROMPT, **session)
+    desk.attach(PROMPT)
+    verdict = only_verdict(desk.step(), DRAFTER)
+    assert not verdict.alternatives
+    desk.block(PROMPT + verdict.tokens, (7,), others=(8,))
+    assert desk.dropped == {"alternatives": 1}
+
+
+def test_alternatives_count_where_a_block_may_be_too_long():
+    desk, before = a_branching_desk()
+    desk.block(before, (1, 2), others=(3, 4, 5))
+    assert desk.dropped == {"too_long": 1}
+    desk.block(before, (1, 2), others=(3, VOCABULARY))
+    assert desk.dropped == {"too_long": 1, "out_of_vocabulary": 1}
+
+
+def test_a_session_that_lost_its_pages_after_an_alternative_goes_on_with_the_same_text():
+    """Too few pages for both: one is preempted, whatever was to be fed again, and computed anew."""
+    desk = Desk(pages=9)
+    texts = {}
+    for name, prompt in (("old", (1, 2, 3)), ("young", (4, 5, 6))):
+        desk.open(name, tokens=prompt, max_len=30, max_draft_tokens=4)
+        desk.attach(prompt, name)
+        texts[name] = (prompt, text(prompt, 27))
+    got: dict[str, tuple[int, ...]] = {"old": (), "young": ()}
+    while desk.verifier.load()["sessions"] or desk.verifier.load()["queued"]:
+        for receiver, message in desk.step():
+            if receiver == ROUTER:
+                got[message.session] += message.tokens
+                prompt, whole = texts[message.session]
+                so_far = len(got[message.session])
+                if so_far + 2 < len(whole):
+                    wrong = (whole[so_far] + 1) % VOCABULARY
+                    before = prompt + got[message.session]
+                    desk.block(before, (wrong,), message.session, others=(whole[so_far],))
+    assert got == {name: whole for name, (_, whole) in texts.items()}
+    assert desk.verifier.preempted > 0
+
+
+# ---------------------------------------------------------------- how long blocks take
+
+
+def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[Fleet]]:
+    """What pacing was told of all sessions' blocks, at each ask."""
+    told: list[Fleet] = []
+
+    class Telling(Steady):
+        def ask(self, blocks: Yield, fleet: Fleet, limit: int, load: Load) -> tuple[Ask, Yield]:
+            told.append(fleet)
+            return super().ask(blocks, fleet, limit, load)
+
+    desk = Desk(**limits)
+    desk.verifier = Verifier(desk.limits, Telling(lambda _: 0.0))
+    return desk, told
+
+
+def a_round(desk: Desk, session: str, before: tuple[int, ...], delay_s: float) -> tuple[int, ...]:
+    """A block of one token comes so long after the verdict before; all tokens after the next verdict."""
+    desk.now += delay_s
+    desk.block(before, (next_token(before),), session)
+    verdicts = {m.session: m for to, m in desk.step() if to == ROUTER and isinstance(m, Verdict)}
+    return before + verdicts[session].tokens
+
+
+def test_the_first_block_of_a_drafter_does_not_say_how_long_blocks_take_for_it_read_the_prompt():
+    desk, told = a_desk_that_tells()
+    desk.open(tokens=PROMPT)
+    desk.attach(PROMPT)
+    tokens = PROMPT + only_verdict(desk.step()).tokens
+    tokens = a_round(desk, "s", tokens, 5.0)
+    assert told[-1].delay.weight == 0
+    a_round(desk, "s", tokens, 0.01)
+    assert told[-1].delay.base_s == pytest.approx(0.01)
+
+
+def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
+    desk, told = a_desk_that_tells(max_sessions=4)
+    desk.open(tokens=PROMPT)
+    desk.attach(PROMPT)
+    tokens = PROMPT + only_verdict(desk.step()).tokens
+    for _ in range(2):
+        tokens = a_round(desk, "s", tokens, 0.01)
+    for name in "abc":
+        desk.open(name, tokens=(7, 8))
+    desk.step()
+    assert told[-1].delay.weight == 0, "with four at once nothing is known yet"
+    for name in "abc":
+        desk.verifier.close(ROUTER, Close(name, 1), desk.now)
+    desk.step()
+    assert told[-1].delay.base_s == pytest.approx(0.01)

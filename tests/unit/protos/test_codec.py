@@ -88,7 +88,8 @@ def blocks(draw: st.DrawFn) -> Block:
         weight = st.integers(1, 2**16 - 1)
         weights = tuple((*[draw(weight) for _ in row], *[0] * (width - len(row))) for row in rows)
         probs = SparseProbs(padded, weights)
-    return Block(draw(NAMES), draw(U32), draw(U64), tokens, probs)
+    alternatives = draw(token_lists(0, 3)) if probs is None else ()
+    return Block(draw(NAMES), draw(U32), draw(U64), tokens, probs, alternatives)
 
 
 @st.composite
@@ -106,6 +107,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         finish=draw(st.sampled_from(Finish)),
         hidden_states=draw(st.binary(max_size=8)),
         answer=draw(st.sampled_from(DraftAnswer)),
+        alternatives=draw(st.booleans()),
     )
 
 
