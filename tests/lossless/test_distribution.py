@@ -90,7 +90,7 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
         DRAFTERS["good"],
         acceptance,
         schedule,
-        new_tokens=5,
+        new_tokens=6,
         ahead=2,
         interruption=0.1,
         pages=pages,
@@ -105,7 +105,7 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
         assert world.verifier.is_idle
         assert world.book.is_idle
     assert p_value(setting, samples) > FALSE_ALARM
-    assert counts["guess_hit"] > len(samples) / 40, "guesses hardly ever mattered, so this showed nothing"
+    assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
     assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
     assert (counts["preempted"] > FEW_WORLDS / 10) == (pages < 4096)
 
