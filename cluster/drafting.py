@@ -8,7 +8,6 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from cluster.backpressure import Capacity
 from cluster.cadence import Cadence
@@ -73,6 +72,7 @@ class DraftBook:
         self._closed: list[str] = []  # for the drafting method, with the next pass
         self._capacity = Capacity(limits.max_sessions)
         self._cadences: dict[str, Cadence] = {}  # by target
+        self._resting: set[str] = set()  # targets whose latest word was that they ask for nothing
         self._ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
         self.counts: Counter[str] = Counter()
 
@@ -101,6 +101,8 @@ class DraftBook:
         if known is not None:
             self._closed.append(request.session)  # what the method remembers of it may be what is wrong
         session = _Session(request, router, Prefix(request.hash_key, request.tokens))
+        if request.target_address in self._resting:
+            session.asked = 0  # until it answers the Attach: reading a prompt takes long, and may be for nothing
         self._sessions[request.session] = session
         return [self._attach(session)]
 
@@ -128,6 +130,7 @@ class DraftBook:
 
     def target_gone(self, target: str) -> None:
         """The stream broke: nothing is drafted for its sessions until it is back or they are opened elsewhere."""
+        self._resting.discard(target)
         for session in self._sessions.values():
             if session.open.target_address == target:
                 session.attached = False
@@ -145,16 +148,18 @@ class DraftBook:
             self.counts["verdict_mismatch"] += 1
             return [self._resync(session)]
         was_sent = session.sent_len == verdict.base_len
+        is_latest = verdict.base_len + len(verdict.tokens) >= session.prefix.length
         new = verdict.tokens[session.prefix.length - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
-            return []  # heard before
+            if is_latest:
+                self._take_ask(session, verdict)
+            return []  # all that it decides was heard before
         if new and max(new) >= self._limits.vocabulary:
             self.counts["verdict_invalid"] += 1
             self._forget(verdict.session)
             return []
         session.prefix.extend(new)
-        session.asked, session.least_chance = verdict.draft_tokens, verdict.least_chance
-        session.may_branch = verdict.alternatives
+        self._take_ask(session, verdict)
         self._ahead.discard(verdict.session)
         if session.step_began is not None:
             self._cadences[target] = self._cadence(target).after(now - session.step_began)
@@ -283,6 +288,13 @@ class DraftBook:
 
     # ------------------------------------------------------------ helpers
 
+    def _take_ask(self, session: _Session, verdict: Verdict) -> None:
+        """What the target asks for from now on."""
+        session.asked, session.least_chance = verdict.draft_tokens, verdict.least_chance
+        session.may_branch = verdict.alternatives
+        note = self._resting.discard if session.asked else self._resting.add
+        note(session.open.target_address)
+
     def _wants_block(self, session: _Session) -> bool:
         """Whether one should be drafted now."""
         return session.passed_len != session.prefix.length and self._lacks_block(session)
@@ -324,12 +336,16 @@ class DraftBook:
         return [self._block(session, proposal)]
 
     def _note_block(self, late: bool) -> list[Send]:
-        """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first."""
+        """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first.
+
+        Not those that nothing is asked for: they take no time that another could have.
+        """
         excess = self._capacity.note(late, len(self._sessions))
         if not excess:
             return []
         sends: list[Send] = []
-        for name, given_up in list(islice(self._sessions.items(), excess)):
+        drafted_for = [(name, session) for name, session in self._sessions.items() if session.asked]
+        for name, given_up in drafted_for[:excess]:
             self.counts["given_up"] += 1
             self._forget(name)
             why = "blocks come too late for so many sessions"
@@ -350,6 +366,7 @@ class DraftBook:
 
     def _hit(self, session: _Session, proposal: Proposal) -> None:
         self.counts["guess_hit"] += 1
+        self._sessions.move_to_end(proposal.session)
         session.proposed_len = session.sent_len = proposal.base_len
         session.unverified, session.alternatives = proposal.tokens, proposal.alternatives
 

@@ -147,7 +147,7 @@ class Session:
         """Commits what the current attempt decided at exactly this length and hash; all else is void."""
         current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
-        if not (current and here):
+        if not (current and here and verdict.tokens):
             self.counts.void += 1
             return []
         self._prefix.extend(verdict.tokens)

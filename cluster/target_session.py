@@ -100,10 +100,10 @@ class TargetSession:
                 return now - decided
         return None
 
-    def attached(self, drafter: str, knows_of_ask: bool) -> None:
-        """A drafter has caught up with the session; it may have been told what is asked of it on the way."""
+    def attached(self, drafter: str) -> None:
+        """A drafter is told what it missed of the session and what is asked of it."""
         self.drafter, self.told_len, self.is_read = drafter, self.prefix.length, False
-        self.rests = knows_of_ask and not self.ask.tokens
+        self.rests = not self.ask.tokens
 
     def for_drafter(self, verdict: Verdict) -> Verdict | None:
         """What the drafter is told of a verdict, and all that it was not told before; nothing while it rests."""

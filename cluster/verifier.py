@@ -107,8 +107,11 @@ class Verifier:
         self._forget(name)
         room = BlockRoom(self._limits.room.blocks, self._counts)
         prefix = Prefix(request.hash_key, request.tokens)
-        self._seats.queue[name] = TargetSession(request, router, prefix, room, waiting_since=now)
+        session = TargetSession(request, router, prefix, room, waiting_since=now)
+        self._seats.queue[name] = session
         self._admit(now)
+        if name in self._seats.queue:
+            self._ask(session)  # so that its drafter has read the prompt when it gets its place
         waiting = self._unopened.take(name)
         if waiting is None:
             return []
@@ -133,23 +136,20 @@ class Verifier:
     # ------------------------------------------------------------ what a drafter says
 
     def attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
-        """Sends the session's verdicts to this drafter from now on, and first what it missed."""
+        """Sends the session's verdicts to this drafter from now on, and first what it missed and what it is asked for."""
         session = self._seats.find(attach.session)
         if session is None:
             self._unopened.attach(drafter, attach, now)
             return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
-        missed = tuple(session.prefix.tokens[attach.have_len :])
-        session.attached(drafter, knows_of_ask=bool(missed))
-        if not missed:
-            return []
+        session.attached(drafter)
         catch_up = Verdict(
             attach.session,
             session.open.attempt,
             attach.have_len,
             attach.have_hash,
-            missed,
+            tuple(session.prefix.tokens[attach.have_len :]),
             accepted=0,
             drafted=0,
             draft_tokens=session.asked,
@@ -180,8 +180,9 @@ class Verifier:
         self._silent.heard(drafter)
         session = self._seats.find(no_draft.session)
         if session is not None and session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
-            self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
-            session.no_draft_len = no_draft.base_len
+            session.no_draft_len, session.is_heard = no_draft.base_len, True
+            if not any(taken is session for taken, _ in self._in_step):  # else it need not have been in a hurry
+                self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
 
     def detach(self, drafter: str, detach: Detach) -> None:
         """The drafter has left the session, which goes on plainly; blocks that arrived stay good."""

@@ -269,7 +269,8 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
 
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
     tokens = _int32_tuple(m.tokens, "tokens")
-    _require(len(tokens) > 0, "a verdict decides no token")
+    only_asks = m.drafted == 0 and Finish(m.finish) is Finish.NONE
+    _require(len(tokens) > 0 or only_asks, "a verdict decides no token")
     _require(
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",

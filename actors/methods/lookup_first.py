@@ -1,7 +1,7 @@
 """Looks the continuation up in the text, and asks the draft model where it does not occur there.
 
 Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Which
-of the two drafts is a function of the prefix alone, so ratio acceptance stays exact. Knows nothing of streams.
+of the two drafts depends on tokens before the block alone, so ratio acceptance stays exact. Knows nothing of streams.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from actors.methods import Early, TargetNeeds, dismiss
-from cluster.wants import Proposal, Want
+from cluster.wants import Proposal, Want, block_room
 from protos.messages import Verdict
+from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
 
@@ -45,8 +46,9 @@ class PromptLookup:
         self._longest, self._shortest = longest, shortest
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        """Nothing ahead: a lookup takes no time once the verdict is in."""
-        return [self._propose(want) for want in wants if want.unverified is None]
+        """Ahead at most one each: for the case that the text goes on as it did before."""
+        found = [self._propose(want) if want.unverified is None else self._propose_ahead(want) for want in wants]
+        return [proposal for proposal in found if proposal is not None]
 
     def observe(self, verdict: Verdict) -> None:
         """Everything it needs comes with the next want."""
@@ -55,5 +57,24 @@ class PromptLookup:
         """There is nothing to forget."""
 
     def _propose(self, want: Want) -> Proposal:
-        found = look_up(want.tokens, want.max_tokens, self._longest, self._shortest)
-        return Proposal(want.open.session, len(want.tokens), want.prefix_hash, found)
+        return Proposal(
+            want.open.session, len(want.tokens), want.prefix_hash, self._after(want.tokens, want.max_tokens)
+        )
+
+    def _propose_ahead(self, want: Want) -> Proposal | None:
+        """A block after all of the block under verification and the token that the text has next.
+
+        Where that is nothing: no block, for a target that goes on without waiting for one; else None.
+        """
+        block = want.unverified or ()
+        outcome = (*block, *self._after((*want.tokens, *block), 1))
+        base = (*want.tokens, *outcome)
+        is_over = len(outcome) == len(block) or outcome[-1] in want.open.stop_ids
+        room = 0 if is_over else min(want.max_tokens, block_room(want.open, len(base)))
+        if room > 0 and (found := self._after(base, room)):
+            prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
+            return Proposal(want.open.session, len(base), prefix_hash, found, outcome=outcome)
+        return None if block else Proposal(want.open.session, len(want.tokens), want.prefix_hash, ())
+
+    def _after(self, tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
+        return look_up(tokens, most, self._longest, self._shortest)

@@ -54,13 +54,21 @@ def test_each_session_is_served_by_the_right_one_and_once() -> None:
     assert model.sessions == ["new"], "it is not even asked when there is nothing to ask it for"
 
 
-def test_drafting_ahead_is_left_to_the_model_which_can_be_interrupted() -> None:
+def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_be_interrupted() -> None:
     model = Asked()
     method = LookupFirst(PromptLookup(3, 2), model)
-    (proposal,) = method.propose([replace(a_want("repeating", REPEATING), unverified=(7, 5))], never)
-    assert proposal.outcome == (7, 5)
-    assert model.sessions == ["repeating"]
+    copied, new = a_want("repeating", REPEATING), a_want("new", NEW)
+    proposals = method.propose([replace(copied, unverified=(7, 5)), replace(new, unverified=(7,))], never)
+    assert [(p.session, p.outcome) for p in proposals] == [("repeating", (7, 5, 6)), ("new", (7,))]
+    assert model.sessions == ["new"]
     assert model.interrupted is never
+
+
+def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    (proposal,) = method.propose([replace(a_want("new", NEW), unverified=())], never)
+    assert proposal.tokens == (9,)
 
 
 def test_closing_reaches_the_model() -> None:

@@ -22,6 +22,7 @@ from protos.messages import (
     Finish,
     LiveSession,
     NoDraft,
+    Open,
     Refusal,
     RefusalReason,
     Resync,
@@ -46,8 +47,18 @@ class Book:
         self.book = DraftBook(LIMITS, draft_ahead, min_confidence)
         self.now = 0.0
 
-    def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
-        return self.book.open(router, an_open(session, **{"tokens": (1, 2), "target_address": TARGET} | changes))
+    def open(self, session: str = "s", router: str = ROUTER, asks: int | None = None, **changes: Any) -> list[Send]:
+        """The target answers that it asks for blocks of `asks` tokens; None: it has not answered yet."""
+        request = an_open(session, **{"tokens": (1, 2), "target_address": TARGET} | changes)
+        sends = self.book.open(router, request)
+        if asks is not None and any(isinstance(message, Attach) for _, message in sends):
+            self.book.verdict(request.target_address, self.answer(request, asks), self.now)
+        return sends
+
+    def answer(self, request: Open, asks: int) -> Verdict:
+        """What the target says to an Attach that missed nothing."""
+        length, prefix_hash = len(request.tokens), hash_of(*request.tokens)
+        return Verdict(request.session, request.attempt, length, prefix_hash, (), 0, 0, draft_tokens=asks)
 
     def verdict(self, before: tuple[int, ...], *tokens: int, session: str = "s", **changes: Any) -> list[Send]:
         verdict = Verdict(session, 1, len(before), hash_of(*before), tokens, 0, 0)
@@ -233,6 +244,39 @@ def test_nothing_is_drafted_while_the_target_asks_for_nothing():
 
 
 # ---------------------------------------------------------------- routers and targets come and go
+
+
+def test_while_a_target_asks_for_nothing_a_new_session_of_it_is_not_drafted_for_before_it_says_so():
+    """Reading a prompt takes long, and is for nothing where speculation does not pay."""
+    desk = Book()
+    desk.open("resting", asks=0)
+    desk.open()
+    assert desk.book.wants(9) == []
+    assert not desk.book.has_wants
+    assert desk.verdict((1, 2), draft_tokens=3, least_chance=0.5) == []
+    want = desk.want()
+    assert (want.open.session, want.max_tokens, want.least_chance) == ("s", 3, 0.5)
+    desk.book.close(ROUTER, Close("resting", 1))
+    desk.open("at another", target_address="t2", asks=0)
+    desk.open("here again")
+    assert desk.want().open.session == "here again"
+
+
+def test_of_a_target_that_is_back_nothing_is_known():
+    desk = Book()
+    desk.open("resting", asks=0)
+    desk.book.target_gone(TARGET)
+    desk.open()
+    assert desk.want().open.session == "s"
+
+
+def test_what_an_old_verdict_asked_for_that_comes_once_more_is_not_asked_for():
+    desk = Book()
+    desk.open()
+    desk.verdict((1, 2), 3, draft_tokens=2)
+    desk.verdict((1, 2, 3), 4, draft_tokens=1)
+    desk.verdict((1, 2), 3, draft_tokens=2)
+    assert desk.want().max_tokens == 1
 
 
 def test_refusals_say_what_is_wrong():
@@ -622,6 +666,30 @@ def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_takes_n
     assert isinstance(again, Refusal)
     assert again.reason is RefusalReason.OVERLOADED
     assert desk.book.load() == {"sessions": 2.0}
+
+
+def test_a_session_of_which_nothing_is_asked_is_not_given_up_for_others():
+    """It takes no time that they could have."""
+    desk = Book()
+    sessions: dict[str, tuple[int, ...]] = dict.fromkeys(("b", "c"), (1, 2))
+    for name in ("resting", *sessions):
+        desk.open(name, asks=0 if name == "resting" else 4, max_len=90)
+    (_, refusal), _ = overtaken(desk, sessions, LEAST_WINDOW)
+    assert isinstance(refusal, Refusal)
+    assert refusal.session in sessions
+
+
+def test_a_session_whose_blocks_are_guessed_is_not_the_one_unserved_for_longest():
+    desk = Book(draft_ahead=True)
+    desk.open("a", max_len=90)
+    desk.open("b", max_len=90)
+    first, second = desk.book.wants(9)
+    desk.propose(first, 3)
+    desk.propose(second, 3)
+    ahead = next(want for want in desk.book.wants_ahead(9) if want.open.session == "a")
+    desk.guess(ahead, (3, 4), 5)
+    desk.verdict((1, 2), 3, 4, session="a")
+    assert list(desk.book._sessions) == ["b", "a"]
 
 
 def test_a_drafter_that_was_still_for_long_gives_nobody_up():

@@ -60,6 +60,7 @@ VOID = {
     "a gap": {"base_len": 4},
     "an overlap": {"base_len": 2},
     "another history": {"prefix_hash": 1},
+    "nothing decided": {"tokens": ()},
 }
 
 

@@ -15,7 +15,7 @@ from cluster.load import Load
 from cluster.pacing import Ask, Awaited
 from cluster.steps import Outcome, Row, StepPlan
 from cluster.streams import Send
-from cluster.target_session import settle
+from cluster.target_session import VAIN_ROUNDS, settle
 from cluster.verifier import Verifier, VerifierLimits
 from cluster.waiting_room import RoomLimits
 from cluster.yields import PROOF, Fleet, Yield
@@ -551,7 +551,8 @@ def test_a_drafter_that_attaches_late_gets_what_it_missed_as_one_verdict():
     desk.step()
     missed = only_verdict(desk.attach((1, 2)), DRAFTER)
     assert (missed.base_len, missed.prefix_hash, missed.tokens) == (2, Prefix(KEY, (1, 2)).hash, text((1, 2), 2))
-    assert desk.attach((1, 2, *missed.tokens)) == [], "nothing was missed"
+    again = only_verdict(desk.attach((1, 2, *missed.tokens)), DRAFTER)
+    assert (again.base_len, again.tokens) == (2 + len(missed.tokens), ()), "nothing was missed"
 
 
 @pytest.mark.parametrize("tokens", [(1, 3), (1, 2, 3)], ids=["other tokens", "more tokens"])
@@ -625,14 +626,14 @@ def test_a_drafter_of_which_nothing_is_asked_hears_no_verdicts_until_something_i
     desk = Desk()
     desk.verifier = Verifier(desk.limits, Steady(lambda _: 0.0, asked_next=lambda: next(asks, 0)))
     desk.open(tokens=(1, 2), max_len=11)
-    desk.attach((1, 2))
+    first = only_verdict(desk.attach((1, 2)), DRAFTER)
     told = [[message for to, message in desk.step() if to == DRAFTER] for _ in range(9)]
     whole = (1, 2, *text((1, 2), 9))
-    (first,), nothing, (caught_up,), (second,), (rests,), *quiet, (last,) = told
-    assert nothing == []
+    nothing, still_nothing, (caught_up,), (second,), (rests,), *quiet, (last,) = told
+    assert nothing == still_nothing == []
     assert not any(quiet)
-    assert [len(verdict.tokens) for verdict in (first, caught_up, second, rests)] == [1, 2, 1, 1]
-    assert caught_up.prefix_hash == Prefix(KEY, whole[:3]).hash
+    assert [len(verdict.tokens) for verdict in (first, caught_up, second, rests)] == [0, 3, 1, 1]
+    assert caught_up.prefix_hash == Prefix(KEY, whole[:2]).hash
     assert [verdict.draft_tokens for verdict in (first, caught_up, second, rests)] == [0, 2, 2, 0]
     assert last.finish is Finish.LENGTH
     assert last.tokens == whole[last.base_len :], "the end is told, with all before it"
@@ -742,6 +743,33 @@ def test_a_drafter_that_never_has_anything_to_offer_is_soon_asked_no_more():
     assert 0 < sum(asked[100:]) < 20
 
 
+def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_not_how_long_blocks_take():
+    """The step did not wait for it, so whoever had nothing ahead need not have hurried to say so."""
+    seen: list[Yield] = []
+
+    def patience(blocks: Yield) -> float:
+        seen.append(blocks)
+        return 0.0
+
+    desk = Desk(patience, waits=False, max_context=200)
+    desk.open(max_len=150)
+    tokens: tuple[int, ...] = (1, 2, 3)
+    tokens += only_verdict(desk.step()).tokens
+    desk.attach(tokens)
+    desk.block(tokens, text(tokens, 1))
+    tokens += only_verdict(desk.step(), DRAFTER).tokens
+    before = seen[-1].arrivals
+    for _ in range(2 * VAIN_ROUNDS):
+        plan = desk.verifier.plan(desk.now)
+        assert plan is not None
+        desk.now += 0.05
+        desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+        verdict = only_verdict(desk.verifier.apply(desk.compute(plan), 0.1, desk.now), DRAFTER)
+        assert verdict.answer is not DraftAnswer.MISSED
+        tokens += verdict.tokens
+    assert (seen[-1].arrivals.delay_s, seen[-1].arrivals.vain_rounds) == (before.delay_s, 0)
+
+
 def test_having_nothing_to_offer_for_another_prefix_says_nothing():
     desk = Desk(patience=lambda _: 1.0)
     desk.open()
@@ -837,8 +865,8 @@ def test_a_verdict_says_how_much_to_draft_next_and_who_is_asked_for_nothing_is_n
     assert desk.verifier.plan(desk.now) is None
     plain = Desk(patience=lambda _: 9.0, asked=0)
     plain.open(tokens=(1, 2))
-    plain.attach((1, 2))
-    assert only_verdict(plain.step(), DRAFTER).draft_tokens == 0
+    assert only_verdict(plain.attach((1, 2)), DRAFTER).draft_tokens == 0
+    assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 1)
     assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 2)[1:]
 
 
@@ -862,7 +890,7 @@ def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
     assert desk.verifier.desyncs == 1
     assert [receiver for receiver, _ in desk.step()] == [ROUTER], "nothing more until it attaches again"
     tokens += text(tokens, 1)
-    assert desk.attach(tokens) == []
+    assert only_verdict(desk.attach(tokens), DRAFTER).tokens == ()
     assert only_verdict(desk.step(), DRAFTER).tokens == text(tokens, 1)
 
 
@@ -892,6 +920,13 @@ def test_a_queued_session_can_be_attached_closed_and_replaced():
     desk.step()
     verdict = only_verdict(desk.step(), DRAFTER)
     assert (verdict.session, verdict.tokens) == ("b", text((3, 4), 1))
+
+
+def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block_so_that_it_reads_the_prompt():
+    desk = Desk(max_sessions=1, asked=3)
+    desk.open("a", tokens=(1, 2))
+    desk.open("b", tokens=(3, 4))
+    assert only_verdict(desk.attach((3, 4), "b"), DRAFTER).draft_tokens == 3
 
 
 def test_a_full_queue_is_refused_and_so_is_what_can_never_be_served():

@@ -94,8 +94,9 @@ def blocks(draw: st.DrawFn) -> Block:
 
 @st.composite
 def verdicts(draw: st.DrawFn) -> Verdict:
-    tokens = draw(token_lists(1, 5))
+    tokens = draw(token_lists(0, 5))
     accepted = draw(st.integers(0, len(tokens)))
+    only_asks = not tokens
     return Verdict(
         session=draw(NAMES),
         attempt=draw(U32),
@@ -103,8 +104,8 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         prefix_hash=draw(U64),
         tokens=tokens,
         accepted=accepted,
-        drafted=draw(st.integers(accepted, 2**32 - 1)),
-        finish=draw(st.sampled_from(Finish)),
+        drafted=0 if only_asks else draw(st.integers(accepted, 2**32 - 1)),
+        finish=Finish.NONE if only_asks else draw(st.sampled_from(Finish)),
         hidden_states=draw(st.binary(max_size=8)),
         answer=draw(st.sampled_from(DraftAnswer)),
         alternatives=draw(st.booleans()),
@@ -239,6 +240,7 @@ BAD_BLOCKS = {
 BAD_VERDICTS = {
     "empty session": (with_fields(session=""), "session is empty"),
     "no tokens": (with_fields(tokens=b""), "decides no token"),
+    "no tokens at the end": (with_fields(tokens=b"", accepted=0, drafted=0, finish=1), "decides no token"),
     "more accepted than drafted": (with_fields(accepted=2, drafted=1), "accepted 2 of 1"),
     "more accepted than decided": (with_fields(accepted=3), "accepted 3 of 4"),
     "unknown finish": (with_fields(finish=9), "Finish"),
