@@ -136,7 +136,8 @@ class SpeculationConfig(_Frozen):
         " then verifies all, at max_draft_tokens: the executable specification that the other is compared with",
     )
     alternatives: bool = Field(
-        True, description="several candidates for a block's first token; not under ratio, nor with penalties"
+        True,
+        description="several candidates for a block's first token; not for tokens sampled under ratio, nor with penalties",
     )
     draft_ahead: bool = Field(True, description="draft past a block whose verdict is not in, on a guess")
     min_confidence: float = Field(

@@ -136,7 +136,7 @@ class Verifier:
     # ------------------------------------------------------------ what a drafter says
 
     def attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
-        """Sends the session's verdicts to this drafter from now on, and first what it missed and what it is asked for."""
+        """Sends the session's verdicts to this drafter from now on; first what it missed, and what it is asked for."""
         session = self._seats.find(attach.session)
         if session is None:
             self._unopened.attach(drafter, attach, now)

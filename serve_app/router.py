@@ -16,7 +16,7 @@ from actors.streams import Link
 from cluster.breaker import Breakers
 from cluster.errors import CapacityError, DrainingError, SlipstreamError, TargetLostError
 from cluster.membership import Endpoint, Membership
-from cluster.routing import Candidate, choose
+from cluster.routing import Candidate, choose, turn
 from cluster.session import Command, Emit, Ended, Failed, Generation, Phase, Session, ToDrafter, ToTarget
 from cluster.timeline import Timeline
 from protos import speculation_pb2 as pb
@@ -144,7 +144,7 @@ class Router:
         """Peers that are connected and not leaving."""
         busy = Counter(place(flight.session) for flight in self._flights.values())
         return {
-            address: Candidate(address, busy[address])
+            address: Candidate(address, busy[address], turn(self.peer_id, address))
             for address, link in links.items()
             if link.is_up and address in self._present
         }

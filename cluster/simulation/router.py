@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.breaker import Breakers
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
-from cluster.routing import Candidate, choose
+from cluster.routing import Candidate, choose, turn
 from cluster.session import Command, Emit, Ended, Failed, Phase, Session, ToDrafter, ToTarget
 from cluster.simulation.network import Door, Frame, Link, Network, Process
 from protos.messages import LiveSession, Refusal, RefusalReason, Resync, Verdict
@@ -47,21 +47,22 @@ class Flight:
 class Peers:
     """One pool as a router sees it: who is connected, and how many of its sessions each has."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str) -> None:
         self.links: dict[str, Link] = {}  # by address
+        self._router = router
         self._sessions: Counter[str] = Counter()
-        self._up: dict[str, int] = {}  # how many of its sessions, by address
-        self._ranked: list[tuple[int, str]] = []  # the same, least loaded first
+        self._up: dict[str, Candidate] = {}  # by address
+        self._ranked: list[tuple[int, int, str]] = []  # their sessions, turns and addresses: the next one first
 
     def up(self, address: str) -> None:
         self.down(address)
-        self._up[address] = sessions = self._sessions[address]
-        insort(self._ranked, (sessions, address))
+        self._up[address] = one = Candidate(address, self._sessions[address], turn(self._router, address))
+        insort(self._ranked, _rank(one))
 
     def down(self, address: str) -> None:
-        sessions = self._up.pop(address, None)
-        if sessions is not None:
-            del self._ranked[bisect_left(self._ranked, (sessions, address))]
+        one = self._up.pop(address, None)
+        if one is not None:
+            del self._ranked[bisect_left(self._ranked, _rank(one))]
 
     def moved(self, old: str | None, new: str | None) -> None:
         """A session left one peer for another."""
@@ -77,11 +78,15 @@ class Peers:
 
     def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
         """Up to the first that need not be avoided: a large fleet is not looked through for every session."""
-        for sessions, address in self._ranked:
+        for _, _, address in self._ranked:
             if takes(address):
-                yield Candidate(address, sessions)
+                yield self._up[address]
                 if address not in avoid:
                     return
+
+
+def _rank(one: Candidate) -> tuple[int, int, str]:
+    return one.sessions, one.turn, one.address
 
 
 class SimulatedRouter:
@@ -95,7 +100,7 @@ class SimulatedRouter:
         on_over: Callable[[Flight], None],
     ) -> None:
         self.process = process
-        self.targets, self.drafters = Peers(), Peers()
+        self.targets, self.drafters = Peers(process.address), Peers(process.address)
         self._target_wait_s, self._on_commit, self._on_over = target_wait_s, on_commit, on_over
         self._flights: dict[str, Flight] = {}  # by session
         self._waiting: dict[str, Flight] = {}  # of them, those that may lack a target or a drafter

@@ -1,11 +1,18 @@
 """The choice of a replica."""
 
-from cluster.routing import Candidate, choose
+from cluster.routing import Candidate, choose, turn
 
 
 def test_the_least_loaded_is_chosen_and_equals_by_address():
     assert choose([Candidate("b", 1), Candidate("c", 0), Candidate("a", 0)]) == "a"
     assert choose([Candidate("a", 3), Candidate("b", 1)]) == "b"
+
+
+def test_routers_that_know_nothing_of_each_other_do_not_all_begin_with_the_same_replica():
+    addresses = ("a", "b", "c", "d")
+    first = {choose(Candidate(a, 0, turn(f"router-{number}", a)) for a in addresses) for number in range(32)}
+    assert first == set(addresses)
+    assert choose([Candidate("a", 1, 0), Candidate("b", 0, 9)]) == "b", "load comes first"
 
 
 def test_a_failed_replica_is_the_last_resort():
