@@ -137,7 +137,8 @@ class SpeculationConfig(_Frozen):
     )
     alternatives: bool = Field(
         True,
-        description="several candidates for a block's first token; not for tokens sampled under ratio, nor with penalties",
+        description="several candidates for a block's first token; neither for tokens sampled under ratio nor with"
+        " penalties",
     )
     draft_ahead: bool = Field(True, description="draft past a block whose verdict is not in, on a guess")
     min_confidence: float = Field(

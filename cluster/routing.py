@@ -1,10 +1,12 @@
-"""Which replica a session goes to: a pure choice over what the router knows of each.
+"""Which replica a session goes to: a pure choice over what a router knows of each.
 
 Knows nothing of sessions' content.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 
 
@@ -16,8 +18,10 @@ class Candidate:
     sessions: int  # sessions of this router that are on it
     turn: int = 0  # its place among equals
 
-    def with_one_more(self) -> "Candidate":
-        return replace(self, sessions=self.sessions + 1)
+    @property
+    def rank(self) -> tuple[int, int, str]:
+        """The lowest is to have the next session."""
+        return self.sessions, self.turn, self.address
 
 
 def turn(router: str, address: str) -> int:
@@ -34,5 +38,52 @@ def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset())
 
     Returns None when there is no candidate at all.
     """
-    best = min(candidates, key=lambda c: (c.address in avoid, c.sessions, c.turn, c.address), default=None)
+    best = min(candidates, key=lambda c: (c.address in avoid, c.rank), default=None)
     return best.address if best else None
+
+
+class Peers:
+    """One pool as a router sees it: who takes sessions, and how many of the router's each has."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._sessions: Counter[str] = Counter()
+        self._up: dict[str, Candidate] = {}  # by address
+        self._ranked: list[tuple[int, int, str]] = []  # their ranks, the next one first
+
+    def __bool__(self) -> bool:
+        return bool(self._up)
+
+    def up(self, address: str) -> None:
+        """It takes sessions from now on, or still does."""
+        self.down(address)
+        self._up[address] = one = Candidate(address, self._sessions[address], turn(self._router, address))
+        insort(self._ranked, one.rank)
+
+    def down(self, address: str) -> None:
+        """It takes no more sessions; it may have some."""
+        one = self._up.pop(address, None)
+        if one is not None:
+            del self._ranked[bisect_left(self._ranked, one.rank)]
+
+    def moved(self, old: str | None, new: str | None) -> None:
+        """A session left one peer for another."""
+        for address, change in ((old, -1), (new, 1)):
+            if address is not None:
+                self._sessions[address] += change
+                if not self._sessions[address]:
+                    del self._sessions[address]  # who has left for good is not remembered
+                if address in self._up:
+                    self.up(address)
+
+    def choose(self, takes: Callable[[str], bool], avoid: frozenset[str] = frozenset()) -> str | None:
+        """One of those that take sessions now."""
+        return choose(self._contenders(takes, avoid), avoid)
+
+    def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
+        """Up to the first that need not be avoided: a large fleet is not looked through for every session."""
+        for _, _, address in self._ranked:
+            if takes(address):
+                yield self._up[address]
+                if address not in avoid:
+                    return

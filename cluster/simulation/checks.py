@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from cluster.simulation.drafter import SimulatedDrafter
 from cluster.simulation.oracle import Script
-from cluster.simulation.router import Flight
+from cluster.simulation.router import SimulatedFlight
 from cluster.simulation.target import SimulatedTarget
 
 LONG_AFTER_S = 3600.0  # when everything that waited for something has expired
 
 
-def check_texts(flights: Sequence[Flight], scripts: Mapping[str, Script]) -> None:
+def check_texts(flights: Sequence[SimulatedFlight], scripts: Mapping[str, Script]) -> None:
     """A session that failed committed the beginning of its plain text, all others the whole."""
     for flight in flights:
         name, committed = flight.session.generation.session, flight.session.committed

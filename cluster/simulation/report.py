@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.simulation.router import Flight
+from cluster.simulation.router import SimulatedFlight
 from protos.values import value
 
 
@@ -72,7 +72,7 @@ def median(values: Iterable[float | None]) -> float:
     return statistics.median(known) if known else 0.0
 
 
-def sums(flights: Sequence[Flight]) -> dict[str, int]:
+def sums(flights: Sequence[SimulatedFlight]) -> dict[str, int]:
     """What verification came to."""
     counts = [flight.session.counts for flight in flights]
     return {name: sum(getattr(c, name) for c in counts) for name in ("verifies", "blocks", "drafted", "accepted")}

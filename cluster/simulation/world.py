@@ -24,7 +24,7 @@ from cluster.simulation.load import ClosedLoop, Load, Poisson
 from cluster.simulation.network import Link, Network, Process
 from cluster.simulation.oracle import STOP, VOCABULARY, DraftModel, Script, script
 from cluster.simulation.report import Commit, Report, median, steady_rate, sums
-from cluster.simulation.router import Flight, SimulatedRouter
+from cluster.simulation.router import SimulatedFlight, SimulatedRouter
 from cluster.simulation.target import OracleEngine, SimulatedTarget
 from cluster.verifier import Verifier, VerifierLimits
 from protos.messages import Acceptance, Sampling
@@ -102,8 +102,8 @@ class World:
         self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # the same arrivals, whoever serves them
         self._network = Network(self.clock, setting.costs.hop_s, setting.adversity.weather, self._rng)
         self.scripts: dict[str, Script] = {}  # by session
-        self.over: list[Flight] = []
-        self.abandoned: list[Flight] = []  # whose router died
+        self.over: list[SimulatedFlight] = []
+        self.abandoned: list[SimulatedFlight] = []  # whose router died
         self._commits: list[Commit] = []
         self._process_count: Counter[str] = Counter()
         self._begun = 0
@@ -239,7 +239,7 @@ class World:
     def _note_commit(self, tokens: int) -> None:
         self._commits.append(Commit(self.clock.now, tokens))
 
-    def _note_over(self, flight: Flight) -> None:
+    def _note_over(self, flight: SimulatedFlight) -> None:
         self.over.append(flight)
         self._follow_up()
 

@@ -105,15 +105,15 @@ async def test_one_session_is_drafted_while_another_is_verified():
 
 
 def _lose_next_verdict(c: Cluster) -> list[Verdict]:
-    """Makes the drafter miss one verdict of its target."""
+    """Makes the drafter miss one verdict of its target that decides something."""
     (drafter,) = c.drafters.values()
     lost: list[Verdict] = []
     deliver = drafter._target_frame
 
     def lossy(address: str, frame: Decoded) -> None:
         if not lost:
-            lost.extend(m for m in frame.messages if isinstance(m, Verdict))
-            frame = Decoded(tuple(m for m in frame.messages if not isinstance(m, Verdict)))
+            lost.extend(m for m in frame.messages if isinstance(m, Verdict) and m.tokens)
+            frame = Decoded(tuple(m for m in frame.messages if m not in lost))
         deliver(address, frame)
 
     drafter._target_frame = lossy  # type: ignore[method-assign]

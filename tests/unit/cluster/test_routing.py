@@ -1,6 +1,6 @@
 """The choice of a replica."""
 
-from cluster.routing import Candidate, choose, turn
+from cluster.routing import Candidate, Peers, choose, turn
 
 
 def test_the_least_loaded_is_chosen_and_equals_by_address():
@@ -23,7 +23,32 @@ def test_a_failed_replica_is_the_last_resort():
 
 def test_assigning_counts_at_once():
     """Many sessions placed in one go must not all go to the replica that was idle before."""
-    assert Candidate("a", 1).with_one_more() == Candidate("a", 2)
+    peers = Peers("router")
+    for address in "abc":
+        peers.up(address)
+    chosen = []
+    for _ in range(6):
+        chosen.append(peers.choose(lambda _: True))
+        peers.moved(None, chosen[-1])
+    assert sorted(map(str, chosen[:3])) == sorted(map(str, chosen[3:])) == ["a", "b", "c"]
+
+
+def test_who_comes_back_still_has_its_sessions():
+    peers = Peers("router")
+    peers.up("a")
+    peers.moved(None, "a")
+    peers.down("a")
+    assert not peers
+    assert peers.choose(lambda _: True) is None
+    peers.up("b")
+    peers.up("a")
+    assert peers.choose(lambda _: True) == "b"
+    peers.moved("a", None)
+    peers.moved(None, "b")
+    assert peers.choose(lambda _: True) == "a"
+    assert peers.choose(lambda address: address != "a") == "b"
+    assert peers.choose(lambda _: True, avoid=frozenset({"a"})) == "b"
+    assert peers.choose(lambda address: address != "b", avoid=frozenset({"a"})) == "a"
 
 
 def test_nobody_is_nobody():
