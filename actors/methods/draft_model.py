@@ -162,18 +162,21 @@ class DraftModel:
         return _proposals(guesses)
 
     def _draft_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early) -> list[BlockDraft]:
-        """Blocks for what the verdicts may bring, by the likeliest tokens first, until the first verdict is due.
+        """Blocks for what the verdicts may bring, by the likeliest tokens first, each until its verdict is due.
 
         What there is after each forward is told early; under ratio, where one version must do, what is complete.
         """
         begun = [draft for want in wants for draft in self._begin_ahead(want)]
         self._guess(begun, interrupted)
-        open_ends, busy, until = begun, _sessions(wants), min(want.until for want in wants)
+        open_ends, busy = begun, _sessions(wants)
         limit = max(AHEAD_ROWS, ROWS_EACH * len(wants))
         took_s = 0.0  # the latest forward, and the next one will take as long
-        while open_ends and not interrupted() and (began := self._clock()) + took_s <= until:
-            open_ends = sorted(open_ends, key=lambda draft: -draft.urgency)
-            rows = self._rows_ahead(limit, until - began)
+        while not interrupted():
+            due = (began := self._clock()) + took_s
+            open_ends = sorted([d for d in open_ends if due <= d.want.until], key=lambda draft: -draft.urgency)
+            if not open_ends:
+                break
+            rows = self._rows_ahead(limit, min(draft.want.until for draft in open_ends) - began)
             chosen, open_ends = open_ends[:rows], open_ends[rows:]
             advanced = self._advance(chosen, busy, interrupted)
             took_s = self._clock() - began

@@ -82,6 +82,7 @@ class _Due:
     proposal: Proposal
     width: int  # tokens that a forward names
     after: int = 0
+    until: float = math.inf  # no forward for it begins later
 
     @property
     def forwards(self) -> int:
@@ -93,9 +94,8 @@ class _Due:
             return self
         whole, named = self.proposal, self.width * max(0, forwards - self.after)
         tokens = whole.tokens[:named]
-        return _Due(
-            replace(whole, tokens=tokens, alternatives=whole.alternatives if tokens else ()), self.width, self.after
-        )
+        proposal = replace(whole, tokens=tokens, alternatives=whole.alternatives if tokens else ())
+        return _Due(proposal, self.width, self.after, self.until)
 
 
 @value
@@ -118,16 +118,24 @@ class _Pass:
         """What there is at the end; ahead, no block is no answer."""
         return [block.proposal for block in self.blocks if block.proposal.tokens or not self.ahead]
 
-    def within(self, until: float) -> "_Pass":
-        """With no forward that ends later, but for the first one."""
-        if self.ends_s <= until or not self.forward_s:
+    def in_time(self) -> "_Pass":
+        """With no forward that ends after the verdict for which it is made, but for the first one."""
+        if not self.forward_s or self.ends_s <= min([block.until for block in self.blocks], default=math.inf):
             return self
-        return self._cut(max(1, int((until - self.began_s - self.per_pass_s) / self.forward_s)))
+        made = [self._forwards_by(block.until) for block in self.blocks]
+        blocks = tuple([block.cut(forwards) for block, forwards in zip(self.blocks, made, strict=True)])
+        left = min(self.forwards, max(made))
+        return _Pass(self.began_s, self.per_pass_s, self.forward_s, blocks, self.ahead, left)
 
     def interrupted(self, now: float) -> "_Pass":
         """It ends after the forward that is under way, with what there is by then; its first one is always made."""
         made = math.ceil((now - self.began_s - self.per_pass_s) / self.forward_s) if self.forward_s else self.forwards
         return self._cut(max(1, made))
+
+    def _forwards_by(self, until: float) -> int:
+        if until == math.inf:
+            return self.forwards
+        return max(1, int((until - self.began_s - self.per_pass_s) / self.forward_s))
 
     def _cut(self, forwards: int) -> "_Pass":
         blocks = tuple([block.cut(forwards) for block in self.blocks])
@@ -137,7 +145,7 @@ class _Pass:
 
 def _after_reading(want: Want, guess: Proposal, width: int) -> _Due:
     """What may follow all of the block under verification is known once that was read."""
-    return _Due(guess, width, after=int(len(guess.outcome) > len(want.unverified or ())))
+    return _Due(guess, width, after=int(len(guess.outcome) > len(want.unverified or ())), until=want.until)
 
 
 class SimulatedDrafter:
@@ -178,8 +186,7 @@ class SimulatedDrafter:
         elif wants := self.book.wants_ahead(self._limit):
             each = max(1, AHEAD_ROWS // len(wants))
             blocks = [_after_reading(want, guess, width) for want in wants for guess in self._method.ahead(want, each)]
-            drafting = self._new_pass(len(wants), blocks, ahead=True)
-            self._begin(drafting.within(min(want.until for want in wants)))
+            self._begin(self._new_pass(len(wants), blocks, ahead=True).in_time())
 
     def _new_pass(self, sessions: int, blocks: Sequence[_Due], ahead: bool) -> _Pass:
         rows = max(sessions, len(blocks))

@@ -313,6 +313,22 @@ def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcome
 
 
 @RULES
+def test_a_verdict_that_is_due_ends_nobody_elses_drafting_ahead(acceptance, sampling):
+    """The steps of several targets end at different times."""
+    due, other = (
+        a_want(PREFIX, 3, session=name, sampling=sampling, acceptance=acceptance) for name in ("due", "other")
+    )
+    _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), other)
+    clock = Ticking()
+    method = a_method(PrefixRunner(scale=1.0), clock=clock)
+    blocks = {block.session: block for block in method.propose([due, other], never)}
+    wants = [replace(ahead_of(due, blocks["due"]), until=clock.now), ahead_of(other, blocks["other"])]
+    found = method.propose(wants, never)
+    assert [guess for guess in found if guess.session == "other"] == whole
+    assert {guess.session for guess in found if guess.tokens} == {"other"}
+
+
+@RULES
 def test_after_a_step_without_drafts_there_is_a_block_for_each_likely_token(acceptance, sampling):
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     going_on = replace(want, max_tokens=want.open.max_draft_tokens, unverified=())
