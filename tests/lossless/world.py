@@ -20,9 +20,10 @@ from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.parallel import MaskTokens
 from actors.toy import ToyRunner
 from cluster.drafting import DraftBook, DrafterLimits
+from cluster.pacing import Adaptive, LockStep
 from cluster.pages import PageCopy
 from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
-from cluster.steps import StepPlan
+from cluster.steps import Row, StepPlan
 from cluster.streams import Send
 from cluster.verifier import Verifier, VerifierLimits
 from cluster.wants import Proposal
@@ -76,6 +77,7 @@ class Setting:
     pages: int = 4096  # of the target's cache
     width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
     recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
+    lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
 
 class ToyDraft(ToyRunner):
@@ -116,9 +118,17 @@ class World:
         self._chance = random.Random(seed + 1)
         vocabulary = int(setting.target_logits.shape[0])
         context = len(setting.prompt) + setting.new_tokens
-        limits = VerifierLimits(vocabulary, context, sessions, 8 * sessions, setting.pages, PAGE_SIZE, sessions)
-        self.verifier = Verifier(limits)
-        self.book = DraftBook(DrafterLimits(vocabulary, context, sessions))
+        limits = VerifierLimits(
+            vocabulary,
+            context,
+            max_sessions=sessions,
+            max_step_tokens=8 * sessions,
+            pages=setting.pages,
+            page_size=PAGE_SIZE,
+            max_queued=sessions,
+        )
+        self.verifier = Verifier(limits, LockStep() if setting.lock_step else Adaptive())
+        self.book = DraftBook(DrafterLimits(vocabulary, context, sessions), draft_ahead=not setting.lock_step)
         self._executor = StepExecutor(ToyRunner(setting.target_logits), vocabulary)
         self._memory = TokenMemory(PAGE_SIZE)
         cache = DraftCache(8 * sessions, PAGE_SIZE)
@@ -138,6 +148,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
         self.alternatives_accepted = 0
+        self.steps: list[tuple[Row, ...]] = []  # the target's
         self.sessions = {f"s{i}": self._session(f"s{i}") for i in range(sessions)}
 
     def run(self) -> list[tuple[int, ...]]:
@@ -185,6 +196,8 @@ class World:
                 self._after(due - self._now, lambda: None)
             return
         self._stepping = True
+        if plan.rows:
+            self.steps.append(plan.rows)
         outcomes = self._executor.step(plan)
         self.alternatives_accepted += sum(outcome.alternative is not None for outcome in outcomes)
         self._check_pages(plan)
