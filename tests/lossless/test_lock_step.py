@@ -1,0 +1,99 @@
+"""The fast loop against the slow one, which is its executable specification: draft, verify, commit, one cohort.
+
+The same sessions under both pacings; what is drawn by coupled noise, or not drawn at all, must be the same tokens.
+Sampled ratio output may depend on the blocks, so of it the distribution is compared, as in the tests of that.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from protos.messages import Acceptance, Sampling
+from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value
+from tests.lossless.test_distribution import TARGET as FEW_TOKENS
+from tests.lossless.world import EOS, Setting, World, calm, near_patience, stormy
+
+VOCABULARY, BLOCK_LEN, NEW_TOKENS = 40, 4, 24
+AT_ONCE, WORLDS = 12, 3
+SCHEDULES = [calm, stormy, near_patience]
+
+
+def logits(seed: int, scale: float) -> torch.Tensor:
+    drawn = scale * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    drawn[:, EOS] -= 2.0  # or most texts would be over before anything was drafted
+    return drawn
+
+
+TARGET = logits(21, 2.5)
+DRAFT = TARGET + logits(22, 0.6)
+
+
+def worlds(setting: Setting) -> list[World]:
+    """Run, each with a prompt and seeds of its own."""
+    made = [World(replace(setting, prompt=(1 + seed,)), AT_ONCE, seed) for seed in range(WORLDS)]
+    for world in made:
+        world.run()
+        assert world.verifier.is_idle
+        assert world.book.is_idle
+    return made
+
+
+def texts(found: list[World]) -> list[tuple[int, ...]]:
+    return [session.committed for world in found for session in world.sessions.values()]
+
+
+def counts(found: list[World]) -> Counter[str]:
+    return sum((world.book.counts for world in found), Counter[str]())
+
+
+def rows_without_block(world: World) -> int:
+    """Those with room for one, but for the first step's: that is made before any drafter is there."""
+    longest = 1 + NEW_TOKENS
+    rows = (row for step in world.steps[1:] for row in step)
+    return sum(row.draft_len == 0 and row.start + row.known + 1 < longest for row in rows)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    ("acceptance", "sampling"),
+    [
+        pytest.param(Acceptance.COUPLED, Sampling(temperature=0.0), id="greedy"),
+        pytest.param(Acceptance.RATIO, Sampling(temperature=0.0), id="greedy by ratio"),
+        pytest.param(Acceptance.COUPLED, Sampling(temperature=0.7), id="coupled"),
+        pytest.param(Acceptance.COUPLED, Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5), id="penalties"),
+    ],
+)
+def test_both_loops_decide_what_plain_decoding_does(acceptance, sampling, schedule):
+    setting = Setting(TARGET, DRAFT, acceptance, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
+    plain = texts(worlds(replace(setting, block_len=0)))
+    slow, fast = worlds(replace(setting, lock_step=True)), worlds(setting)
+    assert texts(slow) == plain
+    assert texts(fast) == plain
+    for found in (slow, fast):
+        assert sum(s.counts.accepted for world in found for s in world.sessions.values()) > len(plain)
+    assert counts(slow)["guesses"] == 0, "lock step drafts nothing ahead"
+    assert counts(fast)["guess_hit"] > 0, "nothing that was drafted ahead was used: the two loops were one"
+
+
+@pytest.mark.parametrize("schedule", [calm, near_patience], ids=lambda s: s.__name__)
+def test_lock_step_drafts_for_all_and_verifies_all(schedule):
+    """Or the comparison above would be with something else than the specification."""
+    setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, schedule, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
+    for world in worlds(replace(setting, lock_step=True)):
+        assert rows_without_block(world) == 0, "a session did not wait for its block"
+        # The first step begins as soon as one session is there.
+        cohorts = [{row.session for row in step} for step in world.steps[1:]]
+        assert all(later <= earlier for earlier, later in pairwise(cohorts)), "a session stayed out of a step"
+    assert all(rows_without_block(world) > 0 for world in worlds(setting)), "the other loop waits for all of them too"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
+def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
+    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, schedule, lock_step=True)
+    world = World(setting, SESSIONS, seed=11)
+    assert p_value(setting, world.run()) > FALSE_ALARM
+    assert world.book.counts["guesses"] == 0
+    assert sum(s.counts.drafted for s in world.sessions.values()) > SESSIONS / 5, "the drafter was hardly used"
