@@ -1,5 +1,6 @@
 """The simulator: right where formulas know the answer, the same for the same seed, and hard on what is broken."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +123,24 @@ def test_ordeals():
         assert sum(report.causes[cause] for report in reports) > 0, f"no ordeal met '{cause}'"
     failed = [report for report in reports if report.failed]
     assert len(failed) < ORDEALS / 20, "targets fail so seldom that a session is hardly ever given up"
+
+
+def test_ordeals_end_with_the_same_texts_in_lock_step():
+    """The slow loop is the specification of the fast one, in adversity too."""
+    causes = {Mode.LOCK_STEP: Counter[str](), Mode.DRAFT_AHEAD: Counter[str]()}
+    for seed in range(ORDEALS // 5):
+        setting, texts = ordeal(seed), []
+        for mode, met in causes.items():
+            world = World(replace(setting, speculation=replace(setting.speculation, mode=mode)))
+            met.update(world.run().causes)
+            whole = [flight.session for flight in world.over if flight.error is None]
+            texts.append({session.generation.session: session.committed for session in whole})
+        slow, fast = texts
+        both = slow.keys() & fast.keys()  # a lost router or target may end some in one of them alone
+        assert len(both) > len(slow | fast) / 2
+        assert {name: slow[name] for name in both} == {name: fast[name] for name in both}
+    assert causes[Mode.LOCK_STEP]["guesses"] == 0, "lock step drafts nothing ahead"
+    assert causes[Mode.DRAFT_AHEAD]["guess_hit"] > ORDEALS // 5, "what was drafted ahead hardly mattered"
 
 
 LOAD = Load(ClosedLoop(4), sessions=8, prompt_tokens=20, new_tokens=40, stopping=0.3)
