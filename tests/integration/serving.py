@@ -16,10 +16,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import SlipstreamConfig
-from serve_app.app import APPLICATION
+from serve_app.app import APPLICATION, application
 from serve_app.demo_models import demo_config
-from serve_app.local import serving
+from serve_app.local import serving, wait_until_ready
 
+EXACT = ("model.dtype=float32", "model.max_context=1024", "server.port=0")
+# What Ray counts and what the cache takes: little, for the first application has its share already.
+SMALL = ("target.resources_per_rank.num_cpus=0.1", "draft.resources.num_cpus=0.1", "target.cache_per_rank.gib=0.1")
 NEAR_TIE = 2e-3  # logits that differ by less may be ordered otherwise by another batch shape
 
 
@@ -29,6 +32,7 @@ class Served:
 
     url: str
     config: SlipstreamConfig
+    application: str = APPLICATION
 
     @cached_property
     def client(self) -> OpenAI:
@@ -41,7 +45,7 @@ class Served:
 
     def inspect(self, deployment: str) -> list[dict[str, Any]]:
         """What each replica of a deployment holds; nothing while there is none."""
-        handle = serve.get_deployment_handle(deployment, APPLICATION)
+        handle = serve.get_deployment_handle(deployment, self.application)
         try:
             return list(handle.broadcast("inspect").results(timeout_s=20))
         except (DeploymentUnavailableError, RayActorError):
@@ -52,9 +56,21 @@ class Served:
 def demo_served(*overrides: str) -> Iterator[Served]:
     """Serves the demo's config in float32 on a free port."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    config = demo_config(["model.dtype=float32", "model.max_context=1024", "server.port=0", *overrides])
+    config = demo_config([*EXACT, *overrides])
     with serving(config, Console(quiet=True)) as url:
         yield Served(url, config)
+
+
+@contextmanager
+def demo_served_beside(served: Served, name: str, *overrides: str) -> Iterator[Served]:
+    """Serves the same with other settings, as an application of its own on the cluster of the first one."""
+    beside = Served(f"{served.url}/{name}", demo_config([*EXACT, *SMALL, *overrides]), name)
+    serve.run(application(beside.config), name=name, route_prefix=f"/{name}")
+    try:
+        wait_until_ready(beside.url)
+        yield beside
+    finally:
+        serve.delete(name)
 
 
 class Reference:

@@ -14,7 +14,7 @@ from serve_app.app import APPLICATION
 from serve_app.published import cost_model
 from serve_app.ray_cluster import broadcast, deployed
 from serve_app.trace import recordings
-from tests.integration.serving import Reference, Served, demo_served
+from tests.integration.serving import Reference, Served, demo_served, demo_served_beside
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -26,8 +26,12 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor."""
-    with demo_served("target.replicas={min: 2, max: 2}", "speculation.max_draft_tokens=4") as served:
+    """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor.
+
+    What Ray counts for them leaves room for another application on two cores.
+    """
+    ranks = "target.resources_per_rank.num_cpus=0.3"
+    with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.max_draft_tokens=4") as served:
         yield served
         assert_nothing_left(served)
 
@@ -110,6 +114,25 @@ def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
     assert text(max_draft_tokens=1) == first
     assert text(max_draft_tokens=4, acceptance="coupled") == first
     assert text(max_draft_tokens=0) == first
+
+
+def test_lock_step_answers_as_the_adaptive_loop_does(served: Served) -> None:
+    """The slow loop is the specification of the fast one: draft, verify, commit."""
+
+    def answers(one: Served) -> list[str]:
+        greedy = [ask(one, prompt, 20) for prompt in PROMPTS[:2]]
+        return greedy + [ask(one, prompt, 20, temperature=0.8, seed=77) for prompt in PROMPTS[:2]]
+
+    expected = answers(served)
+    with demo_served_beside(
+        served, "lock_step", "speculation.pacing=lock_step", "speculation.max_draft_tokens=4"
+    ) as slow:
+        assert answers(slow) == expected
+        (drafter,) = slow.inspect("Drafter")
+        assert_nothing_left(slow)
+    assert drafter["counts"]["blocks"] > 0
+    assert "guesses" not in drafter["counts"], "lock step drafts nothing ahead"
+    assert sum(one["counts"].get("guesses", 0) for one in served.inspect("Drafter")) > 0, "the other loop does"
 
 
 def test_two_choices_differ(served: Served) -> None:
