@@ -17,7 +17,7 @@ from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.world import EOS, Setting, World, calm, near_patience, stormy
 
 VOCABULARY, BLOCK_LEN, NEW_TOKENS = 40, 4, 24
-AT_ONCE, WORLDS = 12, 3
+AT_ONCE, WORLDS = 8, 2
 SCHEDULES = [calm, stormy, near_patience]
 
 
