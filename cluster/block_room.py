@@ -16,6 +16,13 @@ class RoomCounts:
 
     dropped: Counter[str] = field(default_factory=Counter)  # that were not verified, by cause
     rebased: int = 0  # that came late and were verified from where the target had got to
+    accepted_tokens: int = 0
+    wasted_tokens: int = 0  # that came and were not accepted, once that is certain
+
+    def drop(self, cause: str, block: Block) -> None:
+        """The block will not be verified."""
+        self.dropped[cause] += 1
+        self.wasted_tokens += block.size
 
 
 class BlockRoom:
@@ -25,6 +32,7 @@ class BlockRoom:
         self.ready_since = 0.0  # when the block that is ready came
         self._limit, self._counts = limit, counts
         self._blocks: dict[tuple[int, int], Block] = {}
+        self._unsettled = 0  # tokens of blocks that were let in, versions replaced since among them
 
     def ready(self, prefix: Prefix) -> Block | None:
         """The block that may go into a step now."""
@@ -39,23 +47,43 @@ class BlockRoom:
         if block.base_len < prefix.length:
             late, block = block, self._rebased(block, prefix) or block
             if block is late:
-                self._counts.dropped["stale"] += 1
+                self._counts.drop("stale", block)
                 return
+            self._counts.wasted_tokens += late.size - block.size
         if cause := self._unfit(block, request, prefix):
-            self._counts.dropped[cause] += 1
+            self._counts.drop(cause, block)
             return
         self._blocks[block.base_len, block.prefix_hash] = block
+        self._unsettled += block.size
         if _is_for(block, prefix):
             self.ready_since = now
 
-    def move_on(self, prefix: Prefix, now: float) -> bool:
+    def move_on(self, prefix: Prefix, accepted: int, now: float) -> bool:
         """Keeps the block for the prefix that the session has now; the others guessed otherwise or came too late.
 
         What a late one is still good for is kept too. Nothing in the room can be for a later prefix: a drafter guesses
-        at one verdict at a time. Returns whether there is a block for this prefix already.
+        at one verdict at a time. `accepted` tokens of the block that was verified, if one was, stand; of what else came
+        only what is kept may still. Returns whether there is a block for this prefix already.
         """
-        if not self._blocks:
+        if not self._unsettled:
             return False
+        kept = self._keep(prefix, now)
+        left = kept.size if kept is not None else 0
+        self._counts.accepted_tokens += accepted
+        self._counts.wasted_tokens += self._unsettled - accepted - left
+        self._unsettled = left
+        return kept is not None
+
+    def leave(self) -> None:
+        """The session is over, or begins anew: what is here will not be verified."""
+        self._counts.wasted_tokens += self._unsettled
+        self._blocks.clear()
+        self._unsettled = 0
+
+    def _keep(self, prefix: Prefix, now: float) -> Block | None:
+        """The block for this prefix, now the only one in the room."""
+        if not self._blocks:
+            return None
         address = (prefix.length, prefix.hash)
         ready = self._blocks.pop(address, None)
         late = [block for block in self._blocks.values() if prefix.matches(block.base_len, block.prefix_hash)]
@@ -69,7 +97,7 @@ class BlockRoom:
             ready = ready or rebased
         if ready is not None:
             self._blocks[address], self.ready_since = ready, now
-        return ready is not None
+        return ready
 
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
         # A verdict brings one token more than its block: what would leave no room for it needs pages that nobody has.

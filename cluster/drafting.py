@@ -74,7 +74,7 @@ class DraftBook:
         self._cadences: dict[str, Cadence] = {}  # by target
         self._resting: set[str] = set()  # targets whose latest word was that they ask for nothing
         self._ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
 
     # ------------------------------------------------------------ what a router says
 
@@ -207,6 +207,7 @@ class DraftBook:
                 may_branch=session.may_branch,
             )
             found.append(want)
+        self.counts["passes"] += bool(found)
         return found
 
     def wants_ahead(self, limit: int) -> list[Want]:
@@ -234,6 +235,7 @@ class DraftBook:
             found.append(want)
             session.unverified = None
         self._ahead = {want.open.session for want in found}
+        self.counts["passes_ahead"] += bool(found)
         return found
 
     @property

@@ -156,7 +156,7 @@ class TargetSession:
         # The last token was not fed, and an alternative is cached where others belong: it is fed again.
         self.fed_again = int(outcome.alternative is not None)
         self.cached_len = base_len + min(outcome.accepted - self.fed_again, len(tokens))
-        hit = self.room.move_on(self.prefix, now)
+        hit = self.room.move_on(self.prefix, accepted, now)
         if self.ask.tokens:
             self.blocks = self.blocks.after_verdict(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)

@@ -71,7 +71,7 @@ class Verifier:
         self._pages = PageBook(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._seats = Seats(limits.max_sessions, self._pages)
         self._counts = RoomCounts()
-        self._unopened = WaitingRoom(limits.room, self._counts.dropped)
+        self._unopened = WaitingRoom(limits.room, self._counts)
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
         self._decides_all = False  # whether the latest step decides for all of its rows, and none feeds a prompt
@@ -81,6 +81,9 @@ class Verifier:
         self._delays: dict[int, DraftDelay] = {}  # of blocks, by octaves of sessions other than now
         self._record = TrackRecord()
         self._busy_until = 0.0  # end of the latest step after which there was more to do
+        self._free_since = 0.0  # since when sessions could have been in a step and were in none
+        self.step_s = 0.0  # in steps
+        self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
 
     # ------------------------------------------------------------ what a router says
@@ -105,6 +108,8 @@ class Verifier:
         if known is not None and known.open.attempt >= request.attempt:
             return []
         self._forget(name)
+        if not (self._seats.admitted or self._seats.queue):
+            self._free_since = now
         room = BlockRoom(self._limits.room.blocks, self._counts)
         prefix = Prefix(request.hash_key, request.tokens)
         session = TargetSession(request, router, prefix, room, waiting_since=now)
@@ -162,14 +167,14 @@ class Verifier:
     def block(self, drafter: str, block: Block, now: float) -> None:
         """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
         if cause := self._unfit(block):
-            self._counts.dropped[cause] += 1
+            self._counts.drop(cause, block)
             return
         session = self._seats.find(block.session)
         if session is None:
             self._unopened.block(drafter, block, now)
             return
         if block.alternatives and not self._may_branch(session.open):
-            self._counts.dropped["alternatives"] += 1
+            self._counts.drop("alternatives", block)
             return
         self._silent.heard(drafter)
         self._note_answer(session, block, len(block.tokens), now)
@@ -212,6 +217,7 @@ class Verifier:
         closes, opens = self._seats.take_changes()
         if not (self._in_step or opens or closes):
             return None
+        self.idle_s += now - self._free_since
         return StepPlan(closes, opens, tuple(row for _, row in self._in_step), tuple(copies))
 
     def next_due(self) -> float | None:
@@ -242,6 +248,8 @@ class Verifier:
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
         self._measure(outcomes, seconds, now)
         self._in_step = []
+        self.step_s += seconds
+        self._free_since = now
         self._admit(now)
         if self.is_idle:
             self._pages.check()
@@ -262,6 +270,21 @@ class Verifier:
     def dropped(self) -> Counter[str]:
         """Blocks that were not verified, by cause."""
         return self._counts.dropped
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens, alternatives among them, that verdicts took over from blocks."""
+        return self._counts.accepted_tokens
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Draft tokens, alternatives among them, that came in well-formed blocks and that no verdict took over.
+
+        They were rejected, or never verified: because fewer tokens paid by then, because their block was dropped or
+        replaced by a better version, because the target had decided them itself when a late block came, or because
+        their session ended. Those whose verdict is still to come are not counted yet.
+        """
+        return self._counts.wasted_tokens
 
     @property
     def rebased(self) -> int:
@@ -332,6 +355,8 @@ class Verifier:
 
     def _forget(self, name: str) -> None:
         self._unopened.ended(name)
+        if (session := self._seats.find(name)) is not None:
+            session.room.leave()
         self._seats.forget(name)
 
     def _admit(self, now: float) -> None:

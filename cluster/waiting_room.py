@@ -3,9 +3,10 @@
 A drafter may hear of a session before its target does. Knows nothing of open sessions or of what becomes of blocks.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from cluster.block_room import RoomCounts
 from protos.codec import encoded_bytes
 from protos.messages import Attach, Block
 
@@ -33,10 +34,10 @@ class Waiting:
 
 
 class WaitingRoom:
-    """All that waits for an Open; what has no place or expires is counted in `dropped`."""
+    """All that waits for an Open; what has no place or expires is counted."""
 
-    def __init__(self, limits: RoomLimits, dropped: Counter[str]) -> None:
-        self._limits, self._dropped = limits, dropped
+    def __init__(self, limits: RoomLimits, counts: RoomCounts) -> None:
+        self._limits, self._counts = limits, counts
         self._waiting: OrderedDict[str, Waiting] = OrderedDict()  # by session, oldest first
         self._ended: OrderedDict[str, None] = OrderedDict()  # latest sessions that are over
 
@@ -55,11 +56,11 @@ class WaitingRoom:
 
     def block(self, drafter: str, block: Block, now: float) -> None:
         if block.session in self._ended and block.session not in self._waiting:
-            self._dropped["ended"] += 1
+            self._counts.drop("ended", block)
             return
         waiting = self._place_of(block.session, drafter, now)
         if waiting is None or len(waiting.blocks) >= self._limits.blocks or self._is_full(drafter):
-            self._dropped["room_full"] += 1
+            self._counts.drop("room_full", block)
         else:
             waiting.blocks.append(block)
 
@@ -76,7 +77,7 @@ class WaitingRoom:
 
     def drafter_gone(self, drafter: str) -> None:
         for session in [session for session, waiting in self._waiting.items() if waiting.drafter == drafter]:
-            del self._waiting[session]
+            self._discard(self._waiting.pop(session), "drafter_gone")
 
     def next_expiry(self) -> float | None:
         """When `expire` will have something to do."""
@@ -86,7 +87,7 @@ class WaitingRoom:
     def expire(self, now: float) -> None:
         while (due := self.next_expiry()) is not None and now >= due:
             _, expired = self._waiting.popitem(last=False)
-            self._dropped["expired"] += len(expired.blocks)
+            self._discard(expired, "expired")
 
     def _place_of(self, session: str, drafter: str, now: float) -> Waiting | None:
         """Where this drafter's mail for the session waits; None when the drafter has filled the room."""
@@ -95,9 +96,15 @@ class WaitingRoom:
             return waiting
         if sum(w.drafter == drafter for w in self._waiting.values()) >= self._limits.sessions:
             return None
+        if waiting is not None:
+            self._discard(waiting, "other_drafter")
         self._waiting[session] = Waiting(now, drafter)
         self._waiting.move_to_end(session)
         return self._waiting[session]
+
+    def _discard(self, waiting: Waiting, cause: str) -> None:
+        for block in waiting.blocks:
+            self._counts.drop(cause, block)
 
     def _is_full(self, drafter: str) -> bool:
         blocks = (block for w in self._waiting.values() if w.drafter == drafter for block in w.blocks)

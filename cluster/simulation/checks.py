@@ -1,7 +1,7 @@
 """What must hold when a simulated run is over, whatever went wrong in it.
 
-Every session ended, with the text of plain decoding; nobody holds anything. A violation is an AssertionError: it is a
-bug of the books, or of the simulation.
+Every session ended, with the text of plain decoding; nobody holds anything; what came of each draft token is counted.
+A violation is an AssertionError: it is a bug of the books, or of the simulation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +32,8 @@ def check_target(target: SimulatedTarget) -> None:
         target.verifier.apply(target.engine.step(last), 0.0, now)
     assert target.verifier.is_idle, f"the book of {name} still holds something"
     assert target.engine.is_empty, f"the cache of {name} still holds something"
+    settled = target.verifier.accepted_tokens + target.verifier.wasted_tokens
+    assert settled == target.received_tokens, f"{name} has not said of each draft token what became of it"
 
 
 def check_drafter(drafter: SimulatedDrafter) -> None:

@@ -76,6 +76,7 @@ class SimulatedTarget:
     def __init__(self, process: Process, verifier: Verifier, engine: OracleEngine, costs: CostModel) -> None:
         self.process, self.verifier, self.engine = process, verifier, engine
         self.busy_s, self.steps = 0.0, 0
+        self.received_tokens = 0  # draft tokens, in blocks
         self._costs = costs
         self._wires: dict[str, Wire] = {}  # by stream
         self._streams: Counter[str] = Counter()
@@ -159,6 +160,7 @@ class SimulatedTarget:
         now = self.process.clock.now
         for message in frame:
             if isinstance(message, Block):
+                self.received_tokens += message.size
                 self.verifier.block(stream, message, now)
             elif isinstance(message, Attach):
                 self._send(self.verifier.attach(stream, message, now))

@@ -362,6 +362,14 @@ def test_a_block_under_verification_is_drafted_ahead_for_once():
     assert desk.book.wants(9) == []
 
 
+def test_passes_are_counted_by_what_they_are_for_and_only_where_there_is_something_to_draft():
+    desk = under_verification()
+    assert (desk.book.counts["passes"], desk.book.counts["passes_ahead"]) == (1, 0)
+    desk.ahead()
+    assert desk.book.wants(9) == desk.book.wants_ahead(9) == []
+    assert (desk.book.counts["passes"], desk.book.counts["passes_ahead"]) == (1, 1)
+
+
 def test_what_is_drafted_for_each_outcome_is_sent_at_its_own_address():
     desk = under_verification()
     want = desk.ahead()

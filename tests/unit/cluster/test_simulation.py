@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.block_room import BlockRoom
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.drafting import DraftBook
 from cluster.errors import ConfigError, TargetLostError
@@ -49,6 +50,15 @@ def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
     assert run(0.8, 5, Mode.LOCK_STEP, costs=costs).tokens_per_s == pytest.approx(
         run(0.8, 5, Mode.LOCK_STEP).tokens_per_s, rel=0.02
     )
+
+
+def test_a_target_is_idle_for_as_long_as_a_block_is_drafted_and_on_its_way():
+    world = World(Setting(COSTS, Speculation(5, DraftModel((0.8,)), Mode.LOCK_STEP), ONE_AT_A_TIME))
+    world.run()
+    (target,) = world.targets
+    assert target.verifier.step_s == pytest.approx(target.busy_s)
+    expected = lock_step(RoundCosts(STEP_S, STEP_S, 5 * TOKEN_S, HOP_S)) / STEP_S
+    assert 1 + target.verifier.idle_s / target.verifier.step_s == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])
@@ -249,6 +259,11 @@ def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
 def test_a_target_that_keeps_what_nobody_opens_is_found(monkeypatch):
     monkeypatch.setattr(WaitingRoom, "expire", lambda self, now: None)
     monkeypatch.setattr(WaitingRoom, "drafter_gone", lambda self, drafter: None)
+    assert found_by_ordeals()
+
+
+def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
+    monkeypatch.setattr(BlockRoom, "leave", lambda self: None)
     assert found_by_ordeals()
 
 

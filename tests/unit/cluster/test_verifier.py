@@ -310,6 +310,35 @@ def test_a_row_carries_its_blocks_draft_probs():
     assert desk.rows[1][0].draft_probs is None
 
 
+def test_a_target_is_idle_while_it_has_sessions_and_makes_no_step():
+    desk = Desk(patience=lambda _: 5.0, hold=5.0)
+    desk.now = 100.0
+    desk.open(tokens=(1, 2), max_len=5)
+    desk.attach((1, 2))
+    desk.step()  # at once, for it feeds the prompt; it takes 0.1 s up to now
+    assert (desk.verifier.step_s, desk.verifier.idle_s) == (0.1, 0.0)
+    desk.now = 102.0
+    assert desk.verifier.plan(desk.now) is None, "its block is waited for"
+    desk.now = 103.0
+    desk.block((1, 2, *text((1, 2), 1)), text((1, 2), 2)[1:])
+    assert only_verdict(desk.step()).finish is Finish.LENGTH
+    assert (desk.verifier.step_s, desk.verifier.idle_s) == (0.2, 3.0)
+
+
+def test_a_target_without_sessions_is_not_idle_but_out_of_work():
+    desk = Desk()
+    desk.open(tokens=(1, 2), max_len=3)
+    desk.step()
+    assert desk.verifier.plan(desk.now) == StepPlan(("s",), (), ())
+    desk.verifier.apply([], 0.0, desk.now)
+    desk.known.clear()
+    desk.now = 50.0
+    desk.open("t", tokens=(1, 2), max_len=3)
+    desk.now = 51.0
+    desk.step()
+    assert desk.verifier.idle_s == 1.0
+
+
 # ---------------------------------------------------------------- the room
 
 
@@ -376,6 +405,73 @@ def test_a_block_that_waited_too_long_is_verified_from_where_the_target_has_got_
     assert only_verdict(desk.step()).accepted == 2
     assert desk.verifier.rebased == 1
     assert not desk.dropped
+
+
+def settled(desk: Desk) -> tuple[int, int]:
+    """Draft tokens that were accepted, and that were wasted."""
+    return desk.verifier.accepted_tokens, desk.verifier.wasted_tokens
+
+
+def test_draft_tokens_are_wasted_where_they_are_rejected_and_not_before_that_is_known():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 2)
+    desk.block((1, 2), (right[0], (right[1] + 1) % VOCABULARY, 5))
+    assert settled(desk) == (0, 0)
+    desk.step()
+    assert settled(desk) == (1, 2)
+    desk.step()
+    assert settled(desk) == (1, 2), "a plain step wastes nothing"
+
+
+def test_all_tokens_of_blocks_that_were_passed_by_or_replaced_are_wasted():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 3)
+    desk.block((1, 2, 49), (5, 6))  # another token than the target will decide
+    desk.block((1, 2, right[0]), (right[1], 5, 5), others=(6,))
+    desk.block((1, 2, right[0]), right[1:])  # better than the one before
+    desk.step()
+    assert settled(desk) == (0, 2 + 4)
+    desk.step()
+    assert settled(desk) == (2, 2 + 4)
+
+
+def test_what_a_late_block_says_of_tokens_that_are_decided_is_wasted():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.step()
+    desk.block((1, 2), text((1, 2), 3))
+    assert settled(desk) == (0, 1)
+    desk.step()
+    assert settled(desk) == (2, 1)
+
+
+def test_tokens_beyond_what_pays_by_now_are_wasted():
+    desk = Desk(asked=1)
+    desk.open(tokens=(1, 2))
+    desk.block((1, 2), text((1, 2), 3))
+    assert only_verdict(desk.step()).drafted == 1
+    assert settled(desk) == (1, 2)
+
+
+def test_with_its_session_a_block_is_wasted():
+    desk = Desk()
+    desk.open(tokens=(1, 2))
+    desk.block((1, 2), (5, 6))
+    desk.verifier.close(ROUTER, Close("s", 1), desk.now)
+    assert settled(desk) == (0, 2)
+    desk.block((1, 2), (5,))
+    assert desk.dropped == {"ended": 1}
+    assert settled(desk) == (0, 3)
+
+
+def test_what_one_drafter_sent_is_wasted_where_another_comes_before_the_session_is_opened():
+    desk = Desk()
+    desk.block((1, 2), (5, 6))
+    desk.attach((1, 2), "s", "other#1")
+    assert desk.dropped == {"other_drafter": 1}
+    assert settled(desk) == (0, 2)
 
 
 def test_a_block_that_arrives_too_late_is_verified_from_where_the_target_has_got_to():
@@ -512,8 +608,9 @@ def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
         assert desk.verifier.plan(due - 0.1) is None
         assert not desk.verifier.is_idle
         assert desk.verifier.plan(due) is None
-        assert desk.dropped == {"expired": 1}
+    assert desk.dropped == {"drafter_gone" if gone else "expired": 1}
     assert desk.verifier.is_idle
+    assert settled(desk) == (0, 1)
 
 
 def test_expiry_goes_by_age_though_an_entry_changes_its_drafter():
