@@ -147,7 +147,7 @@ def status(
         table = asyncio.run(endpoint_status(url))
     console.print(table)
     with console.status("Asking Ray"):
-        deployments = ray_status(address)
+        deployments = ray_status(address, APPLICATION)
     console.print(deployments)
     if costs_path is not None:
         with console.status("Asking the replicas"):

@@ -39,6 +39,7 @@ from cluster.pacing import Adaptive, LockStep
 from cluster.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.timeline import Actor, pack
 from cluster.verifier import VerifierLimits
+from serve_app.replica_counters import ReplicaCounters, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
 
@@ -80,6 +81,7 @@ class TargetDeployment:
             LockStep() if config.speculation.pacing == "lock_step" else Adaptive(),
             self._engine.step_cost,
         )
+        self._counters = ReplicaCounters(lambda: target_counts(self._replica))
         self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
@@ -104,10 +106,12 @@ class TargetDeployment:
         return self._replica.verifier.load()
 
     def check_health(self) -> None:
+        """Serve asks every second, in a thread beside the event loop; what was counted leaves on that occasion."""
         if self._failure is not None:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
         """What this replica holds and has dropped, for status and tests."""
@@ -121,6 +125,10 @@ class TargetDeployment:
             "rebased": self._replica.verifier.rebased,
             "desyncs": self._replica.verifier.desyncs,
             "preempted": self._replica.verifier.preempted,
+            "accepted_tokens": self._replica.verifier.accepted_tokens,
+            "wasted_tokens": self._replica.verifier.wasted_tokens,
+            "step_s": self._replica.verifier.step_s,
+            "idle_s": self._replica.verifier.idle_s,
             "pages": self._replica.verifier.pages,
             "speculation": self._replica.verifier.speculation,
             "costs": self._replica.verifier.step_cost.cost.model_dump_json(),
@@ -162,6 +170,7 @@ class DraftDeployment:
             prepare_thread=compute_in_background if config.draft.resources.background else None,
             profile=self._costs,
         )
+        self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
         self._work = asyncio.create_task(self._drafter.run())
 
@@ -172,8 +181,10 @@ class DraftDeployment:
         return self._drafter.book.load()
 
     def check_health(self) -> None:
+        """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
         """What this drafter holds and has counted, for status and tests."""

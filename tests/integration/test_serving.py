@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.app import APPLICATION
 from serve_app.published import cost_model
 from serve_app.ray_cluster import broadcast, deployed
+from serve_app.status import replicas_table
 from serve_app.trace import recordings
 from tests.integration.serving import Reference, Served, demo_served, demo_served_beside
 
@@ -259,6 +263,28 @@ def test_replicas_say_what_they_cost(served: Served) -> None:
     assert costs.target.seconds(1, 1) > costs.draft.seconds(1, 1) > 0, "the draft is the smaller model"
     assert costs.plain_s(1) > costs.draft.seconds(1, 1)
     assert 0 < costs.hop_s < 0.1
+
+
+def test_operators_see_what_replicas_count(served: Served) -> None:
+    """In `slipstream status`, and as Prometheus does, at each node's metrics port."""
+    assert ask(served, PROMPTS[0])
+    rows = replicas_table(served.inspect("Target"), served.inspect("Drafter")).columns
+    shown = dict(zip(rows[0].cells, rows[1].cells, strict=True))
+    assert shown["desyncs"] == "0"
+    assert 0 < float(str(shown["target idle"])) < 1
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    expected = {
+        ("Target", "ray_slipstream_target_seconds_total", "step"),
+        ("Drafter", "ray_slipstream_drafting_passes_total", "asked"),
+    }
+
+    def exposed() -> set[tuple[str | None, ...]]:
+        families = text_string_to_metric_families(httpx.get(url, trust_env=False).text)
+        samples = [sample for family in families for sample in family.samples]
+        return {(s.labels.get("deployment"), s.name, s.labels.get("cause")) for s in samples if s.value > 0}
+
+    eventually(lambda: expected <= exposed(), "the replicas' counters are exposed")
 
 
 def test_while_draining_running_requests_finish_and_new_ones_are_sent_elsewhere(served: Served) -> None:

@@ -1,0 +1,112 @@
+"""What target replicas and drafters count by cause, for Prometheus: in each one's own process, by way of Ray.
+
+A router's `/metrics` knows only what routers see (`metrics.py`). These counters leave with Ray's own, at the metrics
+port of each node; Ray puts `ray_` before their names and says of which `deployment` and `replica` they are.
+
+Share of the verdicts drafted ahead for, for which the right block was there:
+
+    sum(rate(ray_slipstream_guesses_total{cause="hit"}[5m])) / sum(rate(ray_slipstream_guesses_total[5m]))
+
+Share of the draft tokens that came to nothing:
+
+    sum(rate(ray_slipstream_received_draft_tokens_total{cause="wasted"}[5m]))
+      / sum(rate(ray_slipstream_received_draft_tokens_total[5m]))
+
+Share of the time with sessions in which a target waited, by replica:
+
+    sum by (replica) (rate(ray_slipstream_target_seconds_total{cause="idle"}[5m]))
+      / sum by (replica) (rate(ray_slipstream_target_seconds_total[5m]))
+
+Knows nothing of what the counts are used for, or of how they come about.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ray.serve import metrics
+
+from actors.draft import Drafter
+from actors.target import TargetReplica
+
+Counts = Mapping[str, Mapping[str, float]]
+"""Values that only grow, by name of the family and cause."""
+
+PERIOD_S = 5.0  # Ray itself reports every ten seconds
+HELP = {
+    "slipstream_dropped_blocks": "Blocks that came and were not verified, by cause",
+    "slipstream_received_draft_tokens": "Draft tokens that came in blocks: accepted, or wasted",
+    "slipstream_target_seconds": "Time with sessions: in a step, or idle",
+    "slipstream_target_events": "Blocks that came late and were of use, drafters out of step, sessions preempted",
+    "slipstream_guesses": "Verdicts that blocks were drafted ahead for: hit where one was right",
+    "slipstream_drafting_passes": "Drafting passes: asked for, or ahead of verdicts",
+    "slipstream_drafter_events": "What else a drafter counts",
+    "slipstream_refused_messages": "Malformed messages, by kind",
+}
+
+
+class GrowingCounter(Protocol):
+    """A Prometheus counter with the label `cause`."""
+
+    def inc(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+def target_counts(target: TargetReplica) -> Counts:
+    """What a target replica has counted so far."""
+    verifier = target.verifier
+    return {
+        "slipstream_dropped_blocks": dict(verifier.dropped),
+        "slipstream_received_draft_tokens": {"accepted": verifier.accepted_tokens, "wasted": verifier.wasted_tokens},
+        "slipstream_target_seconds": {"step": verifier.step_s, "idle": verifier.idle_s},
+        "slipstream_target_events": {
+            "rebased": verifier.rebased,
+            "desync": verifier.desyncs,
+            "preempted": verifier.preempted,
+        },
+        "slipstream_refused_messages": dict(target.refused),
+    }
+
+
+def drafter_counts(drafter: Drafter) -> Counts:
+    """What a drafter has counted so far."""
+    events = dict(drafter.book.counts)
+    return {
+        "slipstream_guesses": {"hit": events.pop("guess_hit", 0), "miss": events.pop("guess_miss", 0)},
+        "slipstream_drafting_passes": {"asked": events.pop("passes", 0), "ahead": events.pop("passes_ahead", 0)},
+        "slipstream_drafter_events": events,
+        "slipstream_refused_messages": dict(drafter.refused),
+    }
+
+
+def _ray_counter(name: str) -> GrowingCounter:
+    counter: GrowingCounter = metrics.Counter(name, HELP[name], ("cause",))
+    return counter
+
+
+class ReplicaCounters:
+    """The counters of one process. To be made in it, where Serve can tell which replica it is."""
+
+    def __init__(
+        self,
+        counts: Callable[[], Counts],
+        make: Callable[[str], GrowingCounter] = _ray_counter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`counts` is asked for what there is by now; `make` gives the counter of a family."""
+        self._counts, self._clock = counts, clock
+        self._counters = {name: make(name) for name in counts()}
+        self._published: dict[tuple[str, str], float] = {}
+        self._due = clock()
+
+    def publish(self) -> None:
+        """Adds what has come since; at once again, it does nothing, so it may be called as often as one likes."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + PERIOD_S
+        for name, causes in self._counts().items():
+            for cause, value in causes.items():
+                grown = value - self._published.get((name, cause), 0)
+                if grown > 0:
+                    self._counters[name].inc(grown, {"cause": cause})
+                    self._published[name, cause] = value

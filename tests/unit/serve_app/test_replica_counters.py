@@ -1,0 +1,115 @@
+"""What leaves a replica as counters by cause."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from actors.draft import Drafter
+from actors.target import TargetReplica
+from cluster.drafting import DrafterLimits
+from cluster.verifier import VerifierLimits
+from serve_app.replica_counters import HELP, PERIOD_S, Counts, ReplicaCounters, drafter_counts, target_counts
+from tests.unit.cluster.samples import a_block, an_open
+
+
+class Recorder:
+    """A Prometheus client that adds up."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[str, str], float] = defaultdict(float)
+        self.calls = 0
+
+    def make(self, name: str) -> "RecordedCounter":
+        return RecordedCounter(self, name)
+
+
+class RecordedCounter:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0, "Ray refuses anything else"
+        assert list(tags) == ["cause"]
+        self._recorder.totals[self._name, tags["cause"]] += value
+        self._recorder.calls += 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_target(clock: Clock) -> TargetReplica:
+    engine: Any = None
+    limits = VerifierLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
+    return TargetReplica(engine, limits, "v", "m", step_timeout_s=1.0, clock=clock)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_counters_stand_where_the_counts_do_whenever_they_were_published(clock: Clock) -> None:
+    counts: Counts = {"a": {"late": 2}, "b": {"idle": 0.5}}
+    recorder = Recorder()
+    counters = ReplicaCounters(lambda: counts, recorder.make, clock)
+    counters.publish()
+    counts = {"a": {"late": 2, "stale": 1}, "b": {"idle": 0.75}}
+    clock.now += PERIOD_S
+    counters.publish()
+    assert recorder.totals == {("a", "late"): 2, ("a", "stale"): 1, ("b", "idle"): 0.75}
+    assert recorder.calls == 4, "what has not grown is left alone"
+
+
+def test_publishing_is_cheap_however_often_it_is_asked_for(clock: Clock) -> None:
+    asked = 0
+
+    def counts() -> Counts:
+        nonlocal asked
+        asked += 1
+        return {"a": {"late": asked}}
+
+    recorder = Recorder()
+    counters = ReplicaCounters(counts, recorder.make, clock)
+    made = asked
+    for clock.now in (0.0, 1.0, PERIOD_S - 0.1):
+        counters.publish()
+    assert (asked - made, recorder.calls) == (1, 1)
+
+
+def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock) -> None:
+    target = a_target(clock)
+    verifier = target.verifier
+    verifier.open("router#1", an_open(tokens=(1, 2)), now=0.0)
+    verifier.block("drafter#1", a_block((1, 2, 9, 9), (1, 2, 3, 4, 5)), now=0.0)
+    assert verifier.plan(now=2.0) is not None
+    target.refused["Block"] += 1
+    counts = target_counts(target)
+    assert counts["slipstream_dropped_blocks"] == {"too_long": 1}
+    assert counts["slipstream_received_draft_tokens"] == {"accepted": 0, "wasted": 5}
+    assert counts["slipstream_target_seconds"] == {"step": 0.0, "idle": 2.0}
+    assert counts["slipstream_target_events"] == {"rebased": 0, "desync": 0, "preempted": 0}
+    assert counts["slipstream_refused_messages"] == {"Block": 1}
+
+
+def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock: Clock) -> None:
+    method: Any = None
+    drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
+    drafter.book.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
+    counts = drafter_counts(drafter)
+    assert counts["slipstream_guesses"] == {"hit": 3, "miss": 1}
+    assert counts["slipstream_drafting_passes"] == {"asked": 5, "ahead": 4}
+    assert counts["slipstream_drafter_events"] == {"overtaken": 2}
+    assert drafter.book.counts["guess_hit"] == 3, "the book keeps its own"
+
+
+def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock) -> None:
+    """A counter is made once: causes may come later, families may not."""
+    method: Any = None
+    drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
+    assert {*target_counts(a_target(clock)), *drafter_counts(drafter)} == HELP.keys()
