@@ -18,32 +18,40 @@ class StepTiming:
     def __init__(self, pacing: Pacing, silent: SilentDrafters) -> None:
         self._pacing, self._silent = pacing, silent
 
-    def due(self, session: TargetSession, load: Load) -> float:
-        """When the session goes into a step: at once, unless it had better stay out until its block is there."""
-        if not session.expects_block:
-            return session.waiting_since
-        if session.ready_block() is not None:
-            return max(session.waiting_since, session.room.ready_since)
-        assert session.drafter is not None, "a block is expected of nobody"
-        if self._silent.is_silent(session.drafter):
-            is_probed = session.ask.waits and self._silent.is_probed(session.drafter)
-            return session.waiting_since + (load.step.plain_s(load.sessions) if is_probed else 0.0)
-        return session.waiting_since + self._pacing.patience_s(session.ask, load)
+    def dues(self, sessions: Mapping[str, TargetSession], load: Load) -> tuple[dict[str, float], float]:
+        """When each session goes into a step, and when the next step begins if no further block comes.
 
-    def start(self, sessions: Mapping[str, TargetSession], dues: Mapping[str, float], load: Load) -> float:
-        """When the next step begins, if no further block comes; infinity when there is no session.
-
-        `dues` is when each session is due.
+        A session is due at once, unless it had better stay out until its block is there. The step is held for blocks
+        that are awaited; where there is no session it never begins.
         """
+        dues: dict[str, float] = {}
+        awaited: list[TargetSession] = []
+        for name, session in sessions.items():
+            if not session.expects_block:
+                dues[name] = session.waiting_since
+            elif session.ready_block() is not None:
+                dues[name] = max(session.waiting_since, session.room.ready_since)
+            else:
+                dues[name] = session.waiting_since + self._patience_s(session, load)
+                if session.ask.waits and not self._is_silent(session):
+                    awaited.append(session)
         first = min(dues.values(), default=math.inf)
-        awaited = [
+        if not awaited:
+            return dues, first
+        blocks = [
             Awaited(session.ask.worth, session.waiting_since + session.blocks.arrivals.delay_s - first)
-            for session in sessions.values()
-            if session.ask.waits and self._is_awaited(session)
+            for session in awaited
         ]
-        return first + self._pacing.hold_s(awaited, load) if awaited else first
+        return dues, first + self._pacing.hold_s(blocks, load)
 
-    def _is_awaited(self, session: TargetSession) -> bool:
-        if not session.expects_block or session.ready_block() is not None:
-            return False
-        return session.drafter is not None and not self._silent.is_silent(session.drafter)
+    def _patience_s(self, session: TargetSession, load: Load) -> float:
+        """How long it stays out of steps for its block."""
+        if not self._is_silent(session):
+            return self._pacing.patience_s(session.ask, load)
+        assert session.drafter is not None
+        is_probed = session.ask.waits and self._silent.is_probed(session.drafter)
+        return load.step.plain_s(load.sessions) if is_probed else 0.0
+
+    def _is_silent(self, session: TargetSession) -> bool:
+        assert session.drafter is not None, "a block is expected of nobody"
+        return self._silent.is_silent(session.drafter)

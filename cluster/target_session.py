@@ -58,13 +58,9 @@ class TargetSession:
         return self.ask.tokens
 
     @property
-    def unfed(self) -> int:
-        return self.prefix.length - self.cached_len
-
-    @property
     def is_decoding(self) -> bool:
         """Whether it is past its prompt."""
-        return self.unfed <= 1 + self.fed_again
+        return self.prefix.length - self.cached_len <= 1 + self.fed_again
 
     @property
     def expects_block(self) -> bool:
@@ -73,10 +69,10 @@ class TargetSession:
 
     @property
     def _wants_block(self) -> bool:
-        if self.ask.tokens == 0:
+        length = self.prefix.length
+        if self.ask.tokens == 0 or self.no_draft_len == length:
             return False
-        has_room = self.prefix.length + 1 < self.open.max_len
-        return self.is_decoding and has_room and not self.has_no_draft
+        return length + 1 < self.open.max_len and self.is_decoding
 
     @property
     def missed_by(self) -> str | None:

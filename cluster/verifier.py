@@ -211,8 +211,8 @@ class Verifier:
         assert not self._in_step, "a step is planned while another is under way"
         self._unopened.expire(now)
         copies: list[PageCopy] = []
-        dues = self._dues()
-        if self._timing.start(self._seats.admitted, dues, self._load) <= now:
+        dues, start = self._timing.dues(self._seats.admitted, self._load)
+        if start <= now:
             copies = self._fill_step(dues, now)
         closes, opens = self._seats.take_changes()
         if not (self._in_step or opens or closes):
@@ -223,7 +223,7 @@ class Verifier:
     def next_due(self) -> float | None:
         """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
         admitted = self._seats.admitted
-        dues = [self._timing.start(admitted, self._dues(), self._load)] if admitted else []
+        dues = [self._timing.dues(admitted, self._load)[1]] if admitted else []
         expiry = self._unopened.next_expiry()
         return min(dues if expiry is None else [*dues, expiry], default=None)
 
@@ -363,10 +363,6 @@ class Verifier:
         for session in self._seats.admit():
             session.waiting_since = now
             self._ask(session)
-
-    def _dues(self) -> dict[str, float]:
-        """When each session that has a place goes into a step."""
-        return {name: self._timing.due(session, self._load) for name, session in self._seats.admitted.items()}
 
     def _fill_step(self, dues: Mapping[str, float], now: float) -> list[PageCopy]:
         """Takes the sessions that are due into the step, longest unserved first, up to the token budget."""
