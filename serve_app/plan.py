@@ -24,7 +24,10 @@ from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
 BLOCK_LENS = (2, 3, 5, 8)
 RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # targets and drafters
 ROUNDS_OF_LOAD = 4  # sessions simulated for each that runs at once
-FEWEST_SESSIONS = 32
+ROUNDS_OF_ARRIVALS = 8  # the same under a given rate, where it takes longer to see whether what waits grows
+FEWEST_SESSIONS = 32  # simulated for one target
+FEWEST_ARRIVALS, MOST_ARRIVALS = 64, 1024  # the same under a given rate
+KEPT_UP = 0.9  # of the tokens asked for while requests come, committed meanwhile; luck takes a few percent
 AS_GOOD = 0.98  # candidates within this of the best are as good; the smaller fleet is then the better
 CROWD = 4096  # more sessions at once than this on one target: it does not keep up
 
@@ -65,6 +68,11 @@ class Candidate:
     def name(self) -> str:
         return self.mode.value if self.block_len else "plain"
 
+    @property
+    def fleet(self) -> tuple[int, int]:
+        """Targets and drafters."""
+        return self.targets, self.drafters
+
 
 PLAIN = Candidate(1, 0, 0, Mode.ADAPTIVE)
 
@@ -80,6 +88,7 @@ class Answer:
     target_busy: float
     drafter_busy: float
     cost_per_million: float | None
+    keeps_up: bool = True  # under a given rate: what waits does not grow for as long as requests come
 
     def gain(self, plain: "Answer") -> float:
         return self.tokens_per_s / plain.tokens_per_s
@@ -93,6 +102,7 @@ class InProcess:
     tokens_per_s: float
     latency_s: float
     cost_per_million: float | None
+    keeps_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,29 +158,33 @@ def answer(question: Question, candidate: Candidate) -> Answer:
         report.target_busy,
         report.drafter_busy,
         cost_per_million(question.prices, candidate, total),
+        isinstance(question.arrivals, ClosedLoop) or report.met >= KEPT_UP,
     )
 
 
 def choose(answers: Sequence[Answer], question: Question) -> Answer:
-    """The cheapest where prices are known, else the fastest; under a given rate the one with the least latency."""
+    """The cheapest where prices are known, else the fastest.
+
+    Under a given rate, of those that keep up with it, the one with the least latency. That of the others tells only
+    how long they were watched; if there are no others, they are compared as at a given concurrency.
+    """
+    able = [one for one in answers if one.keeps_up]
 
     def merit(one: Answer) -> float:
-        if isinstance(question.arrivals, Poisson):
+        if able and isinstance(question.arrivals, Poisson):
             return 1 / one.latency_s
         return one.tokens_per_s if one.cost_per_million is None else 1 / one.cost_per_million
 
-    enough = AS_GOOD * max(map(merit, answers))
-    good = [one for one in answers if merit(one) >= enough]
+    enough = AS_GOOD * max(map(merit, able or answers))
+    good = [one for one in able or answers if merit(one) >= enough]
     return min(good, key=lambda one: (one.candidate.drafters / one.candidate.targets, -merit(one)))
 
 
 def setting(question: Question, candidate: Candidate) -> Setting:
     """The simulated run that tries a candidate."""
-    arrivals = _arrivals(question.arrivals, candidate.targets)
-    at_once = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else FEWEST_SESSIONS
     load = Load(
-        arrivals,
-        max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * at_once),
+        _arrivals(question.arrivals, candidate.targets),
+        candidate.targets * sessions_of_one(question),  # requests come for as long, however many targets there are
         question.prompt_tokens,
         question.new_tokens,
     )
@@ -181,6 +195,16 @@ def setting(question: Question, candidate: Candidate) -> Setting:
         roomy_fleet(candidate.targets, candidate.drafters, load),
         seed=question.seed,
     )
+
+
+def sessions_of_one(question: Question) -> int:
+    """Sessions simulated for each target: the same for all fleets."""
+    if isinstance(question.arrivals, ClosedLoop):
+        return max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * question.arrivals.concurrency)
+    at_once = plain_sessions(question, question.arrivals)
+    if at_once >= CROWD:
+        at_once = FEWEST_SESSIONS  # it does not keep up, which shows soon
+    return min(max(FEWEST_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MOST_ARRIVALS)
 
 
 def roomy_fleet(targets: int, drafters: int, load: Load) -> Fleet:
@@ -216,10 +240,20 @@ def expected(question: Question, block_len: int) -> float:
     return expected_tokens_by_position([question.draft.acceptance(index) for index in range(block_len)])
 
 
+def plain_sessions(question: Question, arrivals: Poisson) -> float:
+    """How many run at once on one target that decodes plainly, its steps feeding prompts besides; CROWD: too many."""
+    fed = 1 + question.prompt_tokens / question.new_tokens  # tokens of a step for each that it decides
+    costs = question.costs
+
+    def step_s(rows: float) -> float:
+        return costs.plain_s(rows) + costs.target.seconds(rows, rows * fed) - costs.target.seconds(rows, rows)
+
+    return steady_sessions(arrivals.per_s * question.new_tokens, lambda rows: 1 / step_s(rows))
+
+
 def best_in_process(question: Question) -> InProcess:
-    """At its own best block length."""
-    tried = [_in_process(question, block_len) for block_len in question.block_lens]
-    return max(tried, key=lambda one: (one.tokens_per_s, -one.latency_s))
+    """At its own best block length: as many tokens in less time."""
+    return min((_in_process(question, block_len) for block_len in question.block_lens), key=lambda one: one.latency_s)
 
 
 def _in_process(question: Question, block_len: int) -> InProcess:
@@ -234,7 +268,8 @@ def _in_process(question: Question, block_len: int) -> InProcess:
         rows = steady_sessions(question.arrivals.per_s * question.new_tokens, lambda n: tokens / round_s(n))
     tokens_per_s = rows * tokens / round_s(rows)
     latency_s = question.new_tokens * round_s(rows) / tokens
-    return InProcess(block_len, tokens_per_s, latency_s, cost_per_million(question.prices, PLAIN, tokens_per_s))
+    cost = cost_per_million(question.prices, PLAIN, tokens_per_s)
+    return InProcess(block_len, tokens_per_s, latency_s, cost, keeps_up=rows < CROWD)
 
 
 def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:

@@ -11,11 +11,12 @@ from rich.table import Table
 
 from cluster.simulation.load import Poisson
 from serve_app.classroom import ACCEPTANCES, BLOCK_LENS, Lesson, lessons
-from serve_app.plan import Advice, Answer, Question, advise, candidates
+from serve_app.plan import CROWD, KEPT_UP, Advice, Answer, InProcess, Question, advise, candidates
 from serve_app.svg import curves
 from serve_app.tables import shown, table
 
 SHOWN = 8  # best candidates
+GROWS = "grows"  # in place of a latency that is as long as one waits
 
 
 def run_plan(question: Question, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
@@ -40,17 +41,37 @@ def run_classroom(console: Console) -> None:
 
 def advice_report(question: Question, advice: Advice) -> Group:
     """What to take, how it compares, and where its gain ends."""
-    return Group(_candidates_table(question, advice), _limits_table(advice), verdict(advice))
+    limits = [_limits_table(advice)] if advice.best.keeps_up else []  # else there is no number of sessions at once
+    return Group(_candidates_table(question, advice), *limits, verdict(question, advice))
 
 
-def verdict(advice: Advice) -> str:
+def verdict(question: Question, advice: Advice) -> str:
     """The advice in words."""
-    best = advice.best.candidate
-    gain = f"{advice.best.gain(advice.plain):.2f}x the throughput of plain decoding"
+    best, arrivals = advice.best.candidate, question.arrivals
+    if isinstance(arrivals, Poisson) and not advice.best.keeps_up:
+        rate = f"{arrivals.per_s:g} requests a second on each target, {arrivals.per_s * question.new_tokens:g} tokens/s"
+        return f"No fleet keeps up with {rate}: latencies grow for as long as requests come. Ask less of a target."
     if best.block_len == 0:
         return "Take plain decoding: no fleet with drafters does better under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
-    return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {gain}."
+    return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {_in_words(question, advice)}."
+
+
+def _in_words(question: Question, advice: Advice) -> str:
+    """What the best gains."""
+    gain = _gain(question, advice.best, advice.plain)
+    if not isinstance(question.arrivals, Poisson):
+        return f"{gain} the throughput of plain decoding"
+    if not advice.plain.keeps_up:
+        return "plain decoding does not keep up with this rate"
+    return f"{gain} the speed of an answer by plain decoding"
+
+
+def _gain(question: Question, one: Answer | InProcess, plain: Answer) -> str:
+    """Over plain decoding, in throughput; under a given rate, where that is the rate's, in the speed of an answer."""
+    if not isinstance(question.arrivals, Poisson):
+        return f"{one.tokens_per_s / plain.tokens_per_s:.2f}x"
+    return f"{plain.latency_s / one.latency_s:.2f}x" if one.keeps_up and plain.keeps_up else shown(None)
 
 
 def _candidates_table(question: Question, advice: Advice) -> Table:
@@ -59,39 +80,49 @@ def _candidates_table(question: Question, advice: Advice) -> Table:
     made = table(title, "fleet", "K", "mode", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
     best_first = sorted(advice.answers, key=lambda one: _rank(question, one))[:SHOWN]
     for answer in dict.fromkeys([advice.best, *best_first, advice.plain]):
-        made.add_row(*_row(answer, advice), style="bold" if answer is advice.best else None)
+        made.add_row(*_row(question, answer, advice.plain), style="bold" if answer is advice.best else None)
     inside = advice.in_process
     made.add_row(
         "1 : 0",
         str(inside.block_len),
         "in-process, by formula",
         shown(inside.tokens_per_s, ".1f"),
-        f"{inside.tokens_per_s / advice.plain.tokens_per_s:.2f}x",
-        shown(inside.latency_s),
+        _gain(question, inside, advice.plain),
+        _latency(inside),
         "-",
         shown(inside.cost_per_million),
     )
+    if isinstance(question.arrivals, Poisson) and not (inside.keeps_up and all(one.keeps_up for one in advice.answers)):
+        made.caption = (
+            f"{GROWS}: does not keep up. Of the tokens asked for while requests came, less than {KEPT_UP:.0%} were "
+            f"committed meanwhile; in-process, more than {CROWD} sessions would run at once."
+        )
     return made
 
 
-def _row(answer: Answer, advice: Advice) -> tuple[str, ...]:
+def _latency(one: Answer | InProcess) -> str:
+    return shown(one.latency_s) if one.keeps_up else GROWS
+
+
+def _row(question: Question, answer: Answer, plain: Answer) -> tuple[str, ...]:
     candidate = answer.candidate
     return (
         f"{candidate.targets} : {candidate.drafters}",
         str(candidate.block_len),
         candidate.name,
         shown(answer.tokens_per_s, ".1f"),
-        f"{answer.gain(advice.plain):.2f}x",
-        shown(answer.latency_s),
+        _gain(question, answer, plain),
+        _latency(answer),
         f"{answer.target_busy * 100:.0f} : {answer.drafter_busy * 100:.0f}",
         shown(answer.cost_per_million),
     )
 
 
-def _rank(question: Question, answer: Answer) -> float:
-    if isinstance(question.arrivals, Poisson):
-        return answer.latency_s
-    return -answer.tokens_per_s if answer.cost_per_million is None else answer.cost_per_million
+def _rank(question: Question, answer: Answer) -> tuple[bool, float]:
+    if isinstance(question.arrivals, Poisson) and answer.keeps_up:
+        return False, answer.latency_s
+    merit = -answer.tokens_per_s if answer.cost_per_million is None else answer.cost_per_million
+    return not answer.keeps_up, merit
 
 
 def _limits_table(advice: Advice) -> Table:
@@ -125,21 +156,24 @@ def _answer_data(answer: Answer) -> dict[str, Any]:
 
 
 def advice_picture(question: Question, advice: Advice) -> str:
-    """Speed, or latency under a given rate, over the block length, for the fleet advised."""
-    by_latency = isinstance(question.arrivals, Poisson)
+    """Speed, or latency under a given rate, over the block length, for the fleet advised.
 
-    def value(answer: Answer) -> float:
-        return answer.latency_s if by_latency else answer.tokens_per_s
-
+    Whatever does not keep up with the rate has no latency; where nothing does, speed is shown.
+    """
     best = advice.best.candidate
     ratio = (best.targets, best.drafters) if best.block_len else question.ratios[0]
+    drawn = [one for one in advice.answers if one.candidate.block_len and one.candidate.fleet == ratio]
+    by_latency = isinstance(question.arrivals, Poisson) and any(one.keeps_up for one in drawn)
+
+    def value(answer: Answer | InProcess) -> float:
+        return answer.latency_s if by_latency else answer.tokens_per_s
+
     lines: dict[str, list[tuple[float, float]]] = {}
-    for answer in advice.answers:
-        candidate = answer.candidate
-        if candidate.block_len and (candidate.targets, candidate.drafters) == ratio:
-            lines.setdefault(candidate.name, []).append((candidate.block_len, value(answer)))
-    inside = advice.in_process.latency_s if by_latency else advice.in_process.tokens_per_s
-    levels = {"plain": value(advice.plain), "in the target's process": inside}
+    for answer in drawn:
+        if answer.keeps_up or not by_latency:
+            lines.setdefault(answer.candidate.name, []).append((answer.candidate.block_len, value(answer)))
+    rivals: dict[str, Answer | InProcess] = {"plain": advice.plain, "in the target's process": advice.in_process}
+    levels = {name: value(rival) for name, rival in rivals.items() if rival.keeps_up or not by_latency}
     y_title = "latency of a request, s" if by_latency else "tokens/s of one target"
     return curves(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
 

@@ -26,13 +26,17 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Sessions arrive independently of each other and of what is going on."""
+    """Sessions arrive independently of each other and of what is going on.
+
+    Those of a run take as long to arrive as so many take on average: luck with their number would have one run compare
+    ill with another.
+    """
 
     per_s: float
 
-    def gap(self, rng: random.Random) -> float:
-        """Seconds from one arrival to the next."""
-        return rng.expovariate(self.per_s)
+    def times(self, sessions: int, rng: random.Random) -> list[float]:
+        """When each of them arrives, in seconds from the beginning; rising."""
+        return sorted(rng.uniform(0.0, sessions / self.per_s) for _ in range(sessions))
 
 
 @dataclass(frozen=True, slots=True)

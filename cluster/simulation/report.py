@@ -18,6 +18,12 @@ class Commit:
     tokens: int
 
 
+@value
+class Arrival:
+    at_s: float
+    tokens: int  # that it was committed in the end
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """One run. Seconds are virtual."""
@@ -27,6 +33,7 @@ class Report:
     abandoned: int  # whose router died
     tokens: int  # committed
     tokens_per_s: float  # between the first and the last quarter of the tokens, when the load was on
+    met: float  # of the tokens that were asked for while sessions came, the share that was committed meanwhile
     latency_s: float  # median, of whole sessions
     first_token_s: float  # median
     longest_gap_s: float  # the worst between two commits of one session
@@ -64,6 +71,20 @@ def steady_rate(commits: Sequence[Commit]) -> float:
     if first is None or last is None or last[0] == first[0]:
         return 0.0
     return (last[1] - first[1]) / (last[0] - first[0])
+
+
+def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
+    """Of the tokens asked for by the last three quarters of the arrivals, how much was committed until the last came.
+
+    About 1 in a steady state: as much is begun as is ended. Less where what waits grows and grows.
+    """
+    times = sorted(arrival.at_s for arrival in arrivals)
+    if not times:
+        return 1.0
+    begins, ends = times[len(times) // 4], times[-1]
+    asked = sum(arrival.tokens for arrival in arrivals if begins < arrival.at_s <= ends)
+    done = sum(commit.tokens for commit in commits if begins < commit.at_s <= ends)
+    return done / asked if asked else 1.0
 
 
 def median(values: Iterable[float | None]) -> float:

@@ -20,10 +20,10 @@ from cluster.simulation.checks import check_drafter, check_target, check_texts
 from cluster.simulation.clock import Clock
 from cluster.simulation.drafter import OracleMethod, SimulatedDrafter
 from cluster.simulation.faults import Adversity, Fault, Kind, Role
-from cluster.simulation.load import ClosedLoop, Load, Poisson
+from cluster.simulation.load import ClosedLoop, Load
 from cluster.simulation.network import Link, Network, Process
 from cluster.simulation.oracle import STOP, VOCABULARY, DraftModel, Script, script
-from cluster.simulation.report import Commit, Report, median, steady_rate, sums
+from cluster.simulation.report import Arrival, Commit, Report, median, share_met, steady_rate, sums
 from cluster.simulation.router import SimulatedFlight, SimulatedRouter
 from cluster.simulation.target import OracleEngine, SimulatedTarget
 from cluster.verifier import Verifier, VerifierLimits
@@ -203,16 +203,12 @@ class World:
         return self.setting.load.prompt_tokens + self.setting.load.new_tokens
 
     def _begin_load(self) -> None:
-        arrivals = self.setting.load.arrivals
-        if isinstance(arrivals, ClosedLoop):
-            self._begin_due(arrivals)
-        else:
-            self._arrive(arrivals)
-
-    def _arrive(self, arrivals: Poisson) -> None:
-        self._begin_session()
-        if self._begun < self.setting.load.sessions:
-            self.clock.after(arrivals.gap(self._arrivals_rng), lambda: self._arrive(arrivals))
+        load = self.setting.load
+        if isinstance(load.arrivals, ClosedLoop):
+            self._begin_due(load.arrivals)
+            return
+        for after_s in load.arrivals.times(load.sessions, self._arrivals_rng):
+            self.clock.after(after_s, self._begin_session)
 
     def _begin_session(self) -> None:
         index, self._begun = self._begun, self._begun + 1
@@ -303,6 +299,7 @@ class World:
 
     def _report(self, happened: int) -> Report:
         flights = [flight for flight in self.over if flight.error is None]
+        arrivals = [Arrival(flight.arrived_s, len(flight.session.committed)) for flight in self.over]
         span = max((flight.ended_s or 0.0 for flight in self.over), default=0.0) or 1.0
         causes = sum((target.verifier.dropped for target in self.targets), Counter[str]())
         causes["silent"] = sum(router.given_up for router in self.routers)
@@ -312,6 +309,7 @@ class World:
             abandoned=len(self.abandoned),
             tokens=sum(commit.tokens for commit in self._commits),
             tokens_per_s=steady_rate(self._commits),
+            met=share_met(arrivals, self._commits),
             latency_s=median(flight.latency_s for flight in flights),
             first_token_s=median(flight.waited_s for flight in flights),
             longest_gap_s=max((flight.longest_gap_s for flight in flights), default=0.0),

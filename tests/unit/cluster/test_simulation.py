@@ -1,8 +1,11 @@
 """The simulator: right where formulas know the answer, the same for the same seed, and hard on what is broken."""
 
+import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
@@ -18,7 +21,7 @@ from cluster.simulation.load import ClosedLoop, Load, Poisson
 from cluster.simulation.network import Weather
 from cluster.simulation.oracle import STOP, DraftModel, script
 from cluster.simulation.ordeal import ordeal
-from cluster.simulation.report import Commit, Report, steady_rate
+from cluster.simulation.report import Arrival, Commit, Report, share_met, steady_rate
 from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
 from cluster.target_session import TargetSession
 from cluster.waiting_room import WaitingRoom
@@ -372,6 +375,35 @@ def test_the_steady_rate_leaves_out_beginning_and_end():
     slow_end = [Commit(70.0 + at * 10, 1) for at in range(5)]
     assert steady_rate([*slow_start, *steady, *slow_end]) == pytest.approx(2.0)
     assert steady_rate([]) == 0.0
+
+
+def test_tokens_are_met_where_as_many_are_committed_as_are_asked_for():
+    """Of one request a second, of 10 tokens each, after the first quarter of them."""
+    arrivals = [Arrival(float(at), 10) for at in range(40)]
+    late = [Commit(at + 0.1 * part + 3.0, 1) for at in range(40) for part in range(10)]
+    assert share_met(arrivals, late) == pytest.approx(1.0), "however late, if not later and later"
+    half = [Commit(at + 0.2 * part, 1) for at in range(40) for part in range(5)]
+    assert share_met(arrivals, half) == pytest.approx(0.5, abs=0.02)
+    assert share_met([], []) == 1.0
+
+
+def test_so_many_sessions_arrive_in_the_time_that_they_take_on_average():
+    times = Poisson(2.0).times(400, random.Random(0))
+    assert times == sorted(times)
+    assert 190 < times[-1] < 200, "whatever luck has it"
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert stdev(gaps) == pytest.approx(0.5, rel=0.2), "exponential: as far from the mean as it is long"
+
+
+def test_a_rate_that_a_target_cannot_do_is_not_met():
+    costs = CostModel(target=ForwardCost.linear(0.010, per_token_s=0.010), draft=COSTS.draft)  # below 100 tokens/s
+    met = []
+    for per_s in (4, 16):
+        load = Load(Poisson(float(per_s)), sessions=128, prompt_tokens=1, new_tokens=12)
+        fleet = Fleet(1, 0, sessions_per_target=load.sessions)
+        met.append(World(Setting(costs, Speculation(0, DraftModel((0.5,))), load, fleet)).run().met)
+    assert met[0] > 0.9
+    assert met[1] < 0.7
 
 
 def test_a_drafting_pass_costs_its_forwards_and_what_each_names_after_its_first_token():

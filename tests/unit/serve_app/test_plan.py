@@ -29,6 +29,9 @@ from serve_app.plan import (
     candidates,
     choose,
     cost_per_million,
+    plain_sessions,
+    sessions_of_one,
+    setting,
     steady_sessions,
 )
 from serve_app.plan_report import advice_data, advice_picture, advice_report, classroom_tables, verdict
@@ -66,7 +69,7 @@ def test_good_and_cheap_drafts_are_advised():
 def test_useless_drafts_are_not_advised():
     advice = advise(replace(SMALL, draft=DraftModel((0.0,), runner_up=0.0)))
     assert advice.best.candidate == PLAIN
-    assert "plain decoding" in verdict(advice)
+    assert "plain decoding" in verdict(SMALL, advice)
 
 
 def test_drafts_that_cost_more_than_they_bring_are_not_advised():
@@ -76,10 +79,72 @@ def test_drafts_that_cost_more_than_they_bring_are_not_advised():
 
 
 def test_under_a_given_rate_latency_decides():
-    advice = advise(replace(SMALL, arrivals=Poisson(1.0)))
+    question = replace(SMALL, arrivals=Poisson(1.0))
+    advice = advise(question)
     assert advice.best.latency_s < advice.plain.latency_s / 1.5
+    gain = advice.plain.latency_s / advice.best.latency_s
+    assert f"{gain:.2f}x the speed of an answer by plain decoding" in verdict(question, advice)
     assert 0 < advice.at_once < 2
     assert advice.in_process.latency_s < advice.plain.latency_s
+
+
+@pytest.mark.parametrize("arrivals", [ClosedLoop(1), ClosedLoop(20), Poisson(1.0), Poisson(20.0)])
+def test_requests_come_for_as_long_whatever_the_fleet(arrivals):
+    loads = [
+        setting(replace(SMALL, arrivals=arrivals), Candidate(targets, 1, 4, Mode.ADAPTIVE)).load for targets in (1, 4)
+    ]
+    assert loads[1].sessions == 4 * loads[0].sessions
+
+
+def test_the_more_run_at_once_the_longer_is_watched_whether_what_waits_grows():
+    """A step of n sessions takes 20 ms and, with a token of the prompt for each that it decides, n ms."""
+    costs = COSTS.model_copy(update={"target": ForwardCost.linear(0.020, per_token_s=0.0005)})
+    asked = replace(SMALL, costs=costs, prompt_tokens=32, new_tokens=32)
+    assert plain_sessions(asked, Poisson(500 / 32)) == pytest.approx(20.0, abs=0.01)
+    watched = [sessions_of_one(replace(asked, arrivals=Poisson(tokens / 32))) for tokens in (10, 500, 960, 2000)]
+    assert watched == [64, 8 * 20, 1024, 8 * 32], "nearly idle, busy, with 480 at once, and more than it can do"
+
+
+CROWDED = CostModel(
+    target=ForwardCost.linear(0.010, per_token_s=0.010),
+    draft=DraftCost(forward=ForwardCost.linear(0.001)),
+    hop_s=0.0003,
+)
+TOO_MUCH = replace(SMALL, costs=CROWDED, arrivals=Poisson(5.0))  # 160 tokens/s of a target that does less than 100
+
+
+def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
+    advice = advise(TOO_MUCH)
+    assert not any(one.keeps_up for one in (*advice.answers, advice.in_process))
+    assert advice.best.tokens_per_s >= 0.98 * max(one.tokens_per_s for one in advice.answers), "latencies mean nothing"
+    text = " ".join(shown(advice_report(TOO_MUCH, advice)).split())
+    assert "No fleet keeps up with 5 requests a second on each target, 160 tokens/s" in text
+    assert "grows: does not keep up" in text
+    assert "Take" not in text
+    assert "Where the gain ends" not in text, "there is no number of sessions at once"
+    assert not any(one["keeps_up"] for one in advice_data(TOO_MUCH, advice)["answers"])
+    assert "tokens/s of one target" in advice_picture(TOO_MUCH, advice)
+
+
+def test_whoever_keeps_up_is_advised_though_others_were_watched_for_less_long():
+    """Latencies of those that do not keep up are as long as the run."""
+    slow, hopeless = answer(1, 50.0), replace(answer(1, 90.0), latency_s=0.5, keeps_up=False)
+    assert choose([hopeless, slow], replace(SMALL, arrivals=Poisson(1.0))) is slow
+
+
+def test_what_does_not_keep_up_has_no_latency_to_show():
+    question = replace(SMALL, arrivals=Poisson(1.0))
+    advice = advise(question)
+    plain = replace(advice.plain, keeps_up=False)
+    others = [replace(one, keeps_up=one.candidate.mode is not Mode.LOCK_STEP) for one in advice.answers[1:]]
+    some = replace(advice, answers=(plain, *others), plain=plain)
+    assert "plain decoding does not keep up" in verdict(question, some)
+    assert "grows" in shown(advice_report(question, some))
+    assert "grows" not in shown(advice_report(question, advice))
+    picture = advice_picture(question, some)
+    assert "adaptive" in picture
+    assert "lock-step" not in picture
+    assert "plain" not in picture
 
 
 def answer(drafters: int, tokens_per_s: float, targets: int = 1) -> Answer:
