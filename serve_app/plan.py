@@ -6,17 +6,11 @@ strongest form of what it is compared with. Knows nothing of tables or of the co
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from cluster.costs import CostModel
-from cluster.expectation import (
-    RoundCosts,
-    break_even_acceptance,
-    break_even_draft_s,
-    expected_tokens_by_position,
-    in_process,
-)
+from cluster.costs import CostModel, DraftCost, ForwardCost
+from cluster.expectation import RoundCosts, expected_tokens_by_position, in_process
 from cluster.simulation.load import ClosedLoop, Load, Poisson
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
@@ -29,6 +23,7 @@ FEWEST_SESSIONS = 32  # simulated for one target
 FEWEST_ARRIVALS, MOST_ARRIVALS = 64, 1024  # the same under a given rate
 KEPT_UP = 0.9  # of the tokens asked for while requests come, committed meanwhile; luck takes a few percent
 AS_GOOD = 0.98  # candidates within this of the best are as good; the smaller fleet is then the better
+HALVINGS = 7  # until it is known where a gain ends: to about a percent of where it may
 CROWD = 4096  # more sessions at once than this on one target: it does not keep up
 
 
@@ -114,8 +109,17 @@ class Advice:
     plain: Answer
     in_process: InProcess
     at_once: float  # sessions on one target, under the best candidate
-    break_even_acceptance: float | None  # for lock-step at the best block length; None: no acceptance is enough
-    break_even_draft_s: float  # drafting pass that eats the gain, in lock-step
+    limits: "Limits | None"  # None where the best does not keep up: there is no such number of sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where the gain of a fleet ends."""
+
+    candidate: Candidate  # in lock-step
+    at_once: int  # sessions on one target, at all times
+    acceptance: float | None  # of every token, from which on it gains; None: no acceptance is enough
+    draft_s: float  # drafting pass that eats the gain, over however many sessions; 0 where verification alone does
 
 
 def candidates(question: Question) -> Iterator[Candidate]:
@@ -133,16 +137,13 @@ def advise(question: Question, advance: Callable[[], None] = lambda: None) -> Ad
         advance()
     best = choose(answers, question)
     at_once = sessions_at_once(question, best)
-    block_len = best.candidate.block_len or max(question.block_lens)
-    costs, tokens = round_costs(question.costs, at_once, block_len), expected(question, block_len)
     return Advice(
         answers=tuple(answers),
         best=best,
         plain=answers[0],
         in_process=best_in_process(question),
         at_once=at_once,
-        break_even_acceptance=break_even_acceptance(block_len, costs),
-        break_even_draft_s=break_even_draft_s(tokens, costs),
+        limits=limits(question, in_lock_step(best.candidate, question), at_once) if best.keeps_up else None,
     )
 
 
@@ -220,6 +221,48 @@ def cost_per_million(prices: Prices | None, candidate: Candidate, tokens_per_s: 
         return None
     per_s = (candidate.targets * prices.target + candidate.drafters * prices.drafter) / 3600
     return 1e6 * per_s / tokens_per_s
+
+
+# ---------------------------------------------------------------- where the gain ends
+
+
+def in_lock_step(best: Candidate, question: Question) -> Candidate:
+    """The same fleet; where none drafts, one with a drafter for each target."""
+    targets, drafters = best.fleet if best.block_len else (1, 1)
+    return Candidate(targets, drafters, best.block_len or max(question.block_lens), Mode.LOCK_STEP)
+
+
+def limits(question: Question, candidate: Candidate, at_once: float) -> Limits:
+    """By simulation: targets that share a drafter go out of step, and how they wait for it no simple formula says."""
+    sessions = max(1, round(at_once))
+    asked = replace(question, arrivals=ClosedLoop(sessions))
+    plain = answer(asked, PLAIN)
+
+    def gains(changed: Question) -> bool:
+        return answer(changed, candidate).gain(plain) > 1.0
+
+    def accepting(acceptance: float) -> Question:
+        return replace(asked, draft=replace(question.draft, acceptances=(acceptance,)))
+
+    def drafting_for(seconds: float) -> Question:
+        draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)
+        return replace(asked, costs=question.costs.model_copy(update={"draft": draft}))
+
+    longest_s = (candidate.block_len + 1) * question.costs.plain_s(sessions)  # a round is no shorter than its draft
+    acceptance = _least(lambda acceptance: gains(accepting(acceptance)), 1.0) if gains(accepting(1.0)) else None
+    draft_s = _least(lambda seconds: not gains(drafting_for(seconds)), longest_s)
+    return Limits(candidate, sessions, acceptance, draft_s)
+
+
+def _least(holds: Callable[[float], bool], high: float) -> float:
+    """From where on the condition holds, between 0 and `high`, by bisection; it holds at `high`."""
+    low = 0.0
+    if holds(low):
+        return low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return (low + high) / 2
 
 
 # ---------------------------------------------------------------- by formula

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cluster.simulation.load import Poisson
 from serve_app.classroom import ACCEPTANCES, BLOCK_LENS, Lesson, lessons
-from serve_app.plan import CROWD, KEPT_UP, Advice, Answer, InProcess, Question, advise, candidates
+from serve_app.plan import CROWD, KEPT_UP, Advice, Answer, Candidate, InProcess, Limits, Question, advise, candidates
 from serve_app.svg import curves
 from serve_app.tables import shown, table
 
@@ -41,7 +41,7 @@ def run_classroom(console: Console) -> None:
 
 def advice_report(question: Question, advice: Advice) -> Group:
     """What to take, how it compares, and where its gain ends."""
-    limits = [_limits_table(advice)] if advice.best.keeps_up else []  # else there is no number of sessions at once
+    limits = [] if advice.limits is None else [_limits_table(advice.limits)]
     return Group(_candidates_table(question, advice), *limits, verdict(question, advice))
 
 
@@ -125,13 +125,14 @@ def _rank(question: Question, answer: Answer) -> tuple[bool, float]:
     return not answer.keeps_up, merit
 
 
-def _limits_table(advice: Advice) -> Table:
-    made = table(
-        f"Where the gain ends, in lock-step, {advice.at_once:.1f} sessions at once on a target", "what", "value"
-    )
-    enough = advice.break_even_acceptance
+def _limits_table(limits: Limits) -> Table:
+    candidate = limits.candidate
+    of = f"{candidate.targets} : {candidate.drafters}, K = {candidate.block_len}"
+    sessions = f"{limits.at_once} session{'s' * (limits.at_once > 1)} at once on a target"
+    made = table(f"Where the gain ends in lock-step: {of}, {sessions}", "what", "value")
+    enough = limits.acceptance
     made.add_row("least acceptance that pays", "none does" if enough is None else f"{enough:.2f}")
-    made.add_row("drafting pass that eats the gain, ms", shown(advice.break_even_draft_s * 1e3, ".1f"))
+    made.add_row("drafting pass that eats the gain, ms", shown(limits.draft_s * 1e3, ".1f"))
     return made
 
 
@@ -139,20 +140,23 @@ def advice_data(question: Question, advice: Advice) -> dict[str, Any]:
     """Everything that was asked and simulated, for JSON."""
     arrivals = {type(question.arrivals).__name__: asdict(question.arrivals)}
     asked = asdict(question) | {"costs": question.costs.model_dump(mode="json"), "arrivals": arrivals}
-    inside = asdict(advice.in_process)
+    inside, limits = asdict(advice.in_process), advice.limits
     return {
         "question": asked,
         "answers": [_answer_data(answer) for answer in advice.answers],
         "best": _answer_data(advice.best),
         "in_process": inside,
         "sessions_at_once": advice.at_once,
-        "break_even_acceptance": advice.break_even_acceptance,
-        "break_even_draft_s": advice.break_even_draft_s,
+        "limits": None if limits is None else asdict(limits) | {"candidate": _candidate_data(limits.candidate)},
     }
 
 
 def _answer_data(answer: Answer) -> dict[str, Any]:
-    return asdict(answer) | {"candidate": asdict(answer.candidate) | {"mode": answer.candidate.name}}
+    return asdict(answer) | {"candidate": _candidate_data(answer.candidate)}
+
+
+def _candidate_data(candidate: Candidate) -> dict[str, Any]:
+    return asdict(candidate) | {"mode": candidate.name}
 
 
 def advice_picture(question: Question, advice: Advice) -> str:

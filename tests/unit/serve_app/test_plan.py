@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
+from cluster.expectation import RoundCosts, break_even_acceptance, break_even_draft_s
 from cluster.simulation.load import ClosedLoop, Poisson
 from cluster.simulation.oracle import DraftModel
 from cluster.simulation.world import Mode
@@ -29,11 +30,13 @@ from serve_app.plan import (
     candidates,
     choose,
     cost_per_million,
+    limits,
     plain_sessions,
     sessions_of_one,
     setting,
     steady_sessions,
 )
+from serve_app.plan import answer as fleet_answer
 from serve_app.plan_report import advice_data, advice_picture, advice_report, classroom_tables, verdict
 from serve_app.plan_request import PlanRequest, StatedCosts
 from serve_app.svg import curves
@@ -61,8 +64,9 @@ def test_good_and_cheap_drafts_are_advised():
     assert advice.best.candidate.block_len == 4
     assert advice.best.gain(advice.plain) > 2
     assert advice.at_once == 2
-    assert advice.break_even_acceptance is not None
-    assert advice.break_even_acceptance < 0.9
+    assert advice.limits is not None
+    assert advice.limits.acceptance is not None
+    assert advice.limits.acceptance < 0.9
     assert advice.best.cost_per_million is None
 
 
@@ -76,6 +80,48 @@ def test_drafts_that_cost_more_than_they_bring_are_not_advised():
     dear = advise(replace(SMALL, prices=Prices(target=1.0, drafter=1000.0)))
     assert dear.best.candidate == PLAIN
     assert advise(replace(SMALL, prices=Prices(target=1.0, drafter=0.01))).best.candidate.block_len == 4
+
+
+LOCK_STEP = Candidate(1, 1, 4, Mode.LOCK_STEP)
+
+
+def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
+    found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1)
+    costs = RoundCosts(plain_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
+    assert found.acceptance == pytest.approx(break_even_acceptance(4, costs), abs=0.03)
+    assert found.draft_s == pytest.approx(break_even_draft_s((1 - 0.9**5) / 0.1, costs), rel=0.05)
+
+
+def test_where_targets_share_a_drafter_the_gain_ends_earlier():
+    """The drafter is busy for longer than a target's step: with four of them a round is four passes, or nearly."""
+    costs = COSTS.model_copy(update={"draft": DraftCost(forward=ForwardCost.linear(0.001, per_row_s=0.0005))})
+    question = replace(SMALL, costs=costs, arrivals=ClosedLoop(4), ratios=((4, 1),))
+    advice = advise(question)
+    assert advice.limits is not None
+    assert advice.limits.candidate == Candidate(4, 1, 4, Mode.LOCK_STEP)
+    alone = limits(question, LOCK_STEP, 4)
+    assert advice.limits.acceptance is not None
+    assert alone.acceptance is not None
+    assert advice.limits.acceptance > alone.acceptance + 0.1
+    assert advice.limits.draft_s < 0.9 * alone.draft_s
+    there = replace(question, draft=DraftModel((advice.limits.acceptance,)))
+    assert fleet_answer(there, advice.limits.candidate).gain(advice.plain) == pytest.approx(1.0, rel=0.05)
+    assert "lock-step: 4 : 1, K = 4, 4 sessions" in " ".join(shown(advice_report(question, advice)).split())
+    found = advice_data(question, advice)["limits"]
+    assert (found["candidate"]["targets"], found["candidate"]["mode"], found["at_once"]) == (4, "lock-step", 4)
+
+
+def test_where_nothing_that_drafts_is_advised_the_gain_is_that_of_a_drafter_for_each_target():
+    advice = advise(replace(SMALL, draft=DraftModel((0.0,), runner_up=0.0), ratios=((4, 1),)))
+    assert advice.limits is not None
+    assert advice.limits.candidate == LOCK_STEP
+
+
+def test_no_drafting_is_short_enough_where_verification_alone_costs_what_it_brings():
+    dear = COSTS.model_copy(update={"target": ForwardCost.linear(0.001, per_token_s=0.019)})
+    found = limits(replace(SMALL, costs=dear), LOCK_STEP, 1)
+    assert found.draft_s == 0.0
+    assert found.acceptance is None
 
 
 def test_under_a_given_rate_latency_decides():
@@ -121,7 +167,8 @@ def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
     assert "No fleet keeps up with 5 requests a second on each target, 160 tokens/s" in text
     assert "grows: does not keep up" in text
     assert "Take" not in text
-    assert "Where the gain ends" not in text, "there is no number of sessions at once"
+    assert advice.limits is None, "there is no number of sessions at once"
+    assert "Where the gain ends" not in text
     assert not any(one["keeps_up"] for one in advice_data(TOO_MUCH, advice)["answers"])
     assert "tokens/s of one target" in advice_picture(TOO_MUCH, advice)
 
