@@ -23,7 +23,7 @@ from cluster.timeline import Timeline
 from cluster.wants import Proposal, Want
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome
+from protos.messages import Block, Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,10 @@ class Drafter:
 
     def _offer(self, proposals: list[Proposal]) -> None:
         """Sends blocks, unless the verdict has overtaken them."""
-        self._send(self.book.proposed(proposals, self._clock()))
+        sends = self.book.proposed(proposals, self._clock())
+        if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
+            self.timeline.record("sent", *sent)  # those drafted ahead leave before their pass ends
+        self._send(sends)
 
     def _send(self, sends: list[Send]) -> None:
         """Delivers to a router's stream or a target's address."""

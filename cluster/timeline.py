@@ -121,7 +121,7 @@ STAGES = (
     Stage("queue", ("drafter", "verdict"), ("drafter", "draft"), "drafter"),
     Stage("draft", ("drafter", "draft"), ("drafter", "drafted"), "drafter"),
     Stage("draft ahead", ("drafter", "draft ahead"), ("drafter", "drafted"), "drafter"),
-    Stage("send", ("drafter", "drafted"), ("target", "block"), "drafter"),
+    Stage("send", ("drafter", "sent"), ("target", "block"), "drafter"),
     Stage("wait", ("target", "block"), ("target", "verify"), "target"),
     Stage("verify", ("target", "verify"), ("target", "decided"), "target"),
     Stage("return", ("target", "decided"), ("drafter", "verdict"), "target"),

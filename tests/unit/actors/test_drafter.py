@@ -160,6 +160,45 @@ async def test_blocks_that_took_no_forward_say_nothing_of_what_drafting_costs(at
     await drafter.close()
 
 
+class EarlyMethod(OneToken):
+    """Sends a block while its passes ahead go on, until it is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(at_once=False)
+        self.stop = threading.Event()
+
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
+        if not wants[0].unverified:
+            return super().propose(wants, interrupted, early)
+        (want,), outcome = wants, (1, 2)
+        prefix = Prefix(KEY, (*want.tokens, *outcome))
+        early([Proposal(want.open.session, prefix.length, prefix.hash, (3,), outcome=outcome)])
+        self.stop.wait(10)
+        return []
+
+
+async def test_a_block_is_sent_when_it_leaves_which_may_be_before_its_pass_ends():
+    method = EarlyMethod()
+    drafter = a_drafter(method, draft_ahead=True)
+    stream, _ = drafter.router_up(Hello("router", "v", "m"))
+    loop = asyncio.create_task(drafter.run())
+    drafter.router_frame(stream, Decoded((to_open("a"),)))
+    await until(lambda: drafter.book.counts["blocks"] == 2)
+    events = drafter.timeline.events()
+    assert [event.name for event in events] == ["draft", "drafted", "sent", "draft ahead", "sent"]
+    assert {event.sessions for event in events} == {("a",)}
+    loop.cancel()
+    method.stop.set()
+    await drafter.close()
+
+
+async def test_a_pass_that_brings_no_block_sends_none():
+    drafter = a_drafter(OneToken(at_once=False))
+    drafter._offer([Proposal("unknown", 2, 0, (1,))])
+    assert drafter.timeline.events() == []
+    await drafter.close()
+
+
 async def test_what_is_wanted_for_sure_interrupts_drafting_ahead_and_nothing_else_does():
     method = EndlessMethod()
     drafter = a_drafter(method, draft_ahead=True)

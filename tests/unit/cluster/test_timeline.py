@@ -29,7 +29,7 @@ def actor(role: str, *events: tuple[float, str, str], offset: float = 0.0) -> Ac
 def test_a_round_has_all_its_stages_in_wall_time():
     drafter = actor(
         "drafter",
-        *[(1.0, "draft", "ab"), (2.0, "drafted", "ab"), (6.5, "verdict", "a"), (7.0, "draft", "a")],
+        *[(1.0, "draft", "ab"), (2.0, "drafted", "ab"), (2.0, "sent", "a"), (6.5, "verdict", "a"), (7.0, "draft", "a")],
         offset=0.5,
     )
     target = actor("target", (2.5, "block", "a"), (3.0, "verify", "a"), (6.0, "decided", "a"), offset=-8.0)
@@ -59,6 +59,15 @@ def test_drafting_ahead_is_told_from_drafting():
         "drafter", (1.0, "draft", "a"), (2.0, "drafted", "a"), (2.0, "draft ahead", "a"), (3.0, "drafted", "a")
     )
     assert [(span.name, span.began_s) for span in spans([drafter])] == [("draft", 1.0), ("draft ahead", 2.0)]
+
+
+def test_a_block_that_leaves_during_a_pass_was_not_sent_at_the_end_of_the_one_before():
+    """A pass ahead ended at 2.0 with nothing new; the next one sends a block after its first forward."""
+    drafter = actor(
+        "drafter", (1.0, "draft ahead", "a"), (2.0, "drafted", "a"), (4.0, "draft ahead", "a"), (5.0, "sent", "a")
+    )
+    target = actor("target", (5.25, "block", "a"))
+    assert [(span.began_s, span.ended_s) for span in spans([drafter, target]) if span.name == "send"] == [(5.0, 5.25)]
 
 
 def a_long_recording(events: int, sessions: int) -> Actor:

@@ -34,8 +34,16 @@ def test_a_target_that_made_no_plain_step_yet_publishes_no_cost_of_it():
 
 
 def test_messages_are_as_slow_as_the_timelines_say():
-    sent = Recording(0.0, (Event(0, 1.0, "drafted", ("s",)),))
+    sent = Recording(0.0, (Event(0, 1.0, "sent", ("s",)),))
     heard = Recording(0.0, (Event(0, 1.002, "block", ("s",)),))
+    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
+    assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
+
+
+def test_blocks_that_leave_during_a_pass_are_no_slower_than_others():
+    passes = [(0, 1.0, "drafted"), (1, 2.0, "draft ahead"), (2, 2.03, "sent"), (3, 2.1, "drafted")]
+    sent = Recording(0.0, tuple(Event(order, at, name, ("s",)) for order, at, name in passes))
+    heard = Recording(0.0, (Event(0, 2.032, "block", ("s",)),))
     actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
     assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
 
