@@ -7,7 +7,7 @@ measured it or of what is computed.
 from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -96,7 +96,7 @@ class DraftCost(_Frozen):
 
 
 class CostModel(_Frozen):
-    """Everything that takes time."""
+    """Everything that takes time, and what drafts are good for where that was measured with it."""
 
     target: ForwardCost
     draft: DraftCost
@@ -104,6 +104,9 @@ class CostModel(_Frozen):
         None, description="a target's step of one token a row while nobody drafts, where it differs"
     )
     hop_s: float = Field(0.0005, ge=0, description="one way between any two processes")
+    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        None, min_length=1, description="of a block's tokens by position, each given those before it"
+    )
 
     def plain_s(self, rows: float) -> float:
         """A target's step of one token a row while nobody drafts.

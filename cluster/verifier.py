@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.acceptance_counts import AcceptanceCounts
 from cluster.block_room import BlockRoom, RoomCounts
 from cluster.breaker import SilentDrafters
 from cluster.costs import ForwardCost
@@ -25,6 +26,7 @@ from cluster.streams import Send, peer_of
 from cluster.target_session import TargetSession
 from cluster.track_record import TrackRecord
 from cluster.waiting_room import RoomLimits, WaitingRoom
+from cluster.wants import block_room
 from cluster.yields import Fleet, out_of_step
 from protos.messages import (
     Attach,
@@ -80,6 +82,7 @@ class Verifier:
         self._fleet = Fleet()
         self._delays: dict[int, DraftDelay] = {}  # of blocks, by octaves of sessions other than now
         self._record = TrackRecord()
+        self.acceptance = AcceptanceCounts()  # of all blocks since the beginning
         self._busy_until = 0.0  # end of the latest step after which there was more to do
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.step_s = 0.0  # in steps
@@ -415,6 +418,8 @@ class Verifier:
         """What its drafter and its router are told."""
         if row.draft_len > 0 or (session.has_no_draft and session.asked):
             self._fleet = self._fleet.after_block(session.asked, row.drafted, outcome.accepted)
+            room = block_room(session.open, session.prefix.length)
+            self.acceptance = self.acceptance.after(min(session.asked, room), outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)
         verdict = Verdict(

@@ -134,7 +134,8 @@ def status(
         str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
     ] = "auto",
     costs_path: Annotated[
-        Path | None, typer.Option("--costs", metavar="OUT", help="Write the measured costs here, for `plan --costs`.")
+        Path | None,
+        typer.Option("--costs", metavar="OUT", help="Write what was measured here, for `plan --costs`."),
     ] = None,
 ) -> None:
     """Shows health, counters and deployments of a running Slipstream."""
@@ -153,7 +154,8 @@ def status(
         with console.status("Asking the replicas"):
             costs = live_costs(address, APPLICATION)
         costs.save(costs_path)
-        typer.echo(f"The costs are in {costs_path}")
+        what = "costs" if costs.acceptance is None else "costs, and acceptance by position,"
+        typer.echo(f"The {what} are in {costs_path}")
 
 
 @app.command()
@@ -168,7 +170,12 @@ def plan(
     hop_ms: Annotated[float, typer.Option(min=0, help="A message, one way.")] = 0.3,
     acceptance: Annotated[
         list[float] | None,
-        typer.Option(min=0, max=1, help="Of a draft token, given those before it; repeatable: by position in a block."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Of a draft token, given those before it; repeatable: by position in a block. "
+            "The default is what was measured with the costs, or else 0.8.",
+        ),
     ] = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Sessions at once on each target; the default is 8.")

@@ -133,6 +133,7 @@ class TargetDeployment:
             "speculation": self._replica.verifier.speculation,
             "costs": self._replica.verifier.step_cost.cost.model_dump_json(),
             "plain_costs": plain.model_dump_json() if (plain := self._replica.verifier.step_cost.plain_cost) else None,
+            "acceptance": asdict(self._replica.verifier.acceptance),
             "refused": dict(self._replica.refused),
             **self._replica.verifier.load(),
         }

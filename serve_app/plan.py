@@ -48,6 +48,7 @@ class Question:
     block_lens: tuple[int, ...] = BLOCK_LENS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
+    acceptance_is: str = "given"  # where that of `draft` comes from
 
 
 @dataclass(frozen=True, slots=True)

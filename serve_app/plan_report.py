@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
@@ -42,7 +43,9 @@ def run_classroom(console: Console) -> None:
 def advice_report(question: Question, advice: Advice) -> Group:
     """What to take, how it compares, and where its gain ends."""
     limits = [] if advice.limits is None else [_limits_table(advice.limits)]
-    return Group(_candidates_table(question, advice), *limits, verdict(question, advice))
+    by_position = ", ".join(f"{acceptance:.2f}" for acceptance in question.draft.acceptances)
+    supposed = f"Acceptance of draft tokens by position: {by_position} ({escape(question.acceptance_is)})"
+    return Group(supposed, _candidates_table(question, advice), *limits, verdict(question, advice))
 
 
 def verdict(question: Question, advice: Advice) -> str:

@@ -56,15 +56,26 @@ class PlanRequest:
 
     def question(self) -> Question:
         """Raises ConfigError where options contradict each other."""
+        costs = self.stated.model() if self.costs_path is None else CostModel.load(self.costs_path)
+        acceptance, acceptance_is = self._acceptance(costs)
         return Question(
-            costs=self.stated.model() if self.costs_path is None else CostModel.load(self.costs_path),
-            draft=DraftModel(tuple(self.acceptance or [ACCEPTANCE])),
+            costs=costs,
+            draft=DraftModel(acceptance),
             arrivals=self._arrivals(),
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             prices=self._prices(),
             block_lens=tuple(self.block_len or BLOCK_LENS),
+            acceptance_is=acceptance_is,
         )
+
+    def _acceptance(self, costs: CostModel) -> tuple[tuple[float, ...], str]:
+        """By position in a block, and where it comes from: what is said counts for more than what was measured."""
+        if self.acceptance:
+            return tuple(self.acceptance), "given"
+        if costs.acceptance is not None:
+            return costs.acceptance, f"measured, from {self.costs_path}"
+        return (ACCEPTANCE,), "assumed; state it with --acceptance"
 
     def _arrivals(self) -> ClosedLoop | Poisson:
         if self.rate is None:

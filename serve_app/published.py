@@ -1,5 +1,7 @@
 """The costs of a running deployment, as its replicas have found them by now: what `slipstream plan --costs` reads.
 
+With them goes what draft tokens were accepted.
+
 What replicas measured at their start is in their Serve metadata, which does not change. Knows nothing of how costs
 are measured.
 """
@@ -9,6 +11,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
+from cluster.acceptance_counts import AcceptanceCounts
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.timeline import Actor, Span, spans
 from serve_app.ray_cluster import ClusterError, broadcast, connected, deployed
@@ -30,9 +33,10 @@ def cost_model(
 ) -> CostModel:
     """One model of a fleet, of what its replicas answer to `inspect` and of their recordings.
 
-    The replica in the middle of each pool, and the messages' median time. What lies between two steps counts as part of
-    a step; plain ones, where a replica knows them, were measured with it.
+    The replica in the middle of each pool, the messages' median time, and the acceptance of all blocks. What lies
+    between two steps counts as part of a step; plain ones, where a replica knows them, were measured with it.
     """
+    targets = list(targets)
     steps = [(ForwardCost.model_validate_json(one["costs"]), _plain(one)) for one in targets]
     passes = [DraftCost.model_validate_json(one["costs"]) for one in drafters]
     if not (steps and passes):
@@ -41,15 +45,20 @@ def cost_model(
     draft = sorted(passes, key=_one_token_s)[len(passes) // 2]
     found = spans(actors)
     target = target.plus(_between_steps_s(found))
+    costs = CostModel(target=target, draft=draft, plain=plain, acceptance=_acceptance(targets))
     hops = [span.ended_s - span.began_s for span in found if span.name in HOPS]
-    if not hops:
-        return CostModel(target=target, draft=draft, plain=plain)
-    return CostModel(target=target, draft=draft, plain=plain, hop_s=max(0.0, median(hops)))
+    return costs.model_copy(update={"hop_s": max(0.0, median(hops))}) if hops else costs
 
 
 def _plain(target: Mapping[str, Any]) -> ForwardCost | None:
     published = target["plain_costs"]
     return None if published is None else ForwardCost.model_validate_json(published)
+
+
+def _acceptance(targets: Iterable[Mapping[str, Any]]) -> tuple[float, ...] | None:
+    """By position in a block; None where too few were verified."""
+    counts = [AcceptanceCounts(**one["acceptance"]) for one in targets]
+    return sum(counts, AcceptanceCounts()).by_position() or None
 
 
 def _between_steps_s(found: Sequence[Span]) -> float:

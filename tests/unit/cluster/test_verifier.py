@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.acceptance_counts import AcceptanceCounts
 from cluster.breaker import FIRST_PROBE_STEPS, TRIP_STEPS
 from cluster.load import Load
 from cluster.pacing import Ask, Awaited
@@ -233,6 +234,31 @@ def test_a_block_is_verified_and_only_what_it_lacks_is_fed_next(wrong_from, acce
     assert only_verdict(desk.step()).tokens == (right[accepted + 1],)
     (row,) = desk.rows[-1]
     assert (row.start, row.tokens) == (2 + accepted, (right[accepted],))
+
+
+def test_acceptance_is_counted_by_position_as_far_as_a_block_could_go():
+    """Of three tokens asked for two are accepted; after them the session has room for one."""
+    desk = Desk(asked=3)
+    desk.open(tokens=(1, 2), max_len=7)
+    right = text((1, 2), 4)
+    desk.block((1, 2), (*right[:2], (right[2] + 1) % VOCABULARY))
+    desk.step()
+    assert desk.verifier.acceptance == AcceptanceCounts(reached=(1, 1, 1), accepted=(1, 1, 0))
+    desk.block((1, 2, *right[:3]), right[3:4])
+    desk.step()
+    assert desk.verifier.acceptance == AcceptanceCounts(reached=(2, 1, 1), accepted=(2, 1, 0))
+
+
+def test_plain_steps_say_nothing_of_acceptance_and_a_drafter_with_nothing_to_offer_does():
+    desk = Desk(asked=2)
+    desk.open(tokens=(1, 2))
+    desk.attach((1, 2))
+    desk.step()
+    assert desk.verifier.acceptance == AcceptanceCounts()
+    tokens = (1, 2, *text((1, 2), 1))
+    desk.verifier.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+    desk.step()
+    assert desk.verifier.acceptance == AcceptanceCounts(reached=(1, 0), accepted=(0, 0))
 
 
 def test_a_stop_id_inside_the_accepted_part_ends_the_session_there():

@@ -301,6 +301,33 @@ def test_acceptance_by_position():
     assert replace(ASKED, acceptance=[0.9, 0.7]).question().draft == DraftModel((0.9, 0.7))
 
 
+def test_measured_acceptance_counts_where_none_is_stated(tmp_path: Path):
+    measured = replace(ASKED, costs_path=tmp_path / "costs.json")
+    COSTS.model_copy(update={"acceptance": (0.7, 0.6)}).save(tmp_path / "costs.json")
+    question = measured.question()
+    assert question.draft == DraftModel((0.7, 0.6))
+    assert question.acceptance_is.startswith("measured, from")
+    stated = replace(measured, acceptance=[0.9]).question()
+    assert (stated.draft, stated.acceptance_is) == (DraftModel((0.9,)), "given")
+    COSTS.save(tmp_path / "costs.json")
+    assert measured.question().draft == ASKED.question().draft == DraftModel((0.8,))
+    assert measured.question().acceptance_is.startswith("assumed")
+
+
+def test_the_report_says_what_acceptance_it_goes_by():
+    question = replace(SMALL, draft=DraftModel((0.9, 0.75)), acceptance_is="measured, from costs[1].json")
+    text = " ".join(shown(advice_report(question, advise(question))).split())
+    assert "Acceptance of draft tokens by position: 0.90, 0.75 (measured, from costs[1].json)" in text
+
+
+@pytest.mark.parametrize("acceptance", ["[]", "[1.5]", "[-0.1]"])
+def test_acceptance_that_is_no_chance_is_refused(tmp_path: Path, acceptance):
+    saved = COSTS.model_dump_json().replace('"acceptance":null', f'"acceptance":{acceptance}')
+    (tmp_path / "costs.json").write_text(saved)
+    with pytest.raises(ConfigError, match="acceptance"):
+        CostModel.load(tmp_path / "costs.json")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

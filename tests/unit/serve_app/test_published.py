@@ -1,18 +1,24 @@
 """A running fleet's costs: one model out of what replicas publish."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cluster.acceptance_counts import AcceptanceCounts
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.timeline import Actor, Event, Recording
 from serve_app.published import cost_model
 from serve_app.ray_cluster import ClusterError, check_reachable
 
+NO_BLOCKS = AcceptanceCounts()
 
-def a_target(base_s: float) -> dict[str, str | None]:
+
+def a_target(base_s: float, counts: AcceptanceCounts = NO_BLOCKS) -> dict[str, Any]:
     drafts, plain = ForwardCost.linear(base_s, per_token_s=0.001), ForwardCost.linear(0.9 * base_s)
-    return {"costs": drafts.model_dump_json(), "plain_costs": plain.model_dump_json()}
+    costs = {"costs": drafts.model_dump_json(), "plain_costs": plain.model_dump_json()}
+    return costs | {"acceptance": asdict(counts)}
 
 
 def a_drafter(token_s: float) -> dict[str, str]:
@@ -58,6 +64,17 @@ def test_what_lies_between_two_steps_is_part_of_a_step():
     assert costs.plain_s(1) == pytest.approx(0.09), "plain steps were timed with what lies between them"
 
 
+def test_acceptance_is_that_of_all_blocks_of_all_targets():
+    known = AcceptanceCounts(reached=(60, 30), accepted=(30, 30)), AcceptanceCounts(reached=(40, 10), accepted=(10, 0))
+    costs = cost_model([a_target(0.1, counts) for counts in known], [a_drafter(0.1)], [])
+    assert costs.acceptance == (0.4, 0.75)
+
+
+def test_before_enough_blocks_were_verified_nothing_is_said_of_acceptance():
+    few = AcceptanceCounts(reached=(3,), accepted=(3,))
+    assert cost_model([a_target(0.1, few)], [a_drafter(0.1)], []).acceptance is None
+
+
 @pytest.mark.parametrize(("targets", "drafters"), [([], [a_drafter(1)]), ([a_target(1)], [])])
 def test_a_pool_without_replicas_is_named(targets, drafters):
     with pytest.raises(ClusterError, match="no replica has published"):
@@ -65,9 +82,18 @@ def test_a_pool_without_replicas_is_named(targets, drafters):
 
 
 def test_what_is_saved_is_what_the_planner_reads(tmp_path: Path):
-    costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [])
+    counts = AcceptanceCounts(reached=(300, 100), accepted=(100, 70))
+    costs = cost_model([a_target(0.1, counts)], [a_drafter(0.1)], [])
+    assert costs.acceptance == (1 / 3, 0.7)
     costs.save(tmp_path / "costs.json")
     assert CostModel.load(tmp_path / "costs.json") == costs
+
+
+def test_files_of_costs_alone_are_read_as_before(tmp_path: Path):
+    path = tmp_path / "costs.json"
+    costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [])
+    path.write_text(costs.model_dump_json(exclude={"acceptance"}))
+    assert CostModel.load(path) == costs
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":6379", "host:", "host:port"])
