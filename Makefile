@@ -27,8 +27,10 @@ models: setup
 demo: setup
 	$(BIN)/slipstream demo
 
+# What needs neither Ray nor sockets is shared by two processes; each test of the rest has the machine for itself.
 test: models
-	$(BIN)/pytest
+	$(BIN)/pytest tests/unit tests/lossless --numprocesses 2 --dist worksteal
+	$(BIN)/pytest tests/integration
 
 # Equality at length, with real models; about half an hour on two cores.
 test-exhaustive: models
