@@ -6,7 +6,7 @@ DEMO := examples/smollm2.yaml
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-gpu ordeals check bench
+.PHONY: setup models demo test test-exhaustive test-gpu random_scenarios check bench
 
 setup: .venv/.complete
 
@@ -41,8 +41,8 @@ test-gpu: setup
 	$(BIN)/pytest tests/gpu -rs
 
 # Thousands of random fault schedules in the simulator; a few minutes.
-ordeals: setup
-	$(BIN)/python -m cluster.simulation ordeals --count 3000
+random_scenarios: setup
+	$(BIN)/python -m cluster.simulation random_scenarios --count 3000
 
 check: setup
 	$(BIN)/ruff check .

@@ -9,9 +9,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from actors.draft import Drafter
-from actors.streams import CHANNEL_OPTIONS, converse, read_hello
+from actors.drafter import Drafter
 from actors.target import TargetReplica
+from actors.transport.streams import CHANNEL_OPTIONS, converse, read_hello
 from protos import speculation_pb2 as pb
 from protos.speculation_pb2_grpc import (
     DraftServiceServicer,

@@ -1,4 +1,4 @@
-"""A target replica: the verification loop around the book, the engine and the streams.
+"""A target replica: the verification loop around the scheduler, the engine and the streams.
 
 Reads top to bottom: messages come in, a step is planned, the engine computes, verdicts go out. Knows nothing of
 Ray: the engine may be threads or ranks.
@@ -11,15 +11,15 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 
-from actors.engine import Engine
-from actors.streams import Outbox
+from actors.engine.engine import Engine
+from actors.transport.streams import Outbox
 from cluster.costs import ForwardCost
+from cluster.dispatch import Send, stream_name
 from cluster.errors import EngineError
-from cluster.pacing import Pacing
-from cluster.steps import Outcome, StepPlan
-from cluster.streams import Send, stream_name
-from cluster.timeline import Timeline
-from cluster.verifier import Verifier, VerifierLimits
+from cluster.pacing.policy import Pacing
+from cluster.telemetry import Timeline
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Attach, Block, Close, Detach, Hello, NoDraft, Open, Refusal, RefusalReason, Welcome
 
@@ -35,7 +35,7 @@ class TargetReplica:
     def __init__(
         self,
         engine: Engine,
-        limits: VerifierLimits,
+        limits: VerificationLimits,
         vocabulary: str,
         target_model: str,
         step_timeout_s: float,
@@ -44,12 +44,15 @@ class TargetReplica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
-        self.vocabulary, self.target_model = vocabulary, target_model
-        self.verifier = Verifier(limits, pacing, step_cost)
+        self.vocabulary = vocabulary
+        self.target_model = target_model
+        self.scheduler = VerificationScheduler(limits, pacing, step_cost)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self.failure: EngineError | None = None
-        self._engine, self._step_timeout_s, self._clock = engine, step_timeout_s, clock
+        self._engine = engine
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
         self._streams = 0
@@ -59,9 +62,9 @@ class TargetReplica:
     async def run(self) -> None:
         """Verifies until cancelled; a failing engine is remembered in `failure` and raised."""
         while True:
-            plan = self.verifier.plan(self._clock())
+            plan = self.scheduler.plan(self._clock())
             if plan is None:
-                await self._wait_until(self.verifier.next_due())
+                await self._wait_until(self.scheduler.next_due())
                 continue
             await self._step(plan)
 
@@ -72,7 +75,7 @@ class TargetReplica:
         outcomes = await self._compute(plan)
         now = self._clock()
         self.timeline.record("decided", *sessions)
-        self._send(self.verifier.apply(outcomes, now - began, now))
+        self._send(self.scheduler.apply(outcomes, now - began, now))
         await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
 
     async def _compute(self, plan: StepPlan) -> list[Outcome]:
@@ -104,7 +107,7 @@ class TargetReplica:
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
         """A router's stream begins: only the sessions that it lists stay."""
         stream, outbox = self._stream_up(hello)
-        self.verifier.hello(stream, hello.live, self._clock())
+        self.scheduler.hello(stream, hello.live, self._clock())
         self._changed.set()
         return stream, outbox
 
@@ -113,13 +116,13 @@ class TargetReplica:
         self._count_malformed(stream, frame)
         for message in frame.messages:
             if isinstance(message, Open):
-                self._send(self.verifier.open(stream, message, now))
+                self._send(self.scheduler.open(stream, message, now))
             elif isinstance(message, Close):
-                self.verifier.close(stream, message, now)
+                self.scheduler.close(stream, message, now)
         self._changed.set()
 
     def router_down(self, stream: str) -> None:
-        self.verifier.router_gone(stream, self._clock())
+        self.scheduler.router_gone(stream, self._clock())
         self._stream_down(stream)
 
     def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
@@ -131,18 +134,18 @@ class TargetReplica:
         self._count_malformed(stream, frame)
         for message in frame.messages:
             if isinstance(message, Attach):
-                self._send(self.verifier.attach(stream, message, now))
+                self._send(self.scheduler.attach(stream, message, now))
             elif isinstance(message, Block):
                 self.timeline.record("block", message.session)
-                self.verifier.block(stream, message, now)
+                self.scheduler.block(stream, message, now)
             elif isinstance(message, NoDraft):
-                self.verifier.no_draft(stream, message, now)
+                self.scheduler.no_draft(stream, message, now)
             elif isinstance(message, Detach):
-                self.verifier.detach(stream, message)
+                self.scheduler.detach(stream, message)
         self._changed.set()
 
     def drafter_down(self, stream: str) -> None:
-        self.verifier.drafter_gone(stream)
+        self.scheduler.drafter_gone(stream)
         self._stream_down(stream)
 
     def _stream_up(self, hello: Hello) -> tuple[str, Outbox]:
@@ -168,4 +171,4 @@ class TargetReplica:
 
     @property
     def is_idle(self) -> bool:
-        return self.verifier.is_idle
+        return self.scheduler.is_idle

@@ -45,39 +45,40 @@ class Arm(Protocol):
 
 
 class EngineArm:
-    """Our target without the network: verifier, executor and runner in one loop, decoding plainly."""
+    """Our target without the network: scheduler, executor and runner in one loop, decoding plainly."""
 
     def __init__(self, setup: Setup) -> None:
         import torch
 
-        from actors.executor import StepExecutor
-        from actors.models import load_model
-        from actors.runner import ModelRunner
-        from cluster.verifier import VerifierLimits
+        from actors.engine.executor import StepExecutor
+        from actors.engine.runner import ModelRunner
+        from actors.models.checkpoint import load_model
+        from cluster.verification.scheduler import VerificationLimits
 
         torch.set_num_threads(setup.threads)
         model = load_model(setup.folder, setup.dtype, torch.device("cpu"))
         pages = setup.sessions * -(-setup.context // 16)
         runner = ModelRunner(model, pages, 16)
-        self._limits = VerifierLimits(runner.vocabulary, setup.context, setup.sessions, 512, pages, 16)
+        self._limits = VerificationLimits(runner.vocabulary, setup.context, setup.sessions, 512, pages, 16)
         self._executor = StepExecutor(runner, runner.vocabulary)
         self.forward = runner.forward
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Run:
-        from cluster.verifier import Verifier
+        from cluster.verification.scheduler import VerificationScheduler
         from protos.messages import Acceptance, Open, Sampling, Verdict
 
-        verifier = Verifier(self._limits)
+        scheduler = VerificationScheduler(self._limits)
         began = time.perf_counter()
         for number, prompt in enumerate(prompts):
-            greedy, length = Sampling(temperature=0.0), len(prompt)
+            greedy = Sampling(temperature=0.0)
+            length = len(prompt)
             opened = (str(number), 1, prompt, length, length + new_tokens, (), greedy, 0, 0, 1, Acceptance.COUPLED, 0)
-            verifier.open("router#1", Open(*opened), 0.0)
+            scheduler.open("router#1", Open(*opened), 0.0)
         started: set[str] = set()
         first_s = 0.0
-        while (plan := verifier.plan(0.0)) is not None:
+        while (plan := scheduler.plan(0.0)) is not None:
             outcomes = self._executor.step(plan)
-            sends = verifier.apply(outcomes, 0.01, 0.0)
+            sends = scheduler.apply(outcomes, 0.01, 0.0)
             started |= {message.session for _, message in sends if isinstance(message, Verdict)}
             if not first_s and len(started) == len(prompts):
                 first_s = time.perf_counter() - began

@@ -85,7 +85,7 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from actors.cache import FeedRow
+    from actors.compute.kv_cache import FeedRow
 
     model = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=getattr(torch, setup.dtype)).eval()
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]

@@ -25,13 +25,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention.choice import AttentionReport, choose_attention
 from actors.attention.shape import AttentionShape, attention_shape
-from actors.executor import StepExecutor
-from actors.runner import ModelRunner
-from cluster.steps import Row, StepPlan
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from cluster.verification.step import Row, StepPlan
 from protos.messages import Acceptance, Open, Sampling
 
 PAGE_SIZE = 16
-ROWS, TOKENS = (1, 8, 32), (1, 5)
+ROWS = (1, 8, 32)
+TOKENS = (1, 5)
 COPIED_BYTES = 1 << 30
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
@@ -94,7 +95,8 @@ class MarkedDecoder:
     """A runner's decoder that notes when each forward begins and ends on the device."""
 
     def __init__(self, decode: Callable[..., torch.Tensor], marks: Marks) -> None:
-        self._decode, self._marks = decode, marks
+        self._decode = decode
+        self._marks = marks
         self.forwards: list[tuple[Any, Any]] = []
 
     def __call__(self, batch: Any) -> torch.Tensor:

@@ -20,11 +20,14 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from serve_app.demo_models import demo_config
-from serve_app.local import serving
+from serve_app.cli.demo_models import demo_config
+from serve_app.operations.local import serving
 
 PLAIN = {"max_draft_tokens": 0}
-RUNNING, RUNNING_TOKENS, LONG_TOKENS, SYSTEM_TOKENS = 8, 160, 3000, 1000
+RUNNING = 8
+RUNNING_TOKENS = 160
+LONG_TOKENS = 3000
+SYSTEM_TOKENS = 1000
 
 
 class Client:
@@ -38,7 +41,8 @@ class Client:
         """Seconds from the request to each chunk."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         extensions = {"stream": True, "ignore_eos": True, "speculation": PLAIN}
-        began, found = time.perf_counter(), []
+        began = time.perf_counter()
+        found = []
         async with self._http.stream("POST", "/v1/completions", json={**body, **extensions}) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
@@ -69,7 +73,8 @@ async def gaps(client: Client, long: list[int] | None) -> tuple[float, float]:
 
 async def shared_beginning(client: Client, rounds: int) -> tuple[float, float]:
     """Median time to the first token of a first request, and of a second one with the same beginning."""
-    firsts, seconds = [], []
+    firsts = []
+    seconds = []
     for number in range(rounds):
         system = tokens(SYSTEM_TOKENS, 1000 + number)
         firsts.append((await client.times(system + tokens(20, 1), 2))[0])

@@ -35,12 +35,12 @@ from turns import Cell, Turn, cells_of, idle_share, speedups_of
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
-from serve_app.bench import DEFAULT_PROMPTS, WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
-from serve_app.client import Endpoint, Question
-from serve_app.demo_models import demo_config, prepare_target
-from serve_app.measures import Answer, Batch, Tally
-from serve_app.reference import Reference
-from serve_app.tables import sheet, shown, speedups_table
+from serve_app.bench.baseline import Reference
+from serve_app.bench.client import ChatEndpoint, ChatQuestion
+from serve_app.bench.experiment import DEFAULT_PROMPTS, WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
+from serve_app.bench.measures import Batch, Tally, TimedAnswer
+from serve_app.bench.tables import sheet, shown, speedups_table
+from serve_app.cli.demo_models import demo_config, prepare_target
 
 # ---------------------------------------------------------------- what is compared
 
@@ -103,9 +103,16 @@ class Experiment:
     """Asks the servers, each in its turn."""
 
     def __init__(
-        self, model: str, servers: Mapping[str, Server], endpoints: Mapping[str, Endpoint], reference: Reference | None
+        self,
+        model: str,
+        servers: Mapping[str, Server],
+        endpoints: Mapping[str, ChatEndpoint],
+        reference: Reference | None,
     ) -> None:
-        self._model, self._servers, self._endpoints, self._reference = model, servers, endpoints, reference
+        self._model = model
+        self._servers = servers
+        self._endpoints = endpoints
+        self._reference = reference
 
     async def warm_up(self, arms: Iterable[Arm], prompts: Sequence[Prompt]) -> None:
         """Everything has run once, and every prompt is in every cache."""
@@ -119,7 +126,8 @@ class Experiment:
         idle = [server for name, server in self._servers.items() if name != arm.server]
         server = self._servers.get(arm.server or "")
         mark = await asyncio.to_thread(server.mark) if server else None
-        tally_before, idle_before = await self._tally(arm), sum(server.cpu_s() for server in idle)
+        tally_before = await self._tally(arm)
+        idle_before = sum(server.cpu_s() for server in idle)
         began = time.perf_counter()
         answers = await self._answers(arm, prompts, concurrency, max_tokens)
         seconds = time.perf_counter() - began
@@ -130,17 +138,20 @@ class Experiment:
         batch = Batch(arm.name, concurrency, index, number, seconds, tally, kinds, tuple(answers))
         return Turn(batch, work, idle_cpu_s)
 
-    async def _answers(self, arm: Arm, prompts: Sequence[Prompt], concurrency: int, max_tokens: int) -> list[Answer]:
+    async def _answers(
+        self, arm: Arm, prompts: Sequence[Prompt], concurrency: int, max_tokens: int
+    ) -> list[TimedAnswer]:
         questions = [
-            Question(prompt.prompt, max_tokens, True, arm.max_draft_tokens, arm.temperature, arm.acceptance)
+            ChatQuestion(prompt.prompt, max_tokens, True, arm.max_draft_tokens, arm.temperature, arm.acceptance)
             for prompt in prompts
         ]
         if arm.server is None:
             assert self._reference is not None
             return [await self._reference.ask(question) for question in questions]
-        endpoint, places = self._endpoints[arm.server], asyncio.Semaphore(concurrency)
+        endpoint = self._endpoints[arm.server]
+        places = asyncio.Semaphore(concurrency)
 
-        async def ask(question: Question) -> Answer:
+        async def ask(question: ChatQuestion) -> TimedAnswer:
             async with places:
                 return await endpoint.ask(self._model, question)
 
@@ -174,7 +185,8 @@ async def run(
     experiment: Experiment, arguments: argparse.Namespace, prompts: Sequence[Prompt], save: Callable[[list[Turn]], None]
 ) -> list[Turn]:
     """All rounds at all concurrencies; `save` is called after every round."""
-    arms, turns = arguments.arms, list[Turn]()
+    arms = arguments.arms
+    turns = list[Turn]()
     await experiment.warm_up(arms, prompts)
     for number in range(arguments.rounds):
         todo = [
@@ -312,7 +324,7 @@ async def measure(
     arguments: argparse.Namespace, prompts: Sequence[Prompt], config: SlipstreamConfig, servers: Mapping[str, Server]
 ) -> list[Turn]:
     async with AsyncExitStack() as stack:
-        endpoints = {name: await stack.enter_async_context(Endpoint.at(s.url)) for name, s in servers.items()}
+        endpoints = {name: await stack.enter_async_context(ChatEndpoint.at(s.url)) for name, s in servers.items()}
         reference = None
         if any(arm.server is None for arm in arguments.arms):
             reference = await stack.enter_async_context(Reference.started(config))
@@ -322,7 +334,8 @@ async def measure(
 
 
 def main() -> None:
-    arguments, console = parse_arguments(), Console(stderr=True)
+    arguments = parse_arguments()
+    console = Console(stderr=True)
     try:
         prompts = read_prompts(arguments.prompts)
         config = demo_config(PINNED)

@@ -37,22 +37,23 @@ from rich.table import Table
 from servers import PINNED, Server, side_by_side
 
 from cluster.costs import CostModel
-from cluster.simulation.load import ClosedLoop, Load
-from cluster.simulation.oracle import DraftModel
-from cluster.simulation.world import Mode, Setting, Speculation, World
-from serve_app.bench import DEFAULT_PROMPTS, Prompt, read_prompts
-from serve_app.client import Endpoint, Piece, Question
-from serve_app.demo_models import demo_config, prepare_target
-from serve_app.measures import Tally
-from serve_app.plan import roomy_fleet
-from serve_app.tables import shown
+from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.workload import ClosedLoop, Workload
+from cluster.simulation.world import Mode, Setting, SpeculationSetting, World
+from serve_app.bench.client import ChatEndpoint, ChatQuestion, Piece
+from serve_app.bench.experiment import DEFAULT_PROMPTS, Prompt, read_prompts
+from serve_app.bench.measures import Tally
+from serve_app.bench.tables import shown
+from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.planning.plan import roomy_fleet
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
 UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew
 WARM_UP_TOKENS = 16
 TURNOVER = 3  # prompts of a batch for each that is asked at once
 SIMULATED_BATCHES = 20  # of one point, one after the other
-BOUND, DIFFERENT = 0.15, 0.10  # the error that is allowed; modes closer than this count as equal
+BOUND = 0.15  # the error that is allowed; modes closer than this count as equal
+DIFFERENT = 0.10
 
 
 # ---------------------------------------------------------------- points
@@ -109,7 +110,8 @@ def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
     """
     found = []
     for one, other in combinations(results, 2):
-        a, b = one.point, other.point
+        a = one.point
+        b = other.point
         if a.concurrency != b.concurrency or a.name == b.name or (a.block_len and a.block_len != b.block_len):
             continue
         slower, faster = sorted((one, other), key=lambda result: result.measured.tokens_per_s)
@@ -130,12 +132,13 @@ def acceptances(accepted: Sequence[int], block_len: int) -> tuple[float, ...]:
     return tuple(after / before for before, after in pairwise(reached) if before)
 
 
-def predict(point: Point, costs: CostModel, draft: DraftModel, tokens: int) -> Rate:
+def predict(point: Point, costs: CostModel, draft: DraftQuality, tokens: int) -> Rate:
     """Many simulated batches in a row."""
     sessions = TURNOVER * point.concurrency * SIMULATED_BATCHES
     arrivals = ClosedLoop(point.concurrency, batch=TURNOVER * point.concurrency)
-    load = Load(arrivals, sessions, UNCACHED_TOKENS, tokens)
-    speculation, fleet = Speculation(point.block_len, draft, point.mode), roomy_fleet(1, 1, load)
+    load = Workload(arrivals, sessions, UNCACHED_TOKENS, tokens)
+    speculation = SpeculationSetting(point.block_len, draft, point.mode)
+    fleet = roomy_fleet(1, 1, load)
     report = World(Setting(costs, speculation, load, fleet)).run()
     seconds = report.tokens / report.tokens_per_s
     return Rate(report.tokens_per_s, report.tokens / report.verifies, point.concurrency * seconds / report.verifies)
@@ -157,35 +160,40 @@ class Batch:
 class Experiment:
     """Asks both servers, each in its turn."""
 
-    def __init__(self, model: str, endpoints: Mapping[str, Endpoint], urls: Mapping[str, str]) -> None:
-        self._model, self._endpoints, self._urls = model, endpoints, urls
+    def __init__(self, model: str, endpoints: Mapping[str, ChatEndpoint], urls: Mapping[str, str]) -> None:
+        self._model = model
+        self._endpoints = endpoints
+        self._urls = urls
 
     async def warm_up(self, prompts: Sequence[Prompt]) -> None:
         """Every prompt is in every cache."""
         for endpoint in self._endpoints.values():
             for prompt in prompts:
-                await endpoint.ask(self._model, Question(prompt.prompt, WARM_UP_TOKENS, ignore_eos=True))
+                await endpoint.ask(self._model, ChatQuestion(prompt.prompt, WARM_UP_TOKENS, ignore_eos=True))
 
     async def accepted(self, prompts: Sequence[Prompt], tokens: int, block_len: int) -> list[int]:
         """How many tokens each block was good for, in lock step; the prompt's own step and the last, cut one aside."""
-        endpoint, found = self._endpoints[SERVERS[Mode.LOCK_STEP]], list[int]()
+        endpoint = self._endpoints[SERVERS[Mode.LOCK_STEP]]
+        found = list[int]()
         for prompt in prompts:
             pieces: list[Piece] = []
-            question = Question(prompt.prompt, tokens, ignore_eos=True, max_draft_tokens=block_len)
+            question = ChatQuestion(prompt.prompt, tokens, ignore_eos=True, max_draft_tokens=block_len)
             await endpoint.ask(self._model, question, pieces.extend)
             found += runs([drafted for _, drafted in pieces])[1:]
         return found
 
     async def batch(self, point: Point, prompts: Sequence[Prompt], tokens: int) -> Batch:
         """All prompts, so many at once, until the last answer."""
-        endpoint, places = self._endpoints[SERVERS[point.mode]], asyncio.Semaphore(point.concurrency)
+        endpoint = self._endpoints[SERVERS[point.mode]]
+        places = asyncio.Semaphore(point.concurrency)
 
-        async def ask(question: Question) -> None:
+        async def ask(question: ChatQuestion) -> None:
             async with places:
                 await endpoint.ask(self._model, question)
 
-        questions = [Question(prompt.prompt, tokens, True, point.block_len) for prompt in prompts]
-        before, began = (await endpoint.counters()).tally, time.perf_counter()
+        questions = [ChatQuestion(prompt.prompt, tokens, True, point.block_len) for prompt in prompts]
+        before = (await endpoint.counters()).tally
+        began = time.perf_counter()
         await asyncio.gather(*map(ask, questions))
         seconds = time.perf_counter() - began
         tally = (await endpoint.counters()).tally - before
@@ -194,7 +202,8 @@ class Experiment:
 
 def runs(drafted: Sequence[bool]) -> list[int]:
     """Lengths of the runs of drafted tokens before each of the target's own."""
-    found, length = [], 0
+    found = []
+    length = 0
     for is_drafted in drafted:
         if is_drafted:
             length += 1
@@ -227,20 +236,23 @@ def live_costs(url: str) -> CostModel:
 
 
 async def run(
-    servers: Mapping[str, Server], arguments: argparse.Namespace, save: Callable[[DraftModel, list[Batch]], None]
-) -> tuple[DraftModel, list[Batch]]:
+    servers: Mapping[str, Server], arguments: argparse.Namespace, save: Callable[[DraftQuality, list[Batch]], None]
+) -> tuple[DraftQuality, list[Batch]]:
     """Calibrates, then measures all points in rounds; `save` is called after each."""
     prompts = read_prompts(arguments.prompts)
-    known, asked = prompts[::2], prompts[1::2]
+    known = prompts[::2]
+    asked = prompts[1::2]
     batches: list[Batch] = []
     async with AsyncExitStack() as stack:
-        endpoints = {name: await stack.enter_async_context(Endpoint.at(server.url)) for name, server in servers.items()}
+        endpoints = {
+            name: await stack.enter_async_context(ChatEndpoint.at(server.url)) for name, server in servers.items()
+        }
         urls = {name: server.url for name, server in servers.items()}
         experiment = Experiment(await endpoints["adaptive"].model(), endpoints, urls)
         await experiment.warm_up(prompts)
         longest = max(arguments.block_len)
         accepted = await experiment.accepted(known[: arguments.calibrate], arguments.tokens, longest)
-        draft = DraftModel(acceptances(accepted, longest))
+        draft = DraftQuality(acceptances(accepted, longest))
         save(draft, batches)
         todo = points_of(arguments.concurrency, arguments.block_len)
         for number in range(arguments.rounds):
@@ -253,7 +265,7 @@ async def run(
     return draft, batches
 
 
-def results_of(draft: DraftModel, batches: Sequence[Batch], tokens: int) -> list[Result]:
+def results_of(draft: DraftQuality, batches: Sequence[Batch], tokens: int) -> list[Result]:
     by_point: dict[Point, list[Batch]] = {}
     for batch in batches:
         by_point.setdefault(batch.point, []).append(batch)
@@ -271,7 +283,9 @@ def results_table(results: Iterable[Result]) -> Table:
     pairs = [("tokens/s", "simulated"), ("tokens a verify", "sim."), ("round, ms", "sim.")]
     table = Table("at once", "K", "mode", *pairs[0], "error", *pairs[1], *pairs[2])
     for result in results:
-        point, measured, predicted = result.point, result.measured, result.predicted
+        point = result.point
+        measured = result.measured
+        predicted = result.predicted
         table.add_row(
             str(point.concurrency),
             str(point.block_len),
@@ -299,7 +313,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
             console.print(f"  wrong at {faster.point.concurrency} at once: {a} is faster than {b}")
 
 
-def write_json(path: Path, draft: DraftModel, batches: Sequence[Batch], results: Sequence[Result]) -> None:
+def write_json(path: Path, draft: DraftQuality, batches: Sequence[Batch], results: Sequence[Result]) -> None:
     data: dict[str, Any] = {
         "acceptance": draft.acceptances,
         "results": [asdict(result) | {"error": result.error} for result in results],
@@ -316,7 +330,7 @@ def main() -> None:
     prepare_target(Path(config.model.target), console)
     configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.pacing=lock_step"])}
 
-    def save(draft: DraftModel, batches: list[Batch]) -> None:
+    def save(draft: DraftQuality, batches: list[Batch]) -> None:
         if arguments.json is not None:
             write_json(arguments.json, draft, batches, [])
 

@@ -18,17 +18,18 @@ from ray import serve
 from rich.console import Console
 from turns import Work
 
-from actors.ranks import run_on
+from actors.engine.tensor_parallel import run_on
 from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
-from cluster.timeline import STAGES, Actor, spans, unpack
+from cluster.telemetry import STAGES, Actor, spans, unpack
 from serve_app.app import APPLICATION, application
-from serve_app.local import serving, wait_until_ready
-from serve_app.ray_cluster import broadcast, deployed
+from serve_app.operations.local import serving, wait_until_ready
+from serve_app.operations.ray_cluster import broadcast, deployed
 
 VERIFY = tuple(stage for stage in STAGES if stage.name == "verify")
 
-TARGET_CORE, OTHERS_CORE = 0, 1  # of the target alone; of the drafter, and of routers, proxy and client besides
+TARGET_CORE = 0  # of the target alone; of the drafter, and of routers, proxy and client besides
+OTHERS_CORE = 1
 PINNED = (
     "server.port=0",
     "model.dtype=bfloat16",
@@ -58,8 +59,10 @@ class Server:
 
     def __init__(self, name: str, url: str) -> None:
         self.url = url
-        self._target, self._drafter = deployed("Target", name), deployed("Drafter", name)
-        (target,), (drafter,) = broadcast(self._target, "inspect"), broadcast(self._drafter, "inspect")
+        self._target = deployed("Target", name)
+        self._drafter = deployed("Drafter", name)
+        (target,) = broadcast(self._target, "inspect")
+        (drafter,) = broadcast(self._drafter, "inspect")
         (router,) = broadcast(deployed("Router", name), "inspect")
         pids = [*target["rank_pids"], *(actor["pid"] for actor in (target, drafter, router))]
         self._processes = [psutil.Process(pid) for pid in pids]
@@ -71,7 +74,8 @@ class Server:
 
     def since(self, mark: Mark) -> Work:
         """Ends a turn; raises RecordingTooShort."""
-        counts, recorded = self._counts(), self._recorded()
+        counts = self._counts()
+        recorded = self._recorded()
         events = tuple(event for event in recorded.recording.events if event.order >= mark.events)
         if events and events[0].order > mark.events:
             raise RecordingTooShort(f"a turn has more than {len(events)} events; ask for fewer --tokens")

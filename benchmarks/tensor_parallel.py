@@ -25,13 +25,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from actors.cache import FeedRow
-from actors.collectives import Alone, Group, TorchGroup, join
-from actors.models import LoadReport, load
-from actors.runner import ModelRunner
+from actors.compute.collectives import Alone, Group, TorchGroup, join
+from actors.compute.kv_cache import FeedRow
+from actors.engine.runner import ModelRunner
+from actors.models.checkpoint import LoadReport, load
 
 CPU = torch.device("cpu")
-PAGE_SIZE, MOST_TOKENS = 16, 8
+PAGE_SIZE = 16
+MOST_TOKENS = 8
 WHOLE = ("one rank, one thread", "one rank, all threads")
 SPLIT = ("ranks", "ranks over gloo")
 
@@ -64,8 +65,10 @@ class Side:
         loaded = load(setting.folder, setting.dtype, CPU, group)
         self.load: LoadReport = loaded.report
         config = loaded.model.config
-        self._width, self._layers = config.hidden_size, config.num_hidden_layers
-        self._group, self._setting = group, setting
+        self._width = config.hidden_size
+        self._layers = config.num_hidden_layers
+        self._group = group
+        self._setting = setting
         self._pages = tuple(range(-(-(setting.context + MOST_TOKENS) // PAGE_SIZE)))
         self._runner = ModelRunner(loaded.model, len(self._pages), PAGE_SIZE)
         self._runner.forward([FeedRow((1,) * setting.context, 0, 1, self._pages)])

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from serve_app.measures import Batch, Speedup, Tally, speedup
+from serve_app.bench.measures import Batch, Speedup, Tally, speedup
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,12 @@ def cells_of(turns: Sequence[Turn]) -> list[Cell]:
 def _cell(turns: Sequence[Turn]) -> Cell:
     batches = [turn.batch for turn in turns]
     works = [turn.work for turn in turns if turn.work is not None]
-    tally, seconds = sum((batch.tally for batch in batches), Tally()), sum(batch.seconds for batch in batches)
-    hits, steps = sum(work.guess_hits for work in works), sum(work.steps for work in works)
-    step_s, gaps = sum(work.step_s for work in works), [gap for work in works for gap in work.gaps_s]
+    tally = sum((batch.tally for batch in batches), Tally())
+    seconds = sum(batch.seconds for batch in batches)
+    hits = sum(work.guess_hits for work in works)
+    steps = sum(work.steps for work in works)
+    step_s = sum(work.step_s for work in works)
+    gaps = [gap for work in works for gap in work.gaps_s]
     rounds = tuple(_tokens_per_s(batches, number) for number in sorted({batch.repeat for batch in batches}))
     return Cell(
         arm=batches[0].arm,

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cluster.errors import ConfigError
 
 
-class _Frozen(BaseModel):
+class _Cost(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ForwardCost(_Frozen):
+class ForwardCost(_Cost):
     """Seconds of one forward: a curve over its tokens, linear between points, and something for each row."""
 
     by_tokens: tuple[tuple[int, float], ...] = Field(min_length=1, description="(tokens, seconds), tokens rising")
@@ -56,11 +56,12 @@ class ForwardCost(_Frozen):
         if tokens <= points[0][0] or len(points) == 1:
             return points[0][1]
         right = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
-        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        (x0, y0) = points[right - 1]
+        (x1, y1) = points[right]
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
 
-class DraftCost(_Frozen):
+class DraftCost(_Cost):
     """Seconds of one drafting pass: of its forwards, one after the other, and something for the pass.
 
     A forward names up to `tokens_per_forward` tokens in each row, each of them after the first for `further` more. Both
@@ -95,7 +96,7 @@ class DraftCost(_Frozen):
         return self.forward.seconds(rows, rows) + further * self.further.seconds(rows, rows)
 
 
-class CostModel(_Frozen):
+class CostModel(_Cost):
     """Everything that takes time, and what drafts are good for where that was measured with it."""
 
     target: ForwardCost

@@ -89,7 +89,8 @@ def _sparse_to_pb(probs: SparseProbs) -> pb.SparseProbs:
 
 
 def _sparse_from_pb(probs: pb.SparseProbs, tokens: tuple[int, ...]) -> SparseProbs:
-    width, positions = probs.width, len(tokens)
+    width = probs.width
+    positions = len(tokens)
     _require(0 < width <= MAX_SPARSE_WIDTH, f"draft_probs.width is {width}, expected 1..{MAX_SPARSE_WIDTH}")
     _require(
         len(probs.token_ids) == 4 * positions * width and len(probs.weights) == 2 * positions * width,
@@ -391,6 +392,7 @@ def decode(frame: ProtoMessage) -> Decoded:
                 messages.append(_FROM_PB[type(item)](item))
             except ValueError as error:
                 kind = type(item).__name__
-                session, attempt = getattr(item, "session", ""), getattr(item, "attempt", 0)
+                session = getattr(item, "session", "")
+                attempt = getattr(item, "attempt", 0)
                 malformed.append(Malformed(kind, session, attempt, str(error)))
     return Decoded(tuple(messages), tuple(malformed))

@@ -57,14 +57,16 @@ class Prefix:
         new = tuple(tokens)
         self.tokens += new
         self._hashes += hashes_after(self.hash, new)
-        self.length, self.hash = len(self.tokens), self._hashes[-1]
+        self.length = len(self.tokens)
+        self.hash = self._hashes[-1]
 
     def truncate(self, length: int) -> None:
         """Rolls back to the first `length` tokens."""
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
         del self._hashes[length + 1 :]
-        self.length, self.hash = length, self._hashes[-1]
+        self.length = length
+        self.hash = self._hashes[-1]
 
     def hash_after(self, tokens: Iterable[int]) -> int:
         """Hash over all tokens and then `tokens`, were they appended."""

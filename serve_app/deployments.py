@@ -16,11 +16,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
-from actors.draft import Drafter
+from actors.drafter import Drafter
+from actors.engine.tensor_parallel import RankGroup, RankSpec, compute_in_background, device_of, run_on, use_cpu
 from actors.methods import DraftingMethod
 from actors.methods.lookup_first import LookupFirst
+from actors.methods.pass_profile import profile_drafting
 from actors.methods.prompt_lookup import PromptLookup
-from actors.models import (
+from actors.models.checkpoint import (
     check_draft,
     check_tensor_parallel,
     checkpoint_fingerprint,
@@ -28,17 +30,15 @@ from actors.models import (
     vocabulary,
     vocabulary_fingerprint,
 )
-from actors.profile import profile_drafting
-from actors.ranks import RankGroup, RankSpec, compute_in_background, device_of, run_on, use_cpu
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
-from cluster.drafting import DrafterLimits
+from cluster.drafting.scheduler import DrafterLimits
 from cluster.errors import EngineError
-from cluster.pacing import Adaptive, LockStep
-from cluster.ray_membership import ADDRESS, COSTS, ServeMembership
-from cluster.timeline import Actor, pack
-from cluster.verifier import VerifierLimits
+from cluster.pacing.policy import Adaptive, LockStep
+from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
+from cluster.telemetry import Actor, pack
+from cluster.verification.scheduler import VerificationLimits
 from serve_app.replica_counters import ReplicaCounters, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
@@ -48,7 +48,8 @@ class TargetDeployment:
     """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        pool, model = config.target, config.model
+        pool = config.target
+        model = config.model
         folder = local_folder(model.target)
         check_tensor_parallel(folder, pool.tensor_parallel)
         tokens = vocabulary(folder)
@@ -66,7 +67,7 @@ class TargetDeployment:
         self._engine = await RankGroup.start(spec, get_current_placement_group())
         self._replica = TargetReplica(
             self._engine,
-            VerifierLimits(
+            VerificationLimits(
                 vocabulary=spec.vocabulary,
                 max_context=model.max_context,
                 max_sessions=pool.max_sessions,
@@ -103,7 +104,7 @@ class TargetDeployment:
         return {ADDRESS: self._server.address, COSTS: self._engine.step_cost.model_dump_json()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._replica.verifier.load()
+        return self._replica.scheduler.load()
 
     def check_health(self) -> None:
         """Serve asks every second, in a thread beside the event loop; what was counted leaves on that occasion."""
@@ -121,21 +122,21 @@ class TargetDeployment:
             "loading": [asdict(report.load) for report in self._engine.reports],
             "attention": [asdict(report.attention) for report in self._engine.reports],
             "idle": self._replica.is_idle,
-            "dropped": dict(self._replica.verifier.dropped),
-            "rebased": self._replica.verifier.rebased,
-            "desyncs": self._replica.verifier.desyncs,
-            "preempted": self._replica.verifier.preempted,
-            "accepted_tokens": self._replica.verifier.accepted_tokens,
-            "wasted_tokens": self._replica.verifier.wasted_tokens,
-            "step_s": self._replica.verifier.step_s,
-            "idle_s": self._replica.verifier.idle_s,
-            "pages": self._replica.verifier.pages,
-            "speculation": self._replica.verifier.speculation,
-            "costs": self._replica.verifier.step_cost.cost.model_dump_json(),
-            "plain_costs": plain.model_dump_json() if (plain := self._replica.verifier.step_cost.plain_cost) else None,
-            "acceptance": asdict(self._replica.verifier.acceptance),
+            "dropped": dict(self._replica.scheduler.dropped),
+            "rebased": self._replica.scheduler.rebased,
+            "desyncs": self._replica.scheduler.desyncs,
+            "preempted": self._replica.scheduler.preempted,
+            "accepted_tokens": self._replica.scheduler.accepted_tokens,
+            "wasted_tokens": self._replica.scheduler.wasted_tokens,
+            "step_s": self._replica.scheduler.step_s,
+            "idle_s": self._replica.scheduler.idle_s,
+            "pages": self._replica.scheduler.pages,
+            "speculation": self._replica.scheduler.speculation,
+            "costs": self._replica.scheduler.step_cost.cost.model_dump_json(),
+            "plain_costs": plain.model_dump_json() if (plain := self._replica.scheduler.step_cost.plain_cost) else None,
+            "acceptance": asdict(self._replica.scheduler.acceptance),
             "refused": dict(self._replica.refused),
-            **self._replica.verifier.load(),
+            **self._replica.scheduler.load(),
         }
 
     def trace(self) -> bytes:
@@ -179,7 +180,7 @@ class DraftDeployment:
         return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._drafter.book.load()
+        return self._drafter.scheduler.load()
 
     def check_health(self) -> None:
         """As a target's."""
@@ -192,10 +193,10 @@ class DraftDeployment:
         return {
             "pid": os.getpid(),
             "idle": self._drafter.is_idle,
-            "counts": dict(self._drafter.book.counts),
+            "counts": dict(self._drafter.scheduler.counts),
             "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),
-            **self._drafter.book.load(),
+            **self._drafter.scheduler.load(),
         }
 
     def trace(self) -> bytes:
@@ -210,12 +211,13 @@ class DraftDeployment:
 
 
 def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) -> DraftingMethod:
-    draft, speculation = config.draft, config.speculation
+    draft = config.draft
+    speculation = config.speculation
     lookup = PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
     if draft.model is None:
         return lookup
-    from actors.methods.checkpoint import load_draft_model
     from actors.methods.draft_model import DraftingLimits
+    from actors.methods.loading import load_draft_model
 
     folder = local_folder(draft.model)
     check_draft(target_tokens, folder)
@@ -229,7 +231,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
         target_ids=target_tokens.keys(),
         limits=DraftingLimits(speculation.draft_probs_top_k),
         longest_block=speculation.max_draft_tokens,
-        in_eight_bits=draft.quantization == "int8",
+        int8=draft.quantization == "int8",
     )
     return LookupFirst(lookup, model) if draft.method == "lookup_first" else model
 
@@ -241,9 +243,9 @@ class RouterDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
-        from serve_app.metrics import Metrics
+        from serve_app.http.metrics import Metrics
+        from serve_app.http.text import TextCodec
         from serve_app.router import Identity, Router, RouterLimits
-        from serve_app.text import TextCodec
 
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
@@ -256,7 +258,7 @@ class RouterDeployment:
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        from serve_app.api import create_api
+        from serve_app.http.api import create_api
 
         return create_api(self._router, self._text, self._config, self._metrics, self._health)
 

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from ray.serve import metrics
 
-from actors.draft import Drafter
+from actors.drafter import Drafter
 from actors.target import TargetReplica
 
 Counts = Mapping[str, Mapping[str, float]]
@@ -53,15 +53,15 @@ class GrowingCounter(Protocol):
 
 def target_counts(target: TargetReplica) -> Counts:
     """What a target replica has counted so far."""
-    verifier = target.verifier
+    scheduler = target.scheduler
     return {
-        "slipstream_dropped_blocks": dict(verifier.dropped),
-        "slipstream_received_draft_tokens": {"accepted": verifier.accepted_tokens, "wasted": verifier.wasted_tokens},
-        "slipstream_target_seconds": {"step": verifier.step_s, "idle": verifier.idle_s},
+        "slipstream_dropped_blocks": dict(scheduler.dropped),
+        "slipstream_received_draft_tokens": {"accepted": scheduler.accepted_tokens, "wasted": scheduler.wasted_tokens},
+        "slipstream_target_seconds": {"step": scheduler.step_s, "idle": scheduler.idle_s},
         "slipstream_target_events": {
-            "rebased": verifier.rebased,
-            "desync": verifier.desyncs,
-            "preempted": verifier.preempted,
+            "rebased": scheduler.rebased,
+            "desync": scheduler.desyncs,
+            "preempted": scheduler.preempted,
         },
         "slipstream_refused_messages": dict(target.refused),
     }
@@ -69,7 +69,7 @@ def target_counts(target: TargetReplica) -> Counts:
 
 def drafter_counts(drafter: Drafter) -> Counts:
     """What a drafter has counted so far."""
-    events = dict(drafter.book.counts)
+    events = dict(drafter.scheduler.counts)
     return {
         "slipstream_guesses": {"hit": events.pop("guess_hit", 0), "miss": events.pop("guess_miss", 0)},
         "slipstream_drafting_passes": {"asked": events.pop("passes", 0), "ahead": events.pop("passes_ahead", 0)},
@@ -93,7 +93,8 @@ class ReplicaCounters:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`counts` is asked for what there is by now; `make` gives the counter of a family."""
-        self._counts, self._clock = counts, clock
+        self._counts = counts
+        self._clock = clock
         self._counters = {name: make(name) for name in counts()}
         self._published: dict[tuple[str, str], float] = {}
         self._due = clock()

@@ -11,12 +11,12 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from actors.streams import Link
+from actors.transport.streams import Link
 from cluster.errors import CapacityError, DrainingError
-from cluster.flights import Flight, Flights
-from cluster.membership import Endpoint, Membership
-from cluster.session import Command, Emit, Ended, Failed, Generation, Session, ToDrafter, ToTarget
-from cluster.timeline import Timeline
+from cluster.routing.assignment import Assignment, Assignments
+from cluster.routing.membership import Endpoint, Membership
+from cluster.routing.session import Command, Emit, Ended, Failed, Generation, Session, ToDrafter, ToTarget
+from cluster.telemetry import Timeline
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Hello, LiveSession, Refusal, Verdict
@@ -42,7 +42,7 @@ class RouterLimits:
 
 
 @dataclass(eq=False)
-class _Flight(Flight):
+class ClientAssignment(Assignment):
     """A session and whoever waits for its tokens."""
 
     out: asyncio.Queue[Emit | Ended | Failed] = field(default_factory=asyncio.Queue)
@@ -60,9 +60,12 @@ class Router:
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
-        self._membership, self._identity, self._limits, self._clock = membership, identity, limits, clock
+        self._membership = membership
+        self._identity = identity
+        self._limits = limits
+        self._clock = clock
         self._draining = False
-        self._flights: Flights[_Flight] = Flights(self.peer_id, limits.target_wait_s, self._do)
+        self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._do)
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
         self._present: frozenset[str] = frozenset()  # addresses that membership lists
@@ -73,22 +76,22 @@ class Router:
         """See `Generator`."""
         if self._draining:
             raise DrainingError("this server is stopping and takes no new requests; try again later")
-        if len(self._flights) >= self._limits.max_sessions:
+        if len(self._assignments) >= self._limits.max_sessions:
             raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")
-        flight = _Flight(Session(generation), self._clock())
+        assignment = ClientAssignment(Session(generation), self._clock())
         try:
-            self._flights.add(flight, self._clock())
+            self._assignments.add(assignment, self._clock())
             while True:
-                event = await flight.out.get()
+                event = await assignment.out.get()
                 if isinstance(event, Failed):
                     raise event.error
                 yield event
                 if isinstance(event, Ended):
                     return
         finally:
-            self._flights.cancel(flight)
+            self._assignments.cancel(assignment)
 
-    def _do(self, flight: _Flight, commands: list[Command]) -> None:
+    def _do(self, assignment: ClientAssignment, commands: list[Command]) -> None:
         """Carries out what the ledger asks for."""
         for command in commands:
             if isinstance(command, ToTarget):
@@ -98,7 +101,7 @@ class Router:
                 if link := self._drafters.get(command.address):
                     link.send(command.message)
             else:
-                flight.out.put_nowait(command)
+                assignment.out.put_nowait(command)
 
     # ------------------------------------------------------------ what peers say
 
@@ -106,28 +109,28 @@ class Router:
         for message in frame.messages:
             if isinstance(message, Refusal):
                 log.info("target %s refuses a session: %s", address, message.message)
-            silent = self._flights.target_says(address, message, self._clock())
+            silent = self._assignments.target_says(address, message, self._clock())
             if silent is not None:
                 log.warning("drafter %s is silent; its sessions go to others", silent)
-            if isinstance(message, Verdict) and message.session in self._flights:
+            if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
         self._log_malformed(address, frame)
         for item in frame.malformed:
-            self._flights.target_unreadable(address, item.session, item.attempt, self._clock())
+            self._assignments.target_unreadable(address, item.session, item.attempt, self._clock())
 
     def _drafter_frame(self, address: str, frame: Decoded) -> None:
         for message in frame.messages:
             if isinstance(message, Refusal):
                 log.info("drafter %s refuses a session: %s", address, message.message)
-            self._flights.drafter_says(address, message, self._clock())
+            self._assignments.drafter_says(address, message, self._clock())
         self._log_malformed(address, frame)
 
     def _target_down(self, address: str) -> None:
-        lost = self._flights.target_lost(address, self._clock())
+        lost = self._assignments.target_lost(address, self._clock())
         log.warning("target %s is lost; %d sessions move", address, lost)
 
     def _drafter_down(self, address: str) -> None:
-        lost = self._flights.drafter_lost(address, self._clock())
+        lost = self._assignments.drafter_lost(address, self._clock())
         log.warning("drafter %s is lost; %d sessions go on without it", address, lost)
 
     def _log_malformed(self, address: str, frame: Decoded) -> None:
@@ -141,8 +144,10 @@ class Router:
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
-            await self._follow(members.targets, self._targets, self._dial_target, lambda flight: flight.target)
-            await self._follow(members.drafters, self._drafters, self._dial_drafter, lambda flight: flight.drafter)
+            await self._follow(members.targets, self._targets, self._dial_target, lambda one: one.target)
+            await self._follow(
+                members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.drafter
+            )
             self._place_sessions()
             await asyncio.sleep(MEMBERSHIP_PERIOD_S)
 
@@ -172,41 +177,41 @@ class Router:
 
     @property
     def is_idle(self) -> bool:
-        return not self._flights
+        return not self._assignments
 
     async def _follow(
         self,
         endpoints: tuple[Endpoint, ...],
         links: dict[str, Link],
         dial: Callable[[str], Link],
-        place: Callable[[_Flight], str | None],
+        place: Callable[[ClientAssignment], str | None],
     ) -> None:
         """Dials who is new; hangs up on who has left, once its last session here is over."""
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
             links[address] = dial(address)
-        busy = {place(flight) for flight in self._flights}
+        busy = {place(assignment) for assignment in self._assignments}
         for address in links.keys() - present:
             if address not in busy or not links[address].is_up:
                 await links.pop(address).close()
 
     def _place_sessions(self) -> None:
         """New ones go to peers that are connected and not leaving."""
-        pools = ((self._flights.targets, self._targets), (self._flights.drafters, self._drafters))
+        pools = ((self._assignments.targets, self._targets), (self._assignments.drafters, self._drafters))
         for peers, links in pools:
             for address, link in links.items():
                 if link.is_up and address in self._present:
                     peers.up(address)
                 else:
                     peers.down(address)
-        self._flights.tick(self._clock())
+        self._assignments.tick(self._clock())
 
     def _dial_target(self, address: str) -> Link:
         return Link(
             address,
             call=lambda channel: TargetServiceStub(channel).Drive(),
             frame_type=pb.RouterToTarget,
-            hello=lambda: self._hello(self._flights.live_at_target(address)),
+            hello=lambda: self._hello(self._assignments.live_at_target(address)),
             on_up=self._place_sessions,
             on_frame=lambda frame: self._target_frame(address, frame),
             on_down=lambda: self._target_down(address),
@@ -217,7 +222,7 @@ class Router:
             address,
             call=lambda channel: DraftServiceStub(channel).Drive(),
             frame_type=pb.RouterToDrafter,
-            hello=lambda: self._hello(self._flights.live_at_drafter(address)),
+            hello=lambda: self._hello(self._assignments.live_at_drafter(address)),
             on_up=self._place_sessions,
             on_frame=lambda frame: self._drafter_frame(address, frame),
             on_down=lambda: self._drafter_down(address),

@@ -22,7 +22,8 @@ class Drawing:
     """Collects shapes; `str` gives the picture."""
 
     def __init__(self, width: float, height: float) -> None:
-        self._width, self._height = width, height
+        self._width = width
+        self._height = height
         self._shapes: list[str] = []
 
     def rect(self, x: float, y: float, width: float, height: float, colour: str, title: str = "") -> None:
@@ -71,7 +72,9 @@ class Bar:
 
 def gantt(bars: Sequence[Bar], begins: float, ends: float, unit: str, width: float = 1200) -> str:
     """A line for each track, in order of appearance; bars are cut at the window's ends."""
-    tracks, left, top = list(dict.fromkeys(bar.track for bar in bars)), 190.0, 40.0
+    tracks = list(dict.fromkeys(bar.track for bar in bars))
+    left = 190.0
+    top = 40.0
     colours = colours_of(sorted({bar.kind for bar in bars}))
     scale = (width - left - 20) / (ends - begins)
     bottom = top + LINE_HEIGHT * len(tracks)
@@ -80,7 +83,8 @@ def gantt(bars: Sequence[Bar], begins: float, ends: float, unit: str, width: flo
     for index, track in enumerate(tracks):
         drawing.text(left - 8, top + LINE_HEIGHT * index + 14, track, anchor="end")
     for bar in bars:
-        x0, x1 = max(bar.began, begins), min(bar.ended, ends)
+        x0 = max(bar.began, begins)
+        x1 = min(bar.ended, ends)
         if x1 >= x0:
             y = top + LINE_HEIGHT * tracks.index(bar.track) + 2
             drawing.rect(
@@ -108,10 +112,14 @@ def curves(
     size: tuple[float, float] = (720, 420),
 ) -> str:
     """Lines through points, and dashed levels to compare them with; the vertical axis begins at 0."""
-    (width, height), (left, top, bottom) = size, (70.0, 60.0, 50.0)
+    (width, height) = size
+    (left, top, bottom) = (70.0, 60.0, 50.0)
     points = [point for line in lines.values() for point in line]
-    xs, ys = [x for x, _ in points], [*(y for _, y in points), *levels.values()]
-    low, high, most = min(xs), max(xs), 1.05 * max(ys)
+    xs = [x for x, _ in points]
+    ys = [*(y for _, y in points), *levels.values()]
+    low = min(xs)
+    high = max(xs)
+    most = 1.05 * max(ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - low) / (high - low) if high > low else 0.5

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from actors.cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache
 
 
 class AttentionPlan(Protocol):

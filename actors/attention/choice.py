@@ -14,19 +14,20 @@ from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 
 from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.flex import flex_for
 from actors.attention.gathered import Gathered
 from actors.attention.shape import AttentionShape
 from actors.attention.varlen import varlen_for
-from actors.batch import RaggedBatch
-from actors.cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache
 
 # What is tried: rows of a block each after contexts of several lengths, as a target has them.
 QUERIES = 5
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOWS = (None, 100)
-WARM_UPS, REPEATS = 2, 5
+WARM_UPS = 2
+REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # How a library says that it is not installed, not built for this device, or not for this shape.
 MAY_FAIL = (
@@ -121,7 +122,8 @@ def fastest(
             continue
         tried.append(Tried(name, step_ms))
         if step_ms < best_ms:
-            best, best_ms = backend, step_ms
+            best = backend
+            best_ms = step_ms
     return best, AttentionReport(best.name, tuple(tried))
 
 

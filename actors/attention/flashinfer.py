@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.attention import pages_of
-from actors.cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 
@@ -61,7 +61,8 @@ class FlashInferPlan:
     integers: Sequence[Sequence[int]] = ()
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, backend: FlashInfer) -> None:
-        self._backend, self._page_size = backend, cache.page_size
+        self._backend = backend
+        self._page_size = cache.page_size
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         pinned = cache.device.type == "cuda"
         self._lists = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from actors.attention import pages_of
-from actors.cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache
 
 QUERY_BLOCK = 128  # queries that share a list of pages
 LEAST_PAGE = 16  # keys that a kernel takes at a time, at least
@@ -34,7 +34,8 @@ class FlexPlan:
     """The pool is one long sequence of keys; the block mask is made once for each window."""
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
-        self._kernel, self._page_size = kernel, cache.page_size
+        self._kernel = kernel
+        self._page_size = cache.page_size
         self._pages = cache.nowhere // cache.page_size + 1  # of the pool
         self._rows = len(rows)
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
@@ -84,8 +85,11 @@ class FlexPlan:
         return attended[0].transpose(0, 1)
 
     def _block_mask(self, window: int | None, queries: int, keys: int) -> BlockMask:
-        row_of, positions, page_of_row = self._row_of, self._positions, self._page_of_row
-        pages, page_size = self._pages, self._page_size
+        row_of = self._row_of
+        positions = self._positions
+        page_of_row = self._page_of_row
+        pages = self._pages
+        page_size = self._page_size
 
         def seen(batch: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
             page = page_of_row[row_of[query] * pages + place // page_size]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache
 
 SHORT_ROW = 8  # rows of up to so many tokens (blocks, single tokens) are attended together
 SHORT_CONTEXT = 256  # so are contexts up to this length; beyond, those of the same power of two

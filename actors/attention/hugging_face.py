@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from actors.batch import RaggedBatch
+from actors.attention.batch import RaggedBatch
 
 ATTENTION_NAME = "slipstream"
 

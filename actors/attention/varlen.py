@@ -13,7 +13,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from actors.attention import pages_of
-from actors.cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache
 
 IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # by major compute capability
 
@@ -35,7 +35,8 @@ class VarlenPlan:
     """One call a layer for all rows."""
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
-        self._kernel, self._page_size = kernel, cache.page_size
+        self._kernel = kernel
+        self._page_size = cache.page_size
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         width = max(len(pages) for pages in used)
         begins = [0, *accumulate(len(row.tokens) for row in rows)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.wants import Proposal, Want
+from cluster.drafting.requests import Proposal, Want
 from protos.messages import Verdict
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.methods.draft_cache import Branch
 from actors.methods.outcomes import Choices, offer
-from cluster.wants import Proposal, Want
+from cluster.drafting.requests import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 
 LEAST_ALTERNATIVE = 0.1  # chance of an alternative to be sent, whatever its verification costs
@@ -148,7 +148,8 @@ class BlockDraft:
         """How many of the tokens are, and the alternatives to the first of them."""
         if self.is_root or not self.drafted or not self.want.may_branch:
             return len(self.drafted), ()
-        first, survivals = self.drafted[0], [token.survival for token in self.drafted]
+        first = self.drafted[0]
+        survivals = [token.survival for token in self.drafted]
         least_chance = max(self.least_chance, LEAST_ALTERNATIVE)
         return offer(first.token, first.choices, survivals, self.max_tokens, least_chance)
 
@@ -163,11 +164,14 @@ class BlockDraft:
         self.pending = list(self.tokens[len(self.branch.tokens) - self.base_len :])
 
     def proposal(self) -> Proposal:
-        want, probs = self.want, None
+        want = self.want
+        probs = None
         if self.ratio:
             drafted = self.drafted
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
         kept, alternatives = self.offered
-        name, tokens, outcome = want.open.session, self.tokens[:kept], self.outcome
+        name = want.open.session
+        tokens = self.tokens[:kept]
+        outcome = self.outcome
         at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
         return Proposal(name, self.base_len, self.base_hash, tokens, probs, outcome, alternatives, at_once)

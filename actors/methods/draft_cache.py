@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from actors.cache import FeedRow
-from cluster.pages import PageBook, PageCopy
+from actors.compute.kv_cache import FeedRow
+from cluster.page_allocator import PageAllocator, PageCopy
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class DraftCache:
     """All branches of all sessions, over one pool of pages."""
 
     def __init__(self, pages: int, page_size: int) -> None:
-        self._book = PageBook(pages, page_size, secrets.token_bytes(16))
+        self._allocator = PageAllocator(pages, page_size, secrets.token_bytes(16))
         self._branches: OrderedDict[str, list[Branch]] = OrderedDict()  # by session, the one resumed last at the end
         self._names = count()
 
@@ -38,7 +38,7 @@ class DraftCache:
 
     def check(self) -> None:
         """Raises AssertionError unless every page is accounted for."""
-        self._book.check()
+        self._allocator.check()
 
     def resume(self, session: str, tokens: Sequence[int]) -> Branch:
         """The branch that has cached most of `tokens`, cut to what agrees; the session's other branches are closed.
@@ -50,7 +50,7 @@ class DraftCache:
         best = max(range(len(branches)), key=agreed.__getitem__, default=-1)
         for index, branch in enumerate(branches):
             if index != best:
-                self._book.close(branch.name)
+                self._allocator.close(branch.name)
         if best < 0:
             found = self._open(session, tokens)
         else:
@@ -62,14 +62,14 @@ class DraftCache:
     def fork(self, branch: Branch, length: int) -> Branch:
         """A further branch with the first `length` tokens of this one."""
         name = self._name(branch.session)
-        self._book.fork(branch.name, name, length)
+        self._allocator.fork(branch.name, name, length)
         forked = Branch(branch.session, name, branch.tokens[:length])
         self._branches[branch.session].append(forked)
         return forked
 
     def publish(self, branch: Branch, length: int) -> None:
         """Shares pages of the first `length` tokens, which are decided, with sessions that begin alike."""
-        self._book.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
+        self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
         self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
@@ -79,32 +79,33 @@ class DraftCache:
         So does each of `masks`, which are fed after them and are no part of the branch: `drop_masks` once that is done.
         Room is made at the cost of sessions that are not `busy`.
         """
-        start, end = len(branch.tokens), len(branch.tokens) + len(tokens)
-        while (copies := self._book.reserve(branch.name, start, end + len(masks))) is None:
+        start = len(branch.tokens)
+        end = len(branch.tokens) + len(tokens)
+        while (copies := self._allocator.reserve(branch.name, start, end + len(masks))) is None:
             idle = next((session for session in self._branches if session not in busy), None)
             if idle is None:
                 return None
             self.close(idle)
         branch.tokens += tokens
-        return FeedRow((*tokens, *masks), start, logits + len(masks), self._book.table(branch.name)), copies
+        return FeedRow((*tokens, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
 
     def drop_masks(self, branch: Branch) -> None:
         """Frees what was cached of mask tokens."""
-        self._book.truncate(branch.name, len(branch.tokens))
+        self._allocator.truncate(branch.name, len(branch.tokens))
 
     def cut(self, branch: Branch, length: int) -> None:
         """Forgets all but the first `length` tokens of a branch, and masks after them."""
         del branch.tokens[length:]
-        self._book.truncate(branch.name, length)
+        self._allocator.truncate(branch.name, length)
 
     def close(self, session: str) -> None:
         """Forgets a session; an unknown one is ignored."""
         for branch in self._branches.pop(session, []):
-            self._book.close(branch.name)
+            self._allocator.close(branch.name)
 
     def _open(self, session: str, tokens: Sequence[int]) -> Branch:
         name = self._name(session)
-        return Branch(session, name, list(tokens[: self._book.open(name, tokens)]))
+        return Branch(session, name, list(tokens[: self._allocator.open(name, tokens)]))
 
     def _name(self, session: str) -> str:
         return f"{session}/{next(self._names)}"

@@ -13,26 +13,27 @@ from itertools import islice, repeat
 import torch
 from torch import Tensor
 
-from actors.batch import Interrupted, never
-from actors.cache import FeedRow
+from actors.attention.batch import Interrupted, never
+from actors.compute.kv_cache import FeedRow
+from actors.engine.runner import InterruptibleRunner
 from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.block_draft import BlockDraft, DraftedToken
 from actors.methods.draft_cache import DraftCache
 from actors.methods.forward_time import ForwardTime
 from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
-from actors.methods.parallel import ONE_AT_A_TIME, MaskTokens
-from actors.methods.recurrent_head import FurtherTokens
-from actors.noise import Purpose, gumbel, gumbel_argmax, key
-from actors.runner import InterruptibleRunner
-from actors.sampling import process
-from cluster.pages import PageCopy
-from cluster.wants import Proposal, Want, block_room
+from actors.methods.pard import ONE_AT_A_TIME, MaskTokens
+from actors.methods.recurrent_head import DraftHead
+from actors.sampling.noise import Purpose, gumbel, gumbel_argmax, key
+from actors.sampling.processors import process
+from cluster.drafting.requests import Proposal, Want, max_block_len
+from cluster.page_allocator import PageCopy
 from protos.messages import Verdict
 from protos.prefix import extend_hash, hashes_after
 
 WEIGHT_SCALE = 60_000  # the likeliest token's weight; uint16 on the wire
 CHOICES = 16  # tokens of a position that are thought of as outcomes
-AHEAD_ROWS, ROWS_EACH = 8, 2  # most rows of a forward for what may be wanted: so many, or so many for each session
+AHEAD_ROWS = 8  # most rows of a forward for what may be wanted: so many, or so many for each session
+ROWS_EACH = 2
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
 GUESSED = 16  # the same where a recurrent head names their first tokens; of so many in a pass it does
 GUESS_TOKENS = 2  # each
@@ -82,10 +83,15 @@ class DraftModel:
         limits: DraftingLimits,
         clock: Callable[[], float] = time.monotonic,
         masks: MaskTokens = ONE_AT_A_TIME,
-        further: FurtherTokens | None = None,
+        further: DraftHead | None = None,
     ) -> None:
-        self._runner, self._token_ids, self._cache, self._limits = runner, token_ids, cache, limits
-        self._clock, self._masks, self._further = clock, masks, further
+        self._runner = runner
+        self._token_ids = token_ids
+        self._cache = cache
+        self._limits = limits
+        self._clock = clock
+        self._masks = masks
+        self._further = further
         self._ids: list[int] = token_ids.tolist()
         self._ahead_time = ForwardTime()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
@@ -121,7 +127,8 @@ class DraftModel:
     def _propose_now(self, wants: Sequence[Want]) -> list[Proposal]:
         drafts = [self._begin(want, want.tokens, want.max_tokens) for want in wants]
         self._name_at_once(drafts)
-        active, busy = [draft for draft in drafts if not draft.drafted], _sessions(wants)
+        active = [draft for draft in drafts if not draft.drafted]
+        busy = _sessions(wants)
         while active:
             active = [draft for draft in self._advance(active, busy) if not draft.is_complete]
         for draft in drafts:
@@ -143,7 +150,8 @@ class DraftModel:
 
     def _state_before_last(self, draft: BlockDraft) -> Tensor | None:
         """What the logits of the last decided token's place were made of, (hidden,), if that was read and will do."""
-        tokens, read = draft.want.tokens, self._read.pop(draft.want.open.session, None)
+        tokens = draft.want.tokens
+        read = self._read.pop(draft.want.open.session, None)
         if read is None or read.base_len >= len(tokens) or not _is_argmax(draft):
             return None
         return read.states.get(tokens[read.base_len : -1])
@@ -168,7 +176,8 @@ class DraftModel:
         """
         begun = [draft for want in wants for draft in self._begin_ahead(want)]
         self._guess(begun, interrupted)
-        open_ends, busy = begun, _sessions(wants)
+        open_ends = begun
+        busy = _sessions(wants)
         limit = max(AHEAD_ROWS, ROWS_EACH * len(wants))
         took_s = 0.0  # the latest forward, and the next one will take as long
         while not interrupted():
@@ -177,7 +186,8 @@ class DraftModel:
             if not open_ends:
                 break
             rows = self._rows_ahead(limit, min(draft.want.until for draft in open_ends) - began)
-            chosen, open_ends = open_ends[:rows], open_ends[rows:]
+            chosen = open_ends[:rows]
+            open_ends = open_ends[rows:]
             advanced = self._advance(chosen, busy, interrupted)
             took_s = self._clock() - began
             if advanced:
@@ -193,7 +203,8 @@ class DraftModel:
     def _remember(self, roots: Sequence[BlockDraft]) -> None:
         """What was read of blocks under verification."""
         for root in roots:
-            base_len, session = len(root.want.tokens), root.want.open.session
+            base_len = len(root.want.tokens)
+            session = root.want.open.session
             if (read := self._read.get(session)) is None or read.base_len != base_len:
                 read = self._read[session] = _Read(base_len, {})
             for place, token in enumerate(root.drafted):
@@ -213,7 +224,9 @@ class DraftModel:
         block = want.unverified or ()
         known = self._considered.get(want.open.session, {}).get((want.prefix_hash, block), [])
         root = self._begin(want, (*want.tokens, *block), len(block) + 1)
-        root.unverified, root.drafted, root.settled = block, list(known), len(known)
+        root.unverified = block
+        root.drafted = list(known)
+        root.settled = len(known)
         while root.missing > len(root.pending):  # it is cached what the model would have to read
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.survival, root.prefix_hash))
@@ -226,20 +239,26 @@ class DraftModel:
 
     def _alternatives_of(self, root: BlockDraft) -> list[BlockDraft]:
         """A root for each alternative under verification."""
-        want, cached = root.want, min(len(root.branch.tokens), len(root.want.tokens))
+        want = root.want
+        cached = min(len(root.branch.tokens), len(root.want.tokens))
         roots = []
         is_known = len(want.tokens) - cached <= FEW  # else each alternative would have the prompt read once more
         for token in want.alternatives if is_known else ():
-            branch, prefix_hash = self._cache.fork(root.branch, cached), extend_hash(want.prefix_hash, token)
+            branch = self._cache.fork(root.branch, cached)
+            prefix_hash = extend_hash(want.prefix_hash, token)
             found = BlockDraft(want, branch, [*want.tokens[cached:], token], want.prefix_hash, max_tokens=2)
-            found.unverified, found.main, found.chance, found.settled = (token,), root, ALTERNATIVE_FIRST, 1
+            found.unverified = (token,)
+            found.main = root
+            found.chance = ALTERNATIVE_FIRST
+            found.settled = 1
             found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0, prefix_hash)]
             roots.append(found)
         return roots
 
     def _outcomes(self, root: BlockDraft) -> list[Outcome]:
         """What the verdict may bring of which the root has told just now."""
-        block, (*there, after) = root.unverified or (), root.choices
+        block = root.unverified or ()
+        (*there, after) = root.choices
         if root.main is not None:
             first = root.main.choices[:1]
             return continuations(block, accepted_chance(block, first), after) if first else []
@@ -248,18 +267,20 @@ class DraftModel:
 
     def _branch_out(self, root: BlockDraft, outcomes: list[Outcome]) -> list[BlockDraft]:
         """A draft for each of the likeliest outcomes whose tokens, but for the last, are cached."""
-        want, base = root.want, len(root.want.tokens)
+        want = root.want
+        base = len(root.want.tokens)
         stops = frozenset(want.open.stop_ids)  # no block follows the end
         drafts: list[BlockDraft] = []
         most = OUTCOMES if self._further is None else GUESSED
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[:most]:
             most_tokens = want.max_tokens - (root.main is not None)  # its place is taken by the alternative, fed again
-            room = min(most_tokens, block_room(want.open, base + len(outcome)))
+            room = min(most_tokens, max_block_len(want.open, base + len(outcome)))
             cached = base + len(outcome) - 1
             if chance < LEAST_CHANCE or room <= 0 or not stops.isdisjoint(outcome) or cached > len(root.branch.tokens):
                 continue
             base_hash = hashes_after(want.prefix_hash, outcome)[-1]
-            branch, state = self._cache.fork(root.branch, cached), root.drafted[len(outcome) - 1].state
+            branch = self._cache.fork(root.branch, cached)
+            state = root.drafted[len(outcome) - 1].state
             drafts.append(BlockDraft(want, branch, [outcome[-1]], base_hash, room, outcome, chance, state))
         return drafts
 
@@ -287,14 +308,16 @@ class DraftModel:
         fed: list[BlockDraft] = []
         budget = self._limits.pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
-            part, rest = draft.pending[:budget], draft.pending[budget:]
+            part = draft.pending[:budget]
+            rest = draft.pending[budget:]
             masks = () if rest or draft.is_root else self._masks.after(draft.missing)[: budget - len(part)]
             wanted = 1 if rest else draft.logits
             if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
                 rows.append(feed[0])
                 copies += feed[1]
                 fed.append(draft)
-                draft.pending, budget = rest, budget - len(part) - len(masks)
+                draft.pending = rest
+                budget = budget - len(part) - len(masks)
         if not rows:
             return []
         sizes = [row.logits for row in rows]
@@ -323,7 +346,7 @@ class DraftModel:
         return found
 
     def _go_on(
-        self, drafts: Sequence[BlockDraft], further: FurtherTokens, tokens: int, interrupted: Callable[[], bool]
+        self, drafts: Sequence[BlockDraft], further: DraftHead, tokens: int, interrupted: Callable[[], bool]
     ) -> None:
         """Up to so many further tokens after the last one of each draft."""
         for _ in range(tokens):
@@ -333,7 +356,7 @@ class DraftModel:
             for draft in drafts:
                 draft.is_guessed = True
             states, taken = zip(*[draft.last for draft in drafts], strict=True)
-            logits, after = further.after(torch.stack(states), taken)
+            logits, after = further.predict_next(torch.stack(states), taken)
             self._extend(drafts, torch.split(logits, 1), torch.split(after, 1))
 
     def _extend(self, drafts: Sequence[BlockDraft], logits: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
@@ -351,7 +374,8 @@ class DraftModel:
 
     def _greedy_choices(self, logits: Tensor) -> list[Choices]:
         values, columns = torch.log_softmax(logits.float(), dim=-1).topk(min(CHOICES, logits.shape[-1]), dim=-1)
-        ids, chances = self._token_ids[columns].tolist(), values.exp().tolist()
+        ids = self._token_ids[columns].tolist()
+        chances = values.exp().tolist()
         return [Choices(*row) for row in zip(ids, chances, strict=True)]
 
     def _extend_by_sampling(self, draft: BlockDraft, logits: Tensor, state: Tensor | None) -> None:

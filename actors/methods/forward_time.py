@@ -24,7 +24,8 @@ class ForwardTime:
         """As many, up to `limit`, as a forward within so many seconds feeds; all where nothing is known yet."""
         if not self._weight:
             return limit
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
+        mean_rows = self._rows / self._weight
+        mean_s = self._seconds / self._weight
         spread = self._squares / self._weight - mean_rows**2
         slope = (self._products / self._weight - mean_rows * mean_s) / spread if spread > LEAST_SPREAD else 0.0
         if slope <= 0:  # rows cost nothing, as far as can be told

@@ -7,7 +7,7 @@ of the two drafts depends on tokens before the block alone, so ratio acceptance 
 from collections.abc import Callable, Sequence
 
 from actors.methods import DraftingMethod, Early, TargetNeeds, dismiss
-from cluster.wants import Proposal, Want
+from cluster.drafting.requests import Proposal, Want
 from protos.messages import Verdict
 
 
@@ -17,7 +17,8 @@ class LookupFirst:
     needs = TargetNeeds()
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
-        self._lookup, self._model = lookup, model
+        self._lookup = lookup
+        self._model = model
 
     @property
     def tokens_per_forward(self) -> int:

@@ -38,7 +38,8 @@ def rejections(block: Sequence[int], known: Sequence[Choices], alternatives: Seq
     reached = 1.0
     drafted_too = set(alternatives)
     for position, (drafted, there) in enumerate(zip(block, known, strict=False)):
-        accepted, expected = tuple(block[:position]), {drafted} | drafted_too
+        accepted = tuple(block[:position])
+        expected = {drafted} | drafted_too
         found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
         drafted_too = set()
         reached *= there.chance_of(drafted)
@@ -54,7 +55,8 @@ def offer(
     block's tokens, and all before it, is accepted.
     """
     likely = takewhile(lambda choice: choice[1] >= least_chance, at_first)
-    others, kept = [choice for choice in likely if choice[0] != drafted], len(survivals)
+    others = [choice for choice in likely if choice[0] != drafted]
+    kept = len(survivals)
     while others and kept + len(others) > most:
         _, least = others[-1]
         if kept > 1 and survivals[kept - 1] < least:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from actors.methods import Early, TargetNeeds, dismiss
-from cluster.wants import Proposal, Want, block_room
+from cluster.drafting.requests import Proposal, Want, max_block_len
 from protos.messages import Verdict
 from protos.prefix import hashes_after
 
@@ -43,7 +43,8 @@ class PromptLookup:
     tokens_per_forward = 1
 
     def __init__(self, longest: int, shortest: int) -> None:
-        self._longest, self._shortest = longest, shortest
+        self._longest = longest
+        self._shortest = shortest
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         """Ahead at most one each: for the case that the text goes on as it did before."""
@@ -70,7 +71,7 @@ class PromptLookup:
         outcome = (*block, *self._after((*want.tokens, *block), 1))
         base = (*want.tokens, *outcome)
         is_over = len(outcome) == len(block) or outcome[-1] in want.open.stop_ids
-        room = 0 if is_over else min(want.max_tokens, block_room(want.open, len(base)))
+        room = 0 if is_over else min(want.max_tokens, max_block_len(want.open, len(base)))
         if room > 0 and (found := self._after(base, room)):
             prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
             return Proposal(want.open.session, len(base), prefix_hash, found, outcome=outcome)

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.batch import RaggedBatch
-from actors.decoder import LlamaDecoder, is_llama_kind, norm_of
-from actors.linear import Product, Projection, projection
+from actors.attention.batch import RaggedBatch
+from actors.compute.linear import Product, Projection, projection
+from actors.models.decoder import LlamaDecoder, is_llama_kind, norm_of
 from cluster.errors import ModelError
 
 FILE = "recurrent_head.safetensors"
 SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": "2w x 2d", "down.weight": "d x w"}
 
 
-class FurtherTokens(Protocol):
+class DraftHead(Protocol):
     """Names tokens after those that a forward has named."""
 
     width: int  # tokens in all, the forward's own included
@@ -35,13 +35,13 @@ class FurtherTokens(Protocol):
         """What the latest forward's logits were made of, (places, hidden)."""
         ...
 
-    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Logits of what follows `tokens`, each taken after one of these states; and the states they are made of."""
         ...
 
 
 class RecurrentDecoder:
-    """A `Decoder` that remembers its latest states, and goes on from them or others: `FurtherTokens`."""
+    """A `Decoder` that remembers its latest states, and goes on from them or others: `DraftHead`."""
 
     def __init__(
         self,
@@ -53,10 +53,12 @@ class RecurrentDecoder:
         product: Product,
     ) -> None:
         self.width = width
-        self._decoder, self._head = decoder, head
+        self._decoder = decoder
+        self._head = head
         self._state_norm = norm_of(weights["state_norm.weight"], eps)
         self._token_norm = norm_of(weights["token_norm.weight"], eps)
-        self._gate_up, self._down = product(weights["gate_up.weight"], None), product(weights["down.weight"], None)
+        self._gate_up = product(weights["gate_up.weight"], None)
+        self._down = product(weights["down.weight"], None)
         self.states = torch.empty(0)
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
@@ -64,7 +66,7 @@ class RecurrentDecoder:
         return self._decoder.head(self.states)
 
     @torch.inference_mode()
-    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         taken = self._decoder.embed(torch.tensor(tokens, device=states.device))
         inputs = torch.cat((self._state_norm(states), self._token_norm(taken)), dim=-1)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
@@ -93,6 +95,7 @@ def load_recurrent_head(
     if shapes != dict(zip(SHAPES, ((hidden,), (hidden,), (2 * wide, 2 * hidden), (hidden, wide)), strict=True)):
         raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
     weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
-    decoder, whole = LlamaDecoder(model, product), model.get_output_embeddings()
+    decoder = LlamaDecoder(model, product)
+    whole = model.get_output_embeddings()
     head = product(whole.weight[:columns], None if whole.bias is None else whole.bias[:columns])
     return RecurrentDecoder(decoder, head, weights, float(model.config.rms_norm_eps), width, product)

@@ -1,4 +1,4 @@
-"""The whole system under a virtual clock: the real books, with models, processes and network replaced by their costs.
+"""The whole system under a virtual clock: the real schedulers, with costs in the place of models and network.
 
 Knows nothing of torch, gRPC or Ray.
 """

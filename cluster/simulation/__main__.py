@@ -1,4 +1,4 @@
-"""Runs the simulator by itself: `ordeals` for random fault schedules by the thousand, `scale` for a large fleet.
+"""Runs the simulator by itself: `random_scenarios` for fault schedules by the thousand, `scale` for a large fleet.
 
 A seed that fails is printed with what did not hold, and is the whole of what is needed to run it again.
 """
@@ -8,19 +8,19 @@ import gc
 import time
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.simulation.load import ClosedLoop, Load
-from cluster.simulation.oracle import DraftModel
-from cluster.simulation.ordeal import ordeal
-from cluster.simulation.world import Fleet, Mode, Setting, Speculation, World
+from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.random_scenario import random_scenario
+from cluster.simulation.workload import ClosedLoop, Workload
+from cluster.simulation.world import Fleet, Mode, Setting, SpeculationSetting, World
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster.simulation", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    ordeals = commands.add_parser("ordeals", help="random fault schedules")
-    ordeals.add_argument("--count", type=int, default=3000)
-    ordeals.add_argument("--first", type=int, default=0, help="seed of the first one")
-    ordeals.set_defaults(run=_ordeals)
+    random_scenarios = commands.add_parser("random_scenarios", help="random fault schedules")
+    random_scenarios.add_argument("--count", type=int, default=3000)
+    random_scenarios.add_argument("--first", type=int, default=0, help="seed of the first one")
+    random_scenarios.set_defaults(run=_ordeals)
     scale = commands.add_parser("scale", help="one run of a large fleet")
     scale.add_argument("--targets", type=int, default=200)
     scale.add_argument("--drafters", type=int, default=800)
@@ -32,14 +32,15 @@ def main() -> None:
 
 
 def _ordeals(arguments: argparse.Namespace) -> None:
-    began, failed = time.perf_counter(), 0
+    began = time.perf_counter()
+    failed = 0
     for seed in range(arguments.first, arguments.first + arguments.count):
         try:
-            World(ordeal(seed)).run()
+            World(random_scenario(seed)).run()
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {error}")
-    print(f"{arguments.count} ordeals, {failed} failed, {time.perf_counter() - began:.1f} s")
+    print(f"{arguments.count} random_scenarios, {failed} failed, {time.perf_counter() - began:.1f} s")
     raise SystemExit(failed > 0)
 
 
@@ -48,11 +49,12 @@ def _scale(arguments: argparse.Namespace) -> None:
         target=ForwardCost.linear(0.02, per_token_s=0.00002),
         draft=DraftCost(forward=ForwardCost.linear(0.002, 0.00005)),
     )
-    load = Load(ClosedLoop(arguments.sessions), arguments.sessions)
+    load = Workload(ClosedLoop(arguments.sessions), arguments.sessions)
     fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
     gc.disable()  # a run makes no cycles, and looking for some among millions of objects takes its time
-    began, cpu = time.perf_counter(), time.process_time()
-    report = World(Setting(costs, Speculation(5, DraftModel((0.8,)), arguments.mode), load, fleet)).run()
+    began = time.perf_counter()
+    cpu = time.process_time()
+    report = World(Setting(costs, SpeculationSetting(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
     print(report)
     print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
 

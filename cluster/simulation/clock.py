@@ -30,11 +30,15 @@ class Clock:
 
     def run(self) -> int:
         """Until nothing is due; returns how much happened. AssertionError when time stands still."""
-        happened, moment, due, pop = 0, 0, self._due, heapq.heappop
+        happened = 0
+        moment = 0
+        due = self._due
+        pop = heapq.heappop
         while due:
             time, _, happen = pop(due)
             if time > self.now:
-                self.now, moment = time, happened
+                self.now = time
+                moment = happened
             happen()
             happened += 1
             assert happened - moment < STANDSTILL, f"time stands still at {self.now} s"

@@ -41,23 +41,23 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Adversity:
+class FaultPlan:
     """Everything that goes wrong in one run."""
 
     weather: Weather = CALM
     faults: tuple[Fault, ...] = ()
 
 
-def random_adversity(seed: int, span_s: float) -> Adversity:
+def random_fault_plan(seed: int, span_s: float) -> FaultPlan:
     """Some weather, and faults within `span_s`; targets fail at most as often as a session survives."""
-    rng = random.Random(f"adversity {seed}")
+    rng = random.Random(f"fault_plan {seed}")
     late_s = rng.choice((0.0, 0.005, 0.1))
     weather = Weather(rng.uniform(0, 0.3), rng.uniform(0, 0.3), late_s, ghosts=rng.random() < 0.5)
     roles = rng.choices((Role.TARGET, Role.DRAFTER, Role.ROUTER), (4, 5, 1), k=rng.randrange(7))
     targets = [role for role in roles if role is Role.TARGET][:MAX_TARGET_FAULTS]
     others = [role for role in roles if role is not Role.TARGET]
     faults = (_fault(rng, role, span_s) for role in targets + others)
-    return Adversity(weather, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    return FaultPlan(weather, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:

@@ -2,7 +2,7 @@
 
 A process may hang and hears afterwards what came meanwhile, or die. A stream delivers frames, everything that was sent
 to one peer at one moment, in order, until it breaks; what is under way then is lost, and either side hears of it in
-its own time. The weather is worse than gRPC allows, because the books promise to stand it: between drafters and
+its own time. The weather is worse than gRPC allows, because the schedulers promise to stand it: between drafters and
 targets frames may be lost, doubled and reordered; those of a router may be doubled, and what a peer sent on a stream
 that is broken may still reach it. Knows nothing of what messages mean.
 """
@@ -41,11 +41,15 @@ class Process:
     """Something that hears, unless it hangs or is dead."""
 
     def __init__(self, address: str, clock: Clock) -> None:
-        self.address, self.clock = address, clock
-        self.alive, self.hangs = True, False
-        self.links: list[Link] = []  # at either end
+        self.address = address
+        self.clock = clock
+        self.alive = True
+        self.hangs = False
+        self.links: list[SimulatedLink] = []  # at either end
         self._missed: list[Happening] = []
-        self._stalled_until, self._slow_until, self._slowness = 0.0, 0.0, 1.0
+        self._stalled_until = 0.0
+        self._slow_until = 0.0
+        self._slowness = 1.0
 
     def hear(self, happen: Happening) -> None:
         if self.hangs:
@@ -58,7 +62,8 @@ class Process:
         self.clock.after(delay, lambda: self.hear(happen))
 
     def die(self) -> None:
-        self.alive, self.hangs = False, False
+        self.alive = False
+        self.hangs = False
         self._missed.clear()
         for link in list(self.links):
             link.cut()
@@ -74,7 +79,8 @@ class Process:
 
     def slow_down(self, seconds: float) -> None:
         """What it computes takes so many times as long for a while."""
-        self._slow_until, self._slowness = self.clock.now + seconds, SLOWNESS
+        self._slow_until = self.clock.now + seconds
+        self._slowness = SLOWNESS
 
     @property
     def slowness(self) -> float:
@@ -87,7 +93,9 @@ class Process:
         return max(0.0, self._stalled_until - self.clock.now)
 
     def _wake(self) -> None:
-        self.hangs, missed, self._missed = False, self._missed, []
+        self.hangs = False
+        missed = self._missed
+        self._missed = []
         for happen in missed:
             self.hear(happen)
 
@@ -111,7 +119,9 @@ class Wire:
     """One direction of a stream."""
 
     def __init__(self, clock: Clock, delays: Callable[[], list[float]], deliver: Callable[[Frame], None]) -> None:
-        self._clock, self._delays, self._deliver = clock, delays, deliver
+        self._clock = clock
+        self._delays = delays
+        self._deliver = deliver
         self._frame: list[Message] = []
         self._frame_at = -1.0
 
@@ -120,7 +130,8 @@ class Wire:
         if self._frame_at == self._clock.now:
             self._frame.append(message)
             return
-        self._frame, self._frame_at = [message], self._clock.now
+        self._frame = [message]
+        self._frame_at = self._clock.now
         for delay in self._delays():
             self._clock.after(delay, lambda frame=self._frame: self._close_and_deliver(frame))  # type: ignore[misc]
 
@@ -139,7 +150,7 @@ class _Stream:
         self.out: Wire | None = None
 
 
-class Link:
+class SimulatedLink:
     """A stream that is dialled again whenever it breaks, until it is closed."""
 
     def __init__(
@@ -153,9 +164,16 @@ class Link:
         on_down: Callable[[], None],
         ordered: bool = True,
     ) -> None:
-        self.client, self.server, self.is_up = client, door.process, False
-        self._network, self._door, self._live, self._ordered = network, door, live, ordered
-        self._on_up, self._on_frame, self._on_down = on_up, on_frame, on_down
+        self.client = client
+        self.server = door.process
+        self.is_up = False
+        self._network = network
+        self._door = door
+        self._live = live
+        self._ordered = ordered
+        self._on_up = on_up
+        self._on_frame = on_frame
+        self._on_down = on_down
         self._closed = False
         self._stream: _Stream | None = None  # none while nothing is dialled
         client.links.append(self)
@@ -223,7 +241,8 @@ class Link:
 
     def _server_sees_end(self, stream: _Stream) -> None:
         if stream.name is not None:
-            name, stream.name = stream.name, None
+            name = stream.name
+            stream.name = None
             self._door.down(name)
 
     # ------------------------------------------------------------ frames
@@ -252,7 +271,9 @@ class Network:
     """How long messages take."""
 
     def __init__(self, clock: Clock, hop_s: float, weather: Weather, rng: random.Random) -> None:
-        self.clock, self.hop_s, self.weather = clock, hop_s, weather
+        self.clock = clock
+        self.hop_s = hop_s
+        self.weather = weather
         self._rng = rng
 
     def notice_s(self) -> float:
@@ -270,6 +291,7 @@ class Network:
         return [self.hop_s] * (1 + (self._rng.random() < self.weather.doubled))
 
     def _stormy_delays(self) -> list[float]:
-        lost, doubled = self.weather.lost, self.weather.doubled
+        lost = self.weather.lost
+        doubled = self.weather.doubled
         copies = self._rng.choices((0, 1, 2), weights=(lost, 1 - lost - doubled, doubled))[0]
         return [self.hop_s + self._rng.uniform(0.0, self.weather.late_s) for _ in range(copies)]

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
-from cluster.simulation.load import Load
+from cluster.simulation.workload import Workload
 
-STOP, VOCABULARY = 0, 50_000
+STOP = 0
+VOCABULARY = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Script:
                 return index
         return len(tokens)
 
-    def drafted(self, start: int, count: int, draft: "DraftModel") -> tuple[int, ...]:
+    def drafted(self, start: int, count: int, draft: "DraftQuality") -> tuple[int, ...]:
         """The draft model's block from position `start` on."""
         end = start + count
         assert end <= len(self.tokens), "drafted beyond the end"
@@ -60,9 +61,10 @@ class Script:
         token = self.tokens[position]
         return token if self.hardness[position] < acceptance else _other(token)
 
-    def second_choice(self, position: int, acceptance: float, draft: "DraftModel") -> int:
+    def second_choice(self, position: int, acceptance: float, draft: "DraftQuality") -> int:
         """What it would say otherwise: where it is wrong, it often thinks of the right token too."""
-        token, hardness = self.tokens[position], self.hardness[position]
+        token = self.tokens[position]
+        hardness = self.hardness[position]
         known = acceptance <= hardness < acceptance + (1 - acceptance) * draft.runner_up
         return token if known else _other(_other(token))
 
@@ -73,7 +75,7 @@ def _other(token: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class DraftQuality:
     """How good the draft model is.
 
     `acceptances` are those of a block's tokens, each given the ones before it; the last one holds for all further
@@ -107,7 +109,7 @@ class DraftModel:
         return sorted(chances, key=lambda place: -chances[place])
 
 
-def script(load: Load, seed: int, index: int) -> Script:
+def script(load: Workload, seed: int, index: int) -> Script:
     """The script of one session of the load."""
     rng = random.Random(f"{seed} {index}")
     length = load.prompt_tokens + load.new_tokens

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.simulation.router import SimulatedFlight
+from cluster.simulation.simulated_router import SimulatedAssignment
 from protos.values import value
 
 
@@ -25,7 +25,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     """One run. Seconds are virtual."""
 
     sessions: int  # that ended in order
@@ -60,7 +60,8 @@ class Report:
 
 def steady_rate(commits: Sequence[Commit]) -> float:
     """Tokens a second between the commits at one and at three quarters of all tokens."""
-    total, passed = sum(commit.tokens for commit in commits), 0
+    total = sum(commit.tokens for commit in commits)
+    passed = 0
     first = last = None
     for commit in commits:
         passed += commit.tokens
@@ -81,7 +82,8 @@ def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
     times = sorted(arrival.at_s for arrival in arrivals)
     if not times:
         return 1.0
-    begins, ends = times[len(times) // 4], times[-1]
+    begins = times[len(times) // 4]
+    ends = times[-1]
     asked = sum(arrival.tokens for arrival in arrivals if begins < arrival.at_s <= ends)
     done = sum(commit.tokens for commit in commits if begins < commit.at_s <= ends)
     return done / asked if asked else 1.0
@@ -93,7 +95,7 @@ def median(values: Iterable[float | None]) -> float:
     return statistics.median(known) if known else 0.0
 
 
-def sums(flights: Sequence[SimulatedFlight]) -> dict[str, int]:
+def sums(assignments: Sequence[SimulatedAssignment]) -> dict[str, int]:
     """What verification came to."""
-    counts = [flight.session.counts for flight in flights]
+    counts = [assignment.session.counts for assignment in assignments]
     return {name: sum(getattr(c, name) for c in counts) for name in ("verifies", "blocks", "drafted", "accepted")}

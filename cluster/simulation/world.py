@@ -1,6 +1,6 @@
 """One simulated run: builds the system, lets the load come and things go wrong, and checks what is left.
 
-Ledgers, books, pacing and routing are the real ones; see the other modules of this package for what is not.
+Ledgers, schedulers, pacing and routing are the real ones; see the other modules of this package for what is not.
 """
 
 import gc
@@ -13,20 +13,20 @@ from enum import Enum
 from functools import partial
 
 from cluster.costs import CostModel
-from cluster.drafting import DraftBook, DrafterLimits
-from cluster.pacing import Adaptive, LockStep, Pacing
-from cluster.session import Generation, Session
+from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.pacing.policy import Adaptive, LockStep, Pacing
+from cluster.routing.session import Generation, Session
 from cluster.simulation.checks import check_drafter, check_target, check_texts
 from cluster.simulation.clock import Clock
-from cluster.simulation.drafter import OracleMethod, SimulatedDrafter
-from cluster.simulation.faults import Adversity, Fault, Kind, Role
-from cluster.simulation.load import ClosedLoop, Load
-from cluster.simulation.network import Link, Network, Process
-from cluster.simulation.oracle import STOP, VOCABULARY, DraftModel, Script, script
-from cluster.simulation.report import Arrival, Commit, Report, median, share_met, steady_rate, sums
-from cluster.simulation.router import SimulatedFlight, SimulatedRouter
-from cluster.simulation.target import OracleEngine, SimulatedTarget
-from cluster.verifier import Verifier, VerifierLimits
+from cluster.simulation.faults import Fault, FaultPlan, Kind, Role
+from cluster.simulation.network import Network, Process, SimulatedLink
+from cluster.simulation.oracle import STOP, VOCABULARY, DraftQuality, Script, script
+from cluster.simulation.report import Arrival, Commit, SimulationReport, median, share_met, steady_rate, sums
+from cluster.simulation.simulated_drafter import OracleMethod, SimulatedDrafter
+from cluster.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
+from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
+from cluster.simulation.workload import ClosedLoop, Workload
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import Acceptance, Sampling
 
 
@@ -54,11 +54,11 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SpeculationSetting:
     """How far is drafted at most, how well, and in which mode."""
 
     block_len: int  # 0: plain decoding
-    draft: DraftModel
+    draft: DraftQuality
     mode: Mode = Mode.DRAFT_AHEAD
 
     @property
@@ -71,10 +71,10 @@ class Setting:
     """One run."""
 
     costs: CostModel
-    speculation: Speculation
-    load: Load
+    speculation: SpeculationSetting
+    load: Workload
     fleet: Fleet = field(default_factory=Fleet)
-    adversity: Adversity = field(default_factory=Adversity)
+    fault_plan: FaultPlan = field(default_factory=FaultPlan)
     seed: int = 0
 
 
@@ -97,13 +97,14 @@ class World:
     """Runs one setting, once."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.clock = setting, Clock()
+        self.setting = setting
+        self.clock = Clock()
         self._rng = random.Random(f"world {setting.seed}")
         self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # the same arrivals, whoever serves them
-        self._network = Network(self.clock, setting.costs.hop_s, setting.adversity.weather, self._rng)
+        self._network = Network(self.clock, setting.costs.hop_s, setting.fault_plan.weather, self._rng)
         self.scripts: dict[str, Script] = {}  # by session
-        self.over: list[SimulatedFlight] = []
-        self.abandoned: list[SimulatedFlight] = []  # whose router died
+        self.over: list[SimulatedAssignment] = []
+        self.abandoned: list[SimulatedAssignment] = []  # whose router died
         self._commits: list[Commit] = []
         self._process_count: Counter[str] = Counter()
         self._begun = 0
@@ -116,9 +117,9 @@ class World:
             for _ in range(size):
                 self._add(role)
 
-    def run(self) -> Report:
+    def run(self) -> SimulationReport:
         """Until nothing is due any more; raises AssertionError when anything that must hold does not."""
-        for fault in self.setting.adversity.faults:
+        for fault in self.setting.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._strike, fault))
         self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up by then
         with _uncollected():
@@ -143,7 +144,7 @@ class World:
 
     def _add_target(self) -> None:
         fleet = self.setting.fleet
-        limits = VerifierLimits(
+        limits = VerificationLimits(
             vocabulary=VOCABULARY,
             max_context=self._max_len,
             max_sessions=fleet.sessions_per_target,
@@ -152,8 +153,8 @@ class World:
             page_size=fleet.page_size,
         )
         engine = OracleEngine(self.scripts, limits.page_size)
-        verifier = Verifier(limits, self.setting.speculation.pacing, self.setting.costs.target)
-        made = SimulatedTarget(self._process(Role.TARGET), verifier, engine, self.setting.costs)
+        scheduler = VerificationScheduler(limits, self.setting.speculation.pacing, self.setting.costs.target)
+        made = SimulatedTarget(self._process(Role.TARGET), scheduler, engine, self.setting.costs)
         self.targets.append(made)
         self._doors[made.process.address] = made
         for router in self.routers:
@@ -164,7 +165,7 @@ class World:
         limits = DrafterLimits(VOCABULARY, self._max_len, setting.fleet.sessions_per_drafter)
         made = SimulatedDrafter(
             self._process(Role.DRAFTER),
-            DraftBook(limits, setting.speculation.mode is Mode.DRAFT_AHEAD),
+            DraftScheduler(limits, setting.speculation.mode is Mode.DRAFT_AHEAD),
             OracleMethod(self.scripts, setting.speculation.draft),
             setting.costs.draft,
             limits.max_sessions,
@@ -184,8 +185,8 @@ class World:
         for drafter in self.drafters:
             made.connect_drafter(self._network, drafter.door)
 
-    def _dial_target(self, drafter: SimulatedDrafter, address: str) -> Link:
-        return Link(
+    def _dial_target(self, drafter: SimulatedDrafter, address: str) -> SimulatedLink:
+        return SimulatedLink(
             self._network,
             drafter.process,
             self._doors[address].drafter_door,
@@ -211,7 +212,8 @@ class World:
             self.clock.after(after_s, self._begin_session)
 
     def _begin_session(self) -> None:
-        index, self._begun = self._begun, self._begun + 1
+        index = self._begun
+        self._begun = self._begun + 1
         name = f"s{index}"
         self.scripts[name] = script(self.setting.load, self.setting.seed, index)
         self.routers[index % len(self.routers)].generate(Session(self._generation(name)))
@@ -235,8 +237,8 @@ class World:
     def _note_commit(self, tokens: int) -> None:
         self._commits.append(Commit(self.clock.now, tokens))
 
-    def _note_over(self, flight: SimulatedFlight) -> None:
-        self.over.append(flight)
+    def _note_over(self, assignment: SimulatedAssignment) -> None:
+        self.over.append(assignment)
         self._follow_up()
 
     def _follow_up(self) -> None:
@@ -281,7 +283,7 @@ class World:
         """Its clients see their connections break; new ones come to the next router."""
         self.routers.remove(dead)
         self._add_router()
-        self.abandoned += dead.flights
+        self.abandoned += dead.assignments
         self._follow_up()
 
     # ------------------------------------------------------------ the end
@@ -297,26 +299,26 @@ class World:
             if drafter.process.alive:
                 check_drafter(drafter)
 
-    def _report(self, happened: int) -> Report:
-        flights = [flight for flight in self.over if flight.error is None]
-        arrivals = [Arrival(flight.arrived_s, len(flight.session.committed)) for flight in self.over]
-        span = max((flight.ended_s or 0.0 for flight in self.over), default=0.0) or 1.0
-        causes = sum((target.verifier.dropped for target in self.targets), Counter[str]())
+    def _report(self, happened: int) -> SimulationReport:
+        assignments = [assignment for assignment in self.over if assignment.error is None]
+        arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
+        span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
+        causes = sum((target.scheduler.dropped for target in self.targets), Counter[str]())
         causes["silent"] = sum(router.given_up for router in self.routers)
-        return Report(
-            sessions=len(flights),
-            failed=len(self.over) - len(flights),
+        return SimulationReport(
+            sessions=len(assignments),
+            failed=len(self.over) - len(assignments),
             abandoned=len(self.abandoned),
             tokens=sum(commit.tokens for commit in self._commits),
             tokens_per_s=steady_rate(self._commits),
             met=share_met(arrivals, self._commits),
-            latency_s=median(flight.latency_s for flight in flights),
-            first_token_s=median(flight.waited_s for flight in flights),
-            longest_gap_s=max((flight.longest_gap_s for flight in flights), default=0.0),
+            latency_s=median(assignment.latency_s for assignment in assignments),
+            first_token_s=median(assignment.waited_s for assignment in assignments),
+            longest_gap_s=max((assignment.longest_gap_s for assignment in assignments), default=0.0),
             **sums(self.over),
             steps=sum(target.steps for target in self.targets),
             target_busy=sum(target.busy_s for target in self.targets) / len(self.targets) / span,
             drafter_busy=sum(drafter.busy_s for drafter in self.drafters) / max(1, len(self.drafters)) / span,
-            causes=sum((drafter.book.counts for drafter in self.drafters), causes),
+            causes=sum((drafter.scheduler.counts for drafter in self.drafters), causes),
             happened=happened,
         )

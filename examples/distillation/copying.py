@@ -41,9 +41,11 @@ class CopyRows:
 
     def draw(self) -> Example:
         """One row: spans, each of them again later, in any order and with other tokens between them."""
-        rng, config = self._rng, self._config
+        rng = self._rng
+        config = self._config
         is_random = rng.random() < config.random_share
-        tokens, labelled = list(self._opening), list[int]()
+        tokens = list(self._opening)
+        labelled = list[int]()
         spans = [self._span(is_random) for _ in range(rng.integers(1, 4))]
         for span in spans:
             tokens.extend(span)
@@ -61,7 +63,8 @@ class CopyRows:
         return Example(KIND, row, 0, scored, row[scored + 1][:, None], np.ones((scored.size, 1), np.float32))
 
     def _span(self, is_random: bool) -> list[int]:
-        rng, config = self._rng, self._config
+        rng = self._rng
+        config = self._config
         length = int(rng.integers(config.shortest, config.longest + 1))
         if is_random:
             return [int(t) for t in rng.choice(self._pool, length)]

@@ -60,8 +60,10 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 @torch.inference_mode()
 def continue_greedily(source: TargetSource, prompts: list[tuple[str, str]], tokens: int) -> list[Continuation]:
     """The target's answers at temperature 0, one prompt at a time, in float32."""
-    tokenizer, model = source.load_tokenizer(), source.load_model(torch.float32)
-    frame, ends = ChatFrame.of(tokenizer), end_of_turn_ids(model)
+    tokenizer = source.load_tokenizer()
+    model = source.load_model(torch.float32)
+    frame = ChatFrame.of(tokenizer)
+    ends = end_of_turn_ids(model)
     continuations = []
     for kind, text in track(prompts, "target", console=Console(stderr=True)):
         prompt_ids = frame.prompt(tokenizer, text)
@@ -71,7 +73,8 @@ def continue_greedily(source: TargetSource, prompts: list[tuple[str, str]], toke
 
 def greedy_answer(model: PreTrainedModel, prompt_ids: list[int], ends: frozenset[int], tokens: int) -> list[int]:
     cache = DynamicCache(config=model.config)
-    fed, answer = torch.tensor([prompt_ids]), list[int]()
+    fed = torch.tensor([prompt_ids])
+    answer = list[int]()
     while len(answer) < tokens and not ends.intersection(answer[-1:]):
         logits = model(input_ids=fed, past_key_values=cache, logits_to_keep=1).logits
         answer.append(int(logits[0, -1].argmax()))
@@ -92,11 +95,13 @@ def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) 
 @torch.inference_mode()
 def matches(draft: PreTrainedModel, head: RecurrentHead | None, continuation: Continuation, lookup: int) -> Matches:
     """Whether the tokens named at each position of the answer are the target's."""
-    prompt, answer = continuation.prompt_ids, continuation.answer_ids
+    prompt = continuation.prompt_ids
+    answer = continuation.answer_ids
     tokens = prompt + answer
     output = draft(input_ids=torch.tensor([tokens]), output_hidden_states=True)
     named = [output.logits[0, len(prompt) - 1 : -1].argmax(dim=-1)]
-    state, taken = output.hidden_states[-1][0, len(prompt) - 1 : -1], torch.tensor(answer)
+    state = output.hidden_states[-1][0, len(prompt) - 1 : -1]
+    taken = torch.tensor(answer)
     for further in range(1, draft.config.tokens_per_forward if head else 1):
         state = head(state[:-1], draft.get_input_embeddings()(taken[further - 1 : -1]))
         named.append(draft.get_output_embeddings()(state).argmax(dim=-1))
@@ -197,12 +202,14 @@ def main() -> None:
         lambda: continue_greedily(source, read_prompts(arguments.prompts), arguments.tokens),
     )
     draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=torch.bfloat16).eval()
-    folder, console = Path(arguments.draft), Console()
+    folder = Path(arguments.draft)
+    console = Console()
     has_head = (folder / FILE).exists() and not arguments.without_head
     head = RecurrentHead.load(folder).to(torch.bfloat16) if has_head else None
     console.print(table_of(evaluate(draft, head, continuations, arguments.lookup)))
     if arguments.time:
-        target_ms, draft_ms = step_ms(source.load_model(torch.bfloat16)), step_ms(draft)
+        target_ms = step_ms(source.load_model(torch.bfloat16))
+        draft_ms = step_ms(draft)
         console.print(f"one token, {arguments.threads} thread(s): target {target_ms:.1f} ms, draft {draft_ms:.1f} ms")
 
 

@@ -94,12 +94,15 @@ def misspelt(word: str, rng: random.Random) -> str:
 
 def fillers(texts: Iterable[str], rng: random.Random) -> dict[str, list[str]]:
     """By the names that the templates use."""
-    passages, code, words = list[str](), list[str](), Counter[str]()
+    passages = list[str]()
+    code = list[str]()
+    words = Counter[str]()
     for text in texts:
         passages.extend(paragraphs(text, 25, 80))
         code.extend(block for block in _CODE.findall(text) if 40 < len(block) < 380 and block[3] != "\n")
         words.update(set(_WORD.findall(text)))
-    passages, code = sorted(set(passages)), sorted(set(code))
+    passages = sorted(set(passages))
+    code = sorted(set(code))
     lines = sorted({line for passage in passages for line in sentences_of(passage)})
     rng.shuffle(lines)
     return {

@@ -32,7 +32,8 @@ def _causal_attention(
     """query [B, H, T, D]; key, value [B, KV, T, D]; padding is at the end, so causality hides it."""
     batch, heads, length, dim = query.shape
     groups = heads // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1).flatten(0, 1), value.repeat_interleave(groups, 1).flatten(0, 1)
+    key = key.repeat_interleave(groups, 1).flatten(0, 1)
+    value = value.repeat_interleave(groups, 1).flatten(0, 1)
     later = torch.full((length, length), -torch.inf, dtype=torch.bfloat16).triu(1)
     scores = torch.bmm((query * scaling).flatten(0, 1), key.transpose(1, 2)) + later
     if observe is not None:
@@ -50,7 +51,8 @@ class VocabularyRows:
     def __init__(self, weight: torch.nn.Parameter, betas: tuple[float, float]) -> None:
         self._weight = weight.requires_grad_(False)
         self._betas = betas
-        self._first, self._second = torch.zeros_like(weight), torch.zeros_like(weight)
+        self._first = torch.zeros_like(weight)
+        self._second = torch.zeros_like(weight)
         self._steps = torch.zeros(len(weight))
         self._ids = torch.empty(0, dtype=torch.long)
         self.selected = torch.empty(0)  # the rows of this step: what gradients are taken of
@@ -68,11 +70,15 @@ class VocabularyRows:
 
     @torch.no_grad()
     def step(self, rate: float, epsilon: float = 1e-8) -> None:
-        gradient, ids, (decay, decay_squares) = self.selected.grad, self._ids, self._betas
+        gradient = self.selected.grad
+        ids = self._ids
+        (decay, decay_squares) = self._betas
         assert gradient is not None
         steps = self._steps[ids] + 1
         first = self._first[ids].lerp_(gradient, 1 - decay)
         second = self._second[ids].mul_(decay_squares).addcmul_(gradient, gradient, value=1 - decay_squares)
-        self._steps[ids], self._first[ids], self._second[ids] = steps, first, second
+        self._steps[ids] = steps
+        self._first[ids] = first
+        self._second[ids] = second
         corrected = (second / (1 - decay_squares**steps)[:, None]).sqrt_().add_(epsilon)
         self._weight[ids] = self.selected - rate * first / (1 - decay**steps)[:, None] / corrected

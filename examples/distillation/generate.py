@@ -207,7 +207,8 @@ def record(
 ) -> list[int]:
     """Give each sequence its token and the teacher's view; the slots that are finished."""
     tokens, ids, probs = chosen
-    id_rows, prob_rows = ids.numpy().astype(np.uint32), probs.numpy().astype(np.float16)
+    id_rows = ids.numpy().astype(np.uint32)
+    prob_rows = probs.numpy().astype(np.float16)
     finished = []
     for row, (slot, token) in enumerate(zip(asked, tokens.tolist(), strict=True)):
         sequence = running[slot]

@@ -19,7 +19,8 @@ def with_layers(draft: PreTrainedModel, after: list[int]) -> PreTrainedModel:
         {**draft.config.to_dict(), "num_hidden_layers": draft.config.num_hidden_layers + len(after)}
     )
     grown = type(draft)(config).to(draft.dtype)
-    old, new = draft.get_decoder(), grown.get_decoder()
+    old = draft.get_decoder()
+    new = grown.get_decoder()
     new.embed_tokens.load_state_dict(old.embed_tokens.state_dict())
     new.norm.load_state_dict(old.norm.state_dict())
     layers = iter(new.layers)

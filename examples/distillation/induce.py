@@ -74,16 +74,19 @@ def aim(model: PreTrainedModel, tokens: Tensor, layer: int, heads: int, strength
     The values are the least-squares estimate of the token's embedding from the layer's input, reduced to the
     embedding's principal directions: as many as the layer's key-value heads can hold, each in a part of them.
     """
-    chosen, embedding = model.get_decoder().layers[layer], model.get_input_embeddings().weight
+    chosen = model.get_decoder().layers[layer]
+    embedding = model.get_input_embeddings().weight
     inputs: list[Tensor] = []
     hook = chosen.input_layernorm.register_forward_hook(lambda _module, _inputs, output: inputs.append(output))
     model.get_decoder()(input_ids=tokens, use_cache=False)
     hook.remove()
-    read, wanted = inputs[0].flatten(0, 1).float(), embedding[tokens.flatten()].float()
+    read = inputs[0].flatten(0, 1).float()
+    wanted = embedding[tokens.flatten()].float()
     centred = wanted - wanted.mean(dim=0)
     estimate = torch.linalg.solve(read.T @ read + 10 * torch.eye(read.shape[1]), read.T @ centred)
     _, directions = torch.linalg.eigh(centred.T @ centred)
-    attention, dim = chosen.self_attn, chosen.self_attn.head_dim
+    attention = chosen.self_attn
+    dim = chosen.self_attn.head_dim
     kept = directions.flip(1)[:, : len(attention.v_proj.weight)]  # [hidden, KV * D]
     scale = (estimate @ kept).norm(dim=0).mean() * read.shape[1] ** -0.5  # values of about the size of the inputs
     attention.v_proj.weight.copy_((estimate @ kept).T / scale)

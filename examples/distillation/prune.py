@@ -55,7 +55,8 @@ class Layers:
     """The target, run with some of its layers only."""
 
     def __init__(self, target: PreTrainedModel, probe: Probe) -> None:
-        self._target, self._probe = target, probe
+        self._target = target
+        self._probe = probe
         self._decoder = target.get_decoder()
         self._embedded = self._decoder.embed_tokens(probe.tokens)
         self._angles = self._decoder.rotary_emb(self._embedded, torch.arange(probe.tokens.shape[1])[None])
@@ -90,7 +91,8 @@ def with_layers(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     """A model of the same kind with these layers of the target."""
     config = type(target.config).from_dict({**target.config.to_dict(), "num_hidden_layers": len(kept)})
     draft = type(target)(config).to(target.dtype)
-    old, new = target.get_decoder(), draft.get_decoder()
+    old = target.get_decoder()
+    new = draft.get_decoder()
     new.embed_tokens.load_state_dict(old.embed_tokens.state_dict())
     new.norm.load_state_dict(old.norm.state_dict())
     for place, layer in enumerate(kept):

@@ -43,7 +43,8 @@ def answer_start(tokens: np.ndarray, frame: ChatFrame) -> int:
 
 def likeliest(head: torch.nn.Module, hidden: Tensor, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """The `top_k` next tokens at each position, and their probabilities among themselves."""
-    ids, probs = [], []
+    ids = []
+    probs = []
     for part in hidden.split(POSITIONS_AT_ONCE):
         values, indices = head(part).topk(top_k, dim=-1)
         ids.append(indices.to(torch.int32).numpy())
@@ -91,7 +92,8 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     source = TargetSource(arguments.target, arguments.gguf_file)
-    model, frame = source.load_model(torch.bfloat16), ChatFrame.of(source.load_tokenizer())
+    model = source.load_model(torch.bfloat16)
+    frame = ChatFrame.of(source.load_tokenizer())
     ends = end_of_turn_ids(model)
     with np.load(arguments.tokens) as file:
         rows = [without_padding(row, ends) for row in file["tokens"].astype(np.int64)]

@@ -39,7 +39,8 @@ class SlotCache:
         """
         slots, heads, _, dim = query.shape
         kv_heads = key.shape[1]
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
+        values = self.values[layer]
         keys[self._rows, :, self.lengths] = key[:, :, 0]
         values[self._rows, :, self.lengths] = value[:, :, 0]
         grouped = (query * scale).reshape(slots * kv_heads, heads // kv_heads, dim)

@@ -195,7 +195,8 @@ class SoftTargetLoss(torch.autograd.Function):
         weights: Tensor,
         first: int,
     ) -> tuple[Tensor, Tensor]:
-        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
+        hidden_grad = torch.empty_like(hidden)
+        head_grad = torch.zeros_like(head, dtype=torch.float32)
         loss = torch.zeros(())
         is_agreed = []
         shares = weights / weights.sum()
@@ -249,7 +250,8 @@ def distillation_loss(
     with torch.set_grad_enabled(not config.head_only):
         hidden = model.get_decoder()(inputs_embeds=inputs, use_cache=False, observe=observe).last_hidden_state
     hidden = hidden[batch.rows, batch.columns]
-    state, states = hidden[batch.begins], [hidden]
+    state = hidden[batch.begins]
+    states = [hidden]
     for later in batch.further.T if recurrent else ():
         state = recurrent(state, inputs[batch.rows[later], batch.columns[later]])
         states.append(state)
@@ -259,7 +261,8 @@ def distillation_loss(
     offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
     wanted = batch.top_probs.pow(config.sharpening)
     wanted = wanted / wanted.sum(dim=1, keepdim=True)
-    labels, wanted = torch.cat((labels, labels[later])), torch.cat((wanted, wanted[later]))
+    labels = torch.cat((labels, labels[later]))
+    wanted = torch.cat((wanted, wanted[later]))
     loss, agreed = SoftTargetLoss.apply(
         torch.cat(states).to(torch.bfloat16), head.to(torch.bfloat16), offset, labels, wanted, weights, len(hidden)
     )
@@ -284,7 +287,8 @@ def optimizers_for(
     parameters = [*(() if config.head_only else model.parameters()), *(head.parameters() if head else ())]
     matrices = [p for p in parameters if p.dim() > 1 and p is not embedding]
     vectors = [p for p in parameters if p.dim() <= 1]
-    rate, decay = config.learning_rate, config.weight_decay
+    rate = config.learning_rate
+    decay = config.weight_decay
     adamw = torch.optim.AdamW(vectors, lr=rate, betas=BETAS, weight_decay=0.0, fused=True)
     if config.muon:
         return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
@@ -323,7 +327,8 @@ def train(model: PreTrainedModel, head: RecurrentHead | None, data: Data, config
     body = [p for group in groups for p in group["params"]]
     start = time.monotonic()
     saved = reloaded = 0.0
-    agreement, further = 0.5, 0.0
+    agreement = 0.5
+    further = 0.0
     columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("training", total=60 * config.minutes, note="")
@@ -405,7 +410,8 @@ def training_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_options(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, TrainConfig]:
     arguments = parser.parse_args()
-    arguments.data, arguments.guided_layers = tuple(arguments.data), tuple(arguments.guided_layers)
+    arguments.data = tuple(arguments.data)
+    arguments.guided_layers = tuple(arguments.guided_layers)
     return arguments, TrainConfig(**{name: getattr(arguments, name) for name in TrainConfig.__dataclass_fields__})
 
 

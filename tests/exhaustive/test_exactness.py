@@ -15,9 +15,11 @@ from scipy.stats import chi2_contingency
 from tests.integration.serving import Reference, Served, demo_served
 
 MODEL = "SmolLM2-135M-Instruct"
-MAX_TOKENS, CONCURRENCIES = 96, (1, 8)
+MAX_TOKENS = 96
+CONCURRENCIES = (1, 8)
 LINES = (Path(__file__).parents[2] / "examples" / "bench_prompts.jsonl").read_text().splitlines()
-DRAWS, LEAST_COUNT = 400, 10
+DRAWS = 400
+LEAST_COUNT = 10
 PROMPTS = [json.loads(line)["prompt"] for line in LINES][:20]
 
 
@@ -33,7 +35,8 @@ def reference(served: Served) -> Reference:
 
 
 async def answers(served: Served, prompts: list[str], concurrency: int, **options: object) -> list[str]:
-    client, places = served.async_client, asyncio.Semaphore(concurrency)
+    client = served.async_client
+    places = asyncio.Semaphore(concurrency)
     options = {"temperature": 0.0, "max_tokens": MAX_TOKENS, **options}
 
     async def one(prompt: str) -> str:

@@ -85,13 +85,16 @@ async def stream_all(
     served: Served, disturb: Callable[[], None] | None = None, speculation: dict[str, object] | None = None
 ) -> Streamed:
     """All streams at once; `disturb` is called, in a thread of its own, once all have begun to answer."""
-    client, begun, everybody = served.async_client, 0, asyncio.Event()
+    client = served.async_client
+    begun = 0
+    everybody = asyncio.Event()
     arrivals: list[list[float]] = []
     all_begun_at = math.inf
 
     async def one(prompt: str, sampling: dict[str, object]) -> str:
         nonlocal begun, all_begun_at
-        text, times = "", []
+        text = ""
+        times = []
         async for chunk in await client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": prompt}],

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.acceptance import DrawAddress
 from actors.attention import AttentionBackend
 from actors.attention.choice import MAY_FAIL, TOLERANCE, WINDOWS, Trial, choose_attention
 from actors.attention.flashinfer import flashinfer_for
@@ -15,11 +14,12 @@ from actors.attention.flex import flex_for
 from actors.attention.gathered import Gathered
 from actors.attention.shape import AttentionShape
 from actors.attention.varlen import varlen_for
-from actors.cache import FeedRow
-from actors.decisions import Block, decide
-from actors.executor import StepExecutor
-from actors.runner import ModelRunner
-from cluster.steps import Row, StepPlan
+from actors.compute.kv_cache import FeedRow
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from actors.sampling.reference import DrawAddress
+from actors.sampling.rejection_sampler import PendingBlock, decide
+from cluster.verification.step import Row, StepPlan
 from protos.messages import Acceptance, Sampling, SparseProbs
 from tests.unit.actors.tiny_models import MODELS, jittered, tokens_of
 from tests.unit.cluster.samples import an_open
@@ -41,7 +41,8 @@ def test_each_library_that_is_there_attends_as_gathering_does(name, device):
         backend = LIBRARIES[name](device)
     except MAY_FAIL as error:
         pytest.skip(f"{name} cannot be used here: {error}")
-    trial, tolerance = Trial(SHAPE, device), TOLERANCE[SHAPE.dtype]
+    trial = Trial(SHAPE, device)
+    tolerance = TOLERANCE[SHAPE.dtype]
     for window in WINDOWS:
         expected = trial.attend(Gathered(), window)
         torch.testing.assert_close(trial.attend(backend, window), expected, atol=tolerance, rtol=tolerance)
@@ -63,7 +64,8 @@ def test_logits_of_mixed_rows_are_those_of_a_cpu(name, device):
     twin = MODELS[name]()
     twin.load_state_dict(model.state_dict())
     runners = [ModelRunner(model, 32, PAGE_SIZE), ModelRunner(twin.to(device).eval(), 32, PAGE_SIZE, Gathered())]
-    a, b = tokens_of(1, 60), tokens_of(2, 33)
+    a = tokens_of(1, 60)
+    b = tokens_of(2, 33)
     steps = [
         [FeedRow(a[:50], 0, 1, (7, 2, 9, 4)), FeedRow(b[:32], 0, 0, (1, 30))],
         [FeedRow(a[50:], 50, 10, (7, 2, 9, 4)), FeedRow(b[32:], 32, 1, (1, 30, 3))],
@@ -82,10 +84,12 @@ SAMPLINGS = [
 ]
 
 
-def some_blocks() -> list[Block]:
+def some_blocks() -> list[PendingBlock]:
     probs = SparseProbs(((1, 5, 9), (2, 6, 0)), ((30, 5, 1), (9, 9, 0)))
     return [
-        Block(rule, sampling, (1, 2), probs if rule is Acceptance.RATIO else None, (4, 4, 7), DrawAddress(seed, 0, 50))
+        PendingBlock(
+            rule, sampling, (1, 2), probs if rule is Acceptance.RATIO else None, (4, 4, 7), DrawAddress(seed, 0, 50)
+        )
         for rule in Acceptance
         for sampling in SAMPLINGS
         for seed in range(6)

@@ -9,23 +9,25 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from actors.draft import Drafter
-from actors.engine import Engine, ThreadEngine
-from actors.executor import StepExecutor
+from actors.drafter import Drafter
+from actors.engine.engine import Engine, ThreadEngine
+from actors.engine.executor import StepExecutor
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
-from actors.toy import ToyRunner
-from cluster.drafting import DrafterLimits
-from cluster.membership import Endpoint, Members, StaticMembership
-from cluster.session import Emit, Ended, Generation
-from cluster.steps import Outcome, StepPlan
-from cluster.verifier import VerifierLimits
+from cluster.drafting.scheduler import DrafterLimits
+from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.session import Emit, Ended, Generation
+from cluster.verification.scheduler import VerificationLimits
+from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 
-VOCABULARY, CONTEXT, SESSIONS = 32, 512, 16
+VOCABULARY = 32
+CONTEXT = 512
+SESSIONS = 16
 PAGE_SIZE = 16
 PAGES = SESSIONS * CONTEXT // PAGE_SIZE  # for all sessions at their longest
 IDENTITY = Identity("toy-vocabulary", "toy-target")
@@ -122,10 +124,11 @@ async def cluster(
     engines: list[ThreadEngine] = []
     for _ in range(targets):
         engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS), VOCABULARY)))
-        limits = VerifierLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
+        limits = VerificationLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
         replica = TargetReplica(wrap_engine(engines[-1]), limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
         server = await serve_target(replica, "127.0.0.1")
-        replicas[server.address], servers[server.address] = replica, server
+        replicas[server.address] = replica
+        servers[server.address] = server
         tasks.append(asyncio.create_task(replica.run()))
     for _ in range(drafters):
         method = DraftModel(
@@ -138,7 +141,8 @@ async def cluster(
             method, DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), IDENTITY.vocabulary, IDENTITY.target_model
         )
         server = await serve_drafter(drafter, "127.0.0.1")
-        drafting[server.address], servers[server.address] = drafter, server
+        drafting[server.address] = drafter
+        servers[server.address] = server
         tasks.append(asyncio.create_task(drafter.run()))
     members = Members(
         tuple(Endpoint(address, address) for address in replicas),

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION, application
-from serve_app.demo_models import demo_config
-from serve_app.local import serving, wait_until_ready
+from serve_app.cli.demo_models import demo_config
+from serve_app.operations.local import serving, wait_until_ready
 
 EXACT = ("model.dtype=float32", "model.max_context=1024", "server.port=0")
 # What Ray counts and what the cache takes: little, for the first application has its share already.

@@ -13,17 +13,20 @@ import uvicorn
 
 from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
-from cluster.session import Emit, Ended
+from cluster.routing.session import Emit, Ended
 from protos.messages import Acceptance, Finish
-from serve_app.api import create_api
-from serve_app.metrics import Metrics
-from serve_app.text import TextCodec
+from serve_app.http.api import create_api
+from serve_app.http.metrics import Metrics
+from serve_app.http.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
 
-CONTEXT, MAX_BODY, MAX_DRAFT = 64, 4096, 5
+CONTEXT = 64
+MAX_BODY = 4096
+MAX_DRAFT = 5
 USER = [{"role": "user", "content": "hi"}]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 @dataclass
@@ -78,7 +81,9 @@ async def front() -> AsyncIterator[Front]:
         }
     )
     tokenizer = byte_tokenizer()
-    codec, generator, metrics = TextCodec(tokenizer, (tokenizer.eos_token_id,)), ScriptedGenerator(), Metrics()
+    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
+    generator = ScriptedGenerator()
+    metrics = Metrics()
     health = {"ready": True}
 
     async def ready() -> bool:
@@ -202,10 +207,13 @@ async def test_a_traced_stream_tells_drafted_tokens(front: Front) -> None:
 
 
 async def test_two_choices_stream_side_by_side(front: Front) -> None:
-    a, b, end = front.emit("a"), front.emit("b"), Ended(Finish.STOP)
+    a = front.emit("a")
+    b = front.emit("b")
+    end = Ended(Finish.STOP)
     front.plays([a, a, end], [b, end])
     stream = await front.openai.chat.completions.create(model="toy", messages=USER, n=2, seed=3, stream=True)
-    texts, ends = {0: "", 1: ""}, []
+    texts = {0: "", 1: ""}
+    ends = []
     async for chunk in stream:
         (choice,) = chunk.choices
         texts[choice.index] += choice.delta.content or ""
@@ -225,10 +233,12 @@ async def test_a_stop_string_cuts_and_cancels(front: Front, stream: bool) -> Non
     if stream:
         chunks = await front.openai.completions.create(**fields, stream=True)
         choices = [choice async for chunk in chunks for choice in chunk.choices]
-        text, reason = "".join(choice.text for choice in choices), choices[-1].finish_reason
+        text = "".join(choice.text for choice in choices)
+        reason = choices[-1].finish_reason
     else:
         answer = await front.openai.completions.create(**fields)
-        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        text = answer.choices[0].text
+        reason = answer.choices[0].finish_reason
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 7  # what follows the stop string was not asked for
     assert (text, reason) == ("one ", "stop")

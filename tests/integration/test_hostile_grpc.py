@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from actors.target import TargetReplica
-from cluster.session import Emit
-from cluster.streams import Send
+from cluster.dispatch import Send
+from cluster.routing.session import Emit
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.messages import (
@@ -208,8 +208,8 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
     outside = SparseProbs(((1, VOCABULARY),), ((1, 1),))
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
-        (running,) = target.verifier._seats.admitted
-        before = target.verifier.dropped.copy()
+        (running,) = target.scheduler._admission.running
+        before = target.scheduler.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
             Block("unknown", 2, 1, (1,)),
@@ -221,7 +221,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
         ]
         await stream.write(encode(pb.DrafterToTarget, blocks))
         causes = {"beyond_context", "out_of_vocabulary", "too_long", "stale"}
-        await eventually(lambda: causes <= (target.verifier.dropped - before).keys(), "bad blocks are counted")
+        await eventually(lambda: causes <= (target.scheduler.dropped - before).keys(), "bad blocks are counted")
         assert target.refused == {"Block": 2}
 
 
@@ -252,7 +252,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
     """Closing it, claiming it in a new greeting, or filling its room with blocks for prefixes that never come."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
-        (running,) = target.verifier._seats.admitted
+        (running,) = target.scheduler._admission.running
         await drive.write(encode(pb.RouterToTarget, [Close(running, 9), Close("unknown", 1)]))
         async with stream_to(c, DRIVE_TARGET) as again:
             live = (LiveSession(running, 9),)
@@ -260,7 +260,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
             await again.read()
         flood = [Block(running, 60 + i % 30, i, (1,)) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
-        await eventually(lambda: target.verifier.dropped["room_full"] > 0, "the room is bounded")
+        await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the room is bounded")
 
 
 async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from actors.engine import Engine
+from actors.engine.engine import Engine
 from actors.methods import DraftingMethod, Early, dismiss
+from cluster.drafting.requests import Proposal, Want
 from cluster.errors import DrainingError, TargetLostError
-from cluster.session import Emit
-from cluster.steps import Outcome, StepPlan
-from cluster.wants import Proposal, Want
+from cluster.routing.session import Emit
+from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, PacedEngine, cluster, eventually, plain_greedy
@@ -36,7 +36,8 @@ async def test_a_block_goes_from_drafter_to_target_over_its_own_stream():
         ((_, drafter),) = c.drafters.items()
         from_drafter: list[tuple[str, Decoded]] = []
         from_router: list[Decoded] = []
-        drafter_frame, router_frame = target.drafter_frame, target.router_frame
+        drafter_frame = target.drafter_frame
+        router_frame = target.router_frame
 
         def tap_drafter(stream: str, frame: Decoded) -> None:
             from_drafter.append((stream, frame))
@@ -46,7 +47,8 @@ async def test_a_block_goes_from_drafter_to_target_over_its_own_stream():
             from_router.append(frame)
             router_frame(stream, frame)
 
-        target.drafter_frame, target.router_frame = tap_drafter, tap_router  # type: ignore[method-assign]
+        target.drafter_frame = tap_drafter  # type: ignore[method-assign]
+        target.router_frame = tap_router
         await c.tokens(c.generation())
         blocks = [(s, m) for s, frame in from_drafter for m in frame.messages if isinstance(m, Block)]
         assert blocks
@@ -61,7 +63,8 @@ class GatedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.held = ""
-        self.holding, self.gate = asyncio.Event(), asyncio.Event()
+        self.holding = asyncio.Event()
+        self.gate = asyncio.Event()
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         if any(row.session == self.held and row.draft_len > 0 for row in plan.rows) and not self.gate.is_set():
@@ -82,8 +85,10 @@ async def test_one_session_is_drafted_while_another_is_verified():
         return gates[0]
 
     async with cluster(wrap_engine=gated) as c:
-        (drafter,), (target,) = c.drafters.values(), c.targets.values()
-        first, second = c.generation(session="A"), c.generation(session="B")
+        (drafter,) = c.drafters.values()
+        (target,) = c.targets.values()
+        first = c.generation(session="A")
+        second = c.generation(session="B")
         gates[0].held = "A"
         a = asyncio.create_task(c.tokens(first))
         await gates[0].holding.wait()  # A's block is being verified
@@ -132,7 +137,7 @@ async def test_a_drafter_that_misses_a_verdict_catches_up_and_drafts_again():
         (drafter,) = c.drafters.values()
         assert len(lost) == 1
         assert tokens == plain_greedy((1, 2, 3), 200)
-        assert drafter.book.counts["verdict_gap"] >= 1
+        assert drafter.scheduler.counts["verdict_gap"] >= 1
         assert sum(accepted[-10:]) > 20, "the drafter's blocks are accepted again, about four tokens each"
 
 
@@ -144,11 +149,11 @@ async def test_a_drafter_with_wrong_tokens_is_reopened_from_the_ledger():
             if isinstance(event, Emit):
                 accepted.append(event.accepted)
                 if len(accepted) == 5:
-                    (held,) = drafter.book._sessions.values()
+                    (held,) = drafter.scheduler._sessions.values()
                     wrong = (held.prefix.tokens[-1] + 1) % VOCABULARY
                     held.prefix.truncate(len(held.prefix) - 1)
                     held.prefix.append(wrong)
-        assert drafter.book.counts["verdict_mismatch"] + drafter.book.counts["resync"] >= 1
+        assert drafter.scheduler.counts["verdict_mismatch"] + drafter.scheduler.counts["resync"] >= 1
         assert sum(accepted[-10:]) > 20
 
 
@@ -160,7 +165,7 @@ async def test_a_cache_too_small_for_all_who_were_let_in_changes_no_token():
         texts = await asyncio.gather(*(c.tokens(generation) for generation in asked))
         assert texts == [plain_greedy(prompt, 100) for prompt in prompts]
         (target,) = c.targets.values()
-        assert target.verifier.preempted > 0
+        assert target.scheduler.preempted > 0
 
 
 async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
@@ -169,7 +174,7 @@ async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
         prompt = (1, 2, 3)
         assert await c.tokens(c.generation(prompt=prompt, max_len=203)) == plain_greedy(prompt, 200)
         (drafter,) = c.drafters.values()
-        counts = drafter.book.counts
+        counts = drafter.scheduler.counts
         assert counts["guess_hit"] > 5
         assert counts["guesses"] > counts["guess_hit"] + counts["guess_miss"]
 
@@ -210,11 +215,13 @@ class Stalled:
     """A drafting method that comes to a standstill when told; the drafter's streams live on."""
 
     def __init__(self, method: DraftingMethod) -> None:
-        self.needs, self.go_on = method.needs, threading.Event()
+        self.needs = method.needs
+        self.go_on = threading.Event()
         self.tokens_per_forward = method.tokens_per_forward
         self.go_on.set()
         self._method = method
-        self.observe, self.close = method.observe, method.close
+        self.observe = method.observe
+        self.close = method.close
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         assert self.go_on.wait(60), "the test has forgotten this drafter"
@@ -227,14 +234,14 @@ async def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
         still._method = stalled = Stalled(still._method)
         generations = [c.generation(prompt=(1 + i, 2), max_len=402) for i in range(4)]
         texts = [asyncio.create_task(c.tokens(generation)) for generation in generations]
-        drafted_for = still.book._sessions.values()
+        drafted_for = still.scheduler._sessions.values()
         await eventually(
             lambda: len(drafted_for) > 0 and all(session.prefix.length > 40 for session in drafted_for), "it drafts"
         )
         stalled.go_on.clear()
-        its = set(still.book._sessions)
+        its = set(still.scheduler._sessions)
         try:
-            await eventually(lambda: its <= other.book._sessions.keys(), "the other one has its sessions")
+            await eventually(lambda: its <= other.scheduler._sessions.keys(), "the other one has its sessions")
         finally:
             stalled.go_on.set()
         assert await asyncio.gather(*texts) == [plain_greedy(g.prompt, 400) for g in generations]

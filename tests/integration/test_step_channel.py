@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.step_channel import StepCaller, StepListener
+from actors.engine.step_channel import StepCaller, StepListener
 
 
 class Answering:

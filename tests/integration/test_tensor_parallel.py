@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.collectives import HostGroup, TorchGroup, join
-from actors.models import load
+from actors.compute.collectives import HostGroup, TorchGroup, join
+from actors.models.checkpoint import load
 
 RANKS = 2
 CPU = torch.device("cpu")

@@ -15,8 +15,11 @@ from torch import Tensor
 from protos.messages import Acceptance, Sampling
 from tests.lossless.world import EOS, Setting, World, calm, near_patience, only_with_eos_in_time, stormy
 
-VOCABULARY, SESSIONS, FALSE_ALARM = 4, 1000, 1e-5
-FEW, FEW_WORLDS = 8, 100  # sessions in a world, and how many such worlds
+VOCABULARY = 4
+SESSIONS = 1000
+FALSE_ALARM = 1e-5
+FEW = 8  # sessions in a world, and how many such worlds
+FEW_WORLDS = 100
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(7)) * 1.5
 
 
@@ -40,7 +43,8 @@ def exact_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
     exact: dict[tuple[int, ...], float] = {}
     for tokens in itertools.product(range(VOCABULARY), repeat=setting.new_tokens):
         end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
-        probability, last = 1.0, setting.prompt[-1]
+        probability = 1.0
+        last = setting.prompt[-1]
         for token in tokens[:end]:
             probability *= float(probs[last, token])
             last = token
@@ -69,8 +73,8 @@ def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
     assert p_value(setting, samples) > FALSE_ALARM
     drafted = sum(s.counts.drafted for s in world.sessions.values())
     assert drafted > SESSIONS / 5, "the drafter was hardly used, so this showed nothing"
-    assert world.verifier.is_idle
-    assert world.book.is_idle
+    assert world.verification.is_idle
+    assert world.drafting.is_idle
 
 
 @pytest.mark.parametrize(
@@ -101,9 +105,9 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
     for seed in range(FEW_WORLDS):
         world = World(setting, FEW, seed)
         samples += world.run()
-        counts.update(world.book.counts, preempted=world.verifier.preempted)
-        assert world.verifier.is_idle
-        assert world.book.is_idle
+        counts.update(world.drafting.counts, preempted=world.verification.preempted)
+        assert world.verification.is_idle
+        assert world.drafting.is_idle
     assert p_value(setting, samples) > FALSE_ALARM
     assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
     assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"

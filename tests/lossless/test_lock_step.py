@@ -16,8 +16,11 @@ from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.world import EOS, Setting, World, calm, near_patience, stormy
 
-VOCABULARY, BLOCK_LEN, NEW_TOKENS = 40, 4, 24
-AT_ONCE, WORLDS = 8, 2
+VOCABULARY = 40
+BLOCK_LEN = 4
+NEW_TOKENS = 24
+AT_ONCE = 8
+WORLDS = 2
 SCHEDULES = [calm, stormy, near_patience]
 
 
@@ -36,8 +39,8 @@ def worlds(setting: Setting) -> list[World]:
     made = [World(replace(setting, prompt=(1 + seed,)), AT_ONCE, seed) for seed in range(WORLDS)]
     for world in made:
         world.run()
-        assert world.verifier.is_idle
-        assert world.book.is_idle
+        assert world.verification.is_idle
+        assert world.drafting.is_idle
     return made
 
 
@@ -46,7 +49,7 @@ def texts(found: list[World]) -> list[tuple[int, ...]]:
 
 
 def counts(found: list[World]) -> Counter[str]:
-    return sum((world.book.counts for world in found), Counter[str]())
+    return sum((world.drafting.counts for world in found), Counter[str]())
 
 
 def rows_without_block(world: World) -> int:
@@ -69,7 +72,8 @@ def rows_without_block(world: World) -> int:
 def test_both_loops_decide_what_plain_decoding_does(acceptance, sampling, schedule):
     setting = Setting(TARGET, DRAFT, acceptance, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
     plain = texts(worlds(replace(setting, block_len=0)))
-    slow, fast = worlds(replace(setting, lock_step=True)), worlds(setting)
+    slow = worlds(replace(setting, lock_step=True))
+    fast = worlds(setting)
     assert texts(slow) == plain
     assert texts(fast) == plain
     for found in (slow, fast):
@@ -95,5 +99,5 @@ def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
     setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, schedule, lock_step=True)
     world = World(setting, SESSIONS, seed=11)
     assert p_value(setting, world.run()) > FALSE_ALARM
-    assert world.book.counts["guesses"] == 0
+    assert world.drafting.counts["guesses"] == 0
     assert sum(s.counts.drafted for s in world.sessions.values()) > SESSIONS / 5, "the drafter was hardly used"

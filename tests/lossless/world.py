@@ -1,4 +1,4 @@
-"""Router, drafter and target in one process under a virtual clock: the real ledger, books, methods and acceptance.
+"""Router, drafter and target in one process under a virtual clock: the real ledger, schedulers, methods and acceptance.
 
 Only time and transport are simulated: a schedule decides when each block and verdict arrives, and how often.
 """
@@ -12,26 +12,30 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from actors.batch import Interrupted, never
-from actors.cache import FeedRow
-from actors.executor import StepExecutor
+from actors.attention.batch import Interrupted, never
+from actors.compute.kv_cache import FeedRow
+from actors.engine.executor import StepExecutor
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
-from actors.methods.parallel import MaskTokens
-from actors.toy import ToyRunner
-from cluster.drafting import DraftBook, DrafterLimits
-from cluster.pacing import Adaptive, LockStep
-from cluster.pages import PageCopy
-from cluster.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
-from cluster.steps import Row, StepPlan
-from cluster.streams import Send
-from cluster.verifier import Verifier, VerifierLimits
-from cluster.wants import Proposal
+from actors.methods.pard import MaskTokens
+from actors.models.toy import ToyRunner
+from cluster.dispatch import Send
+from cluster.drafting.requests import Proposal
+from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.pacing.policy import Adaptive, LockStep
+from cluster.page_allocator import PageCopy
+from cluster.routing.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.step import Row, StepPlan
 from protos.messages import Acceptance, Block, Close, Detach, Message, NoDraft, Open, Refusal, Resync, Sampling, Verdict
 from tests.unit.cluster.token_memory import TokenMemory
 
-ROUTER, DRAFTER, TARGET = "router#1", "drafter#1", "target:1"
-HOP_S, STEP_S, PASS_S = 0.001, 0.010, 0.004
+ROUTER = "router#1"
+DRAFTER = "drafter#1"
+TARGET = "target:1"
+HOP_S = 0.001
+STEP_S = 0.010
+PASS_S = 0.004
 PAGE_SIZE = 2
 EOS = 0
 
@@ -96,14 +100,16 @@ class Flatter:
     """A recurrent head: the draft's own logits, halved."""
 
     def __init__(self, draft: ToyDraft, logits: Tensor, width: int) -> None:
-        self.width, self._draft, self._logits = width, draft, logits / 2
+        self.width = width
+        self._draft = draft
+        self._logits = logits / 2
 
     @property
     def states(self) -> Tensor:
         """It needs none."""
         return self._draft.latest
 
-    def after(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         return self._logits[torch.tensor(tokens)], states
 
 
@@ -114,11 +120,12 @@ class World:
     """
 
     def __init__(self, setting: Setting, sessions: int, seed: int) -> None:
-        self._setting, self._rng = setting, random.Random(seed)
+        self._setting = setting
+        self._rng = random.Random(seed)
         self._chance = random.Random(seed + 1)
         vocabulary = int(setting.target_logits.shape[0])
         context = len(setting.prompt) + setting.new_tokens
-        limits = VerifierLimits(
+        limits = VerificationLimits(
             vocabulary,
             context,
             max_sessions=sessions,
@@ -127,24 +134,25 @@ class World:
             page_size=PAGE_SIZE,
             max_queued=sessions,
         )
-        self.verifier = Verifier(limits, LockStep() if setting.lock_step else Adaptive())
-        self.book = DraftBook(DrafterLimits(vocabulary, context, sessions), draft_ahead=not setting.lock_step)
+        self.verification = VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive())
+        self.drafting = DraftScheduler(DrafterLimits(vocabulary, context, sessions), draft_ahead=not setting.lock_step)
         self._executor = StepExecutor(ToyRunner(setting.target_logits), vocabulary)
         self._memory = TokenMemory(PAGE_SIZE)
         cache = DraftCache(8 * sessions, PAGE_SIZE)
-        drafting = DraftingLimits(top_k=vocabulary)
+        drafting_limits = DraftingLimits(top_k=vocabulary)
         masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
         draft = ToyDraft(masked)
         self._method = DraftModel(
             draft,
             torch.arange(vocabulary),
             cache,
-            drafting,
+            drafting_limits,
             clock=lambda: self._now,
             masks=MaskTokens(vocabulary, setting.width),
             further=Flatter(draft, setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
         )
-        self._now, self._order = 0.0, count()
+        self._now = 0.0
+        self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
         self.alternatives_accepted = 0
@@ -161,9 +169,9 @@ class World:
             happen()
             self._step()
             self._draft()
-        self._method.close(self.book.take_closed())
+        self._method.close(self.drafting.take_closed())
         assert self._method.is_idle
-        self.verifier.plan(self._now + 3600)  # what came too late for anybody has expired by then
+        self.verification.plan(self._now + 3600)  # what came too late for anybody has expired by then
         return [session.committed for session in self.sessions.values()]
 
     def _session(self, name: str) -> Session:
@@ -189,9 +197,9 @@ class World:
     def _step(self) -> None:
         if self._stepping:
             return
-        plan = self.verifier.plan(self._now)
+        plan = self.verification.plan(self._now)
         if plan is None:
-            due = self.verifier.next_due()
+            due = self.verification.next_due()
             if due is not None:
                 self._after(due - self._now, lambda: None)
             return
@@ -204,7 +212,7 @@ class World:
 
         def end() -> None:
             self._stepping = False
-            self._route(self.verifier.apply(outcomes, STEP_S, self._now))
+            self._route(self.verification.apply(outcomes, STEP_S, self._now))
 
         self._after(STEP_S, end)
 
@@ -220,9 +228,9 @@ class World:
     def _draft(self) -> None:
         if self._drafting:
             return
-        if closed := self.book.take_closed():
+        if closed := self.drafting.take_closed():
             self._method.close(closed)
-        wants = self.book.wants(len(self.sessions)) or self.book.wants_ahead(self._setting.ahead)
+        wants = self.drafting.wants(len(self.sessions)) or self.drafting.wants_ahead(self._setting.ahead)
         if not wants:
             return
         self._drafting = True
@@ -233,8 +241,13 @@ class World:
             self._drafting = False
 
         for index, proposals in enumerate(told, 1):
-            self._after(PASS_S * index / len(told), lambda p=proposals: self._route(self.book.proposed(p, self._now)))
+            self._after(
+                PASS_S * index / len(told), lambda p=proposals: self._route(self.drafting.proposed(p, self._now))
+            )
         self._after(PASS_S, end)
+
+    def _offer(self, proposals: list[Proposal]) -> None:
+        self._route(self.drafting.proposed(proposals, self._now))
 
     def _is_interrupted(self) -> bool:
         """At random, and never for anything in the tokens that are drafted."""
@@ -282,24 +295,24 @@ class World:
 
     def _to_target(self, message: Message) -> None:
         if isinstance(message, Open):
-            self._route(self.verifier.open(ROUTER, message, self._now))
+            self._route(self.verification.open(ROUTER, message, self._now))
         elif isinstance(message, Close):
-            self.verifier.close(ROUTER, message, self._now)
+            self.verification.close(ROUTER, message, self._now)
         elif isinstance(message, Block):
-            self.verifier.block(DRAFTER, message, self._now)
+            self.verification.block(DRAFTER, message, self._now)
         elif isinstance(message, NoDraft):
-            self.verifier.no_draft(DRAFTER, message, self._now)
+            self.verification.no_draft(DRAFTER, message, self._now)
         elif isinstance(message, Detach):
-            self.verifier.detach(DRAFTER, message)
+            self.verification.detach(DRAFTER, message)
         else:
-            self._route(self.verifier.attach(DRAFTER, message, self._now))
+            self._route(self.verification.attach(DRAFTER, message, self._now))
 
     def _to_drafter(self, message: Message) -> None:
         if isinstance(message, Open):
-            self._route(self.book.open(ROUTER, message))
+            self._route(self.drafting.open(ROUTER, message))
         elif isinstance(message, Close):
-            self._route(self.book.close(ROUTER, message))
+            self._route(self.drafting.close(ROUTER, message))
         elif isinstance(message, Verdict):
-            self._route(self.book.verdict(TARGET, message, self._now))
+            self._route(self.drafting.verdict(TARGET, message, self._now))
         else:
-            self._route(self.book.resync(TARGET, message))
+            self._route(self.drafting.resync(TARGET, message))

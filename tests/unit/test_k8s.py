@@ -140,7 +140,8 @@ def replicas_per_pod(group: Json, reservation: Mapping[str, float]) -> int:
 def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:
     """For each pool: its worker group, what a replica reserves, and the pool's bounds."""
     config = slipstream_config(service)
-    target, draft = config.target, config.draft
+    target = config.target
+    draft = config.draft
     return [
         (
             group_for(service, target.resources_per_rank.labels),
@@ -219,7 +220,8 @@ class TestKubeRay:
 
     def test_rules_that_the_crd_cannot_state(self, service: Json) -> None:
         """What the operator refuses after the API server has accepted the object."""
-        name, spec = service["metadata"]["name"], service["spec"]
+        name = service["metadata"]["name"]
+        spec = service["spec"]
         cluster = spec["rayClusterConfig"]
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
         assert len(name) <= MAX_NAME
@@ -412,7 +414,7 @@ class TestDockerfile:
         return {source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
 
     def test_it_copies_what_the_build_needs(self, copied: set[str]) -> None:
-        packages = {package.partition(".")[0] for package in pyproject()["tool"]["setuptools"]["packages"]}
+        packages = {pattern.rstrip("*") for pattern in pyproject()["tool"]["setuptools"]["packages"]["find"]["include"]}
         assert packages | {"pyproject.toml", pyproject()["project"]["readme"]} <= copied
 
     def test_the_ignore_file_lets_through_what_is_copied(self, copied: set[str]) -> None:

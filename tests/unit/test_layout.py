@@ -1,8 +1,10 @@
-"""The shape of the code base: which package may import what, and that generated files are current."""
+"""The shape of the code base: which package and which room may import what, how large rooms and modules may be."""
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from protos.regenerate import stale_stubs
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("protos", "cluster", "actors", "serve_app")
+MOST_MODULES = 13
 GENERATED = {"speculation_pb2.py", "speculation_pb2_grpc.py"}
 FORBIDDEN = {  # by package: what none of its modules may import, though it is installed
     "protos": {"torch", "transformers", "ray", "fastapi", "starlette", "pydantic"},
@@ -19,7 +22,7 @@ FORBIDDEN = {  # by package: what none of its modules may import, though it is i
     "actors": {"fastapi", "starlette", "httpx"},
     "serve_app": set(),
 }
-MAY = {Path("cluster/ray_membership.py"): {"ray"}}  # the one adapter
+MAY = {Path("cluster/routing/ray_membership.py"): {"ray"}}  # the one adapter
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -52,6 +55,39 @@ def test_the_one_adapter_is_still_needed():
         assert allowed <= set(imported(ROOT / path))
 
 
+def room_of(dotted: str) -> str:
+    """The folder of a module or of a name in it; a module at the top of a package is a room of its own."""
+    package, *rest = dotted.split(".")
+    if rest and (ROOT / package / rest[0]).is_dir():
+        return f"{package}.{rest[0]}"
+    return ".".join([package, *rest[:1]])
+
+
+def rooms_imported() -> dict[str, set[str]]:
+    """By room: the other rooms that its modules import."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for package in LAYERS:
+        for path in modules(package):
+            room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in LAYERS:
+                    found[room] |= {room_of(f"{node.module}.{alias.name}") for alias in node.names} - {room}
+    return found
+
+
+def test_no_two_rooms_import_each_other_in_a_circle():
+    graphlib.TopologicalSorter(rooms_imported()).prepare()  # raises CycleError, which names the circle
+
+
+def test_a_room_holds_about_a_dozen_modules():
+    for package in LAYERS:
+        for folder in {path.parent for path in modules(package)}:
+            inside = [
+                path for path in folder.glob("*.py") if path.name not in GENERATED | {"__init__.py", "__main__.py"}
+            ]
+            assert len(inside) <= MOST_MODULES, f"{folder.relative_to(ROOT)} holds {len(inside)} modules"
+
+
 @pytest.mark.parametrize("package", LAYERS)
 def test_every_module_says_what_it_is_for(package):
     for path in modules(package):
@@ -62,7 +98,8 @@ def test_light_packages_import_nothing_heavy():
     """The mind must be importable where there is no torch; only a process of its own shows it."""
     code = (
         "import importlib, sys\n"
-        "names = 'actors protos.codec cluster.config cluster.session cluster.verifier cluster.drafting'\n"
+        "names = 'actors protos.codec cluster.config cluster.routing.session'\n"
+        "names += ' cluster.verification.scheduler cluster.drafting.scheduler'\n"
         "for name in names.split(): importlib.import_module(name)\n"
         "print(*sorted({'torch', 'ray', 'transformers', 'fastapi', 'grpc'} & sys.modules.keys()))"
     )

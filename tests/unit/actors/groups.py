@@ -33,8 +33,10 @@ class ThreadGroup:
     """A rank that is a thread."""
 
     def __init__(self, rank: int, size: int, shown: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
-        self._shown, self._barrier = shown, barrier
+        self.rank = rank
+        self.size = size
+        self._shown = shown
+        self._barrier = barrier
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(self.all_gather(tensor).sum(0))
@@ -51,7 +53,8 @@ class ThreadGroup:
 
 
 def threads(size: int) -> list[ThreadGroup]:
-    shown, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=30)
+    shown = [torch.empty(0)] * size
+    barrier = threading.Barrier(size, timeout=30)
     return [ThreadGroup(rank, size, shown, barrier) for rank in range(size)]
 
 

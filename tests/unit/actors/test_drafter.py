@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from actors.draft import Drafter
+from actors.drafter import Drafter
 from actors.methods import Early, TargetNeeds, dismiss
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
-from actors.toy import ToyRunner
+from actors.models.toy import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting import DrafterLimits
-from cluster.wants import Proposal, Want
+from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.scheduler import DrafterLimits
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, an_open
 
-VOCABULARY, SESSIONS = 8, 2
+VOCABULARY = 8
+SESSIONS = 2
 LIMITS = DrafterLimits(VOCABULARY, 100, SESSIONS)
 
 
@@ -30,9 +31,11 @@ class InterruptedMethod(DraftModel):
     """Lets the test say something to the drafter while pages are being given back."""
 
     def __init__(self) -> None:
-        runner, cache = ToyRunner(torch.eye(VOCABULARY)), DraftCache(pages=SESSIONS, page_size=8)
+        runner = ToyRunner(torch.eye(VOCABULARY))
+        cache = DraftCache(pages=SESSIONS, page_size=8)
         super().__init__(runner, torch.arange(VOCABULARY), cache, DraftingLimits(top_k=2))
-        self.closing, self.go_on = threading.Event(), threading.Event()
+        self.closing = threading.Event()
+        self.go_on = threading.Event()
         self.proposed: list[dict[str, int]] = []  # tokens of each session's block, by pass
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
@@ -104,7 +107,9 @@ class EndlessMethod:
     tokens_per_forward = 1
 
     def __init__(self) -> None:
-        self.ahead, self.interrupted, self.stop = threading.Event(), threading.Event(), threading.Event()
+        self.ahead = threading.Event()
+        self.interrupted = threading.Event()
+        self.stop = threading.Event()
         self.passes: list[tuple[str, ...]] = []
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
@@ -170,7 +175,8 @@ class EarlyMethod(OneToken):
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         if not wants[0].unverified:
             return super().propose(wants, interrupted, early)
-        (want,), outcome = wants, (1, 2)
+        (want,) = wants
+        outcome = (1, 2)
         prefix = Prefix(KEY, (*want.tokens, *outcome))
         early([Proposal(want.open.session, prefix.length, prefix.hash, (3,), outcome=outcome)])
         self.stop.wait(10)
@@ -183,7 +189,7 @@ async def test_a_block_is_sent_when_it_leaves_which_may_be_before_its_pass_ends(
     stream, _ = drafter.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(drafter.run())
     drafter.router_frame(stream, Decoded((to_open("a"),)))
-    await until(lambda: drafter.book.counts["blocks"] == 2)
+    await until(lambda: drafter.scheduler.counts["blocks"] == 2)
     events = drafter.timeline.events()
     assert [event.name for event in events] == ["draft", "drafted", "sent", "draft ahead", "sent"]
     assert {event.sessions for event in events} == {("a",)}

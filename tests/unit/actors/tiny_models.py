@@ -18,7 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-VOCABULARY, WINDOW = 64, 5
+VOCABULARY = 64
+WINDOW = 5
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from cluster.pages import PageCopy
+from cluster.page_allocator import PageCopy
 
 
 class TokenMemory:

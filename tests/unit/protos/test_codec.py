@@ -32,7 +32,8 @@ from protos.messages import (
     Welcome,
 )
 
-U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
 IDS = st.integers(0, 2**31 - 1)
 NAMES = st.text(min_size=1, max_size=8)
 

@@ -13,7 +13,8 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=12)
 def test_every_prefix_hash_is_the_one_before_grown_by_a_token(key, tokens):
     prefix = Prefix(key, tokens)
     for length, token in enumerate(tokens):
-        before, after = prefix.hash_at(length), prefix.hash_at(length + 1)
+        before = prefix.hash_at(length)
+        after = prefix.hash_at(length + 1)
         assert before is not None
         assert after == extend_hash(before, token) < 2**64
     assert prefix.hash == prefix.hash_at(len(prefix))
@@ -23,7 +24,8 @@ def test_every_prefix_hash_is_the_one_before_grown_by_a_token(key, tokens):
 @given(KEYS, TOKENS, TOKENS)
 def test_the_hash_does_not_depend_on_how_tokens_came_in(key, first, second):
     """A verdict of five tokens and five verdicts of one must address the same history."""
-    at_once, in_parts = Prefix(key, first + second), Prefix(key, first)
+    at_once = Prefix(key, first + second)
+    in_parts = Prefix(key, first)
     for token in second:
         in_parts.append(token)
     assert at_once.hash == in_parts.hash

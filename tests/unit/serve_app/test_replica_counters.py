@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from actors.draft import Drafter
+from actors.drafter import Drafter
 from actors.target import TargetReplica
-from cluster.drafting import DrafterLimits
-from cluster.verifier import VerifierLimits
+from cluster.drafting.scheduler import DrafterLimits
+from cluster.verification.scheduler import VerificationLimits
 from serve_app.replica_counters import HELP, PERIOD_S, Counts, ReplicaCounters, drafter_counts, target_counts
 from tests.unit.cluster.samples import a_block, an_open
 
@@ -26,7 +26,8 @@ class Recorder:
 
 class RecordedCounter:
     def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
+        self._recorder = recorder
+        self._name = name
 
     def inc(self, value: float, tags: dict[str, str]) -> None:
         assert value > 0, "Ray refuses anything else"
@@ -45,7 +46,7 @@ class Clock:
 
 def a_target(clock: Clock) -> TargetReplica:
     engine: Any = None
-    limits = VerifierLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
+    limits = VerificationLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
     return TargetReplica(engine, limits, "v", "m", step_timeout_s=1.0, clock=clock)
 
 
@@ -84,10 +85,10 @@ def test_publishing_is_cheap_however_often_it_is_asked_for(clock: Clock) -> None
 
 def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock) -> None:
     target = a_target(clock)
-    verifier = target.verifier
-    verifier.open("router#1", an_open(tokens=(1, 2)), now=0.0)
-    verifier.block("drafter#1", a_block((1, 2, 9, 9), (1, 2, 3, 4, 5)), now=0.0)
-    assert verifier.plan(now=2.0) is not None
+    scheduler = target.scheduler
+    scheduler.open("router#1", an_open(tokens=(1, 2)), now=0.0)
+    scheduler.block("drafter#1", a_block((1, 2, 9, 9), (1, 2, 3, 4, 5)), now=0.0)
+    assert scheduler.plan(now=2.0) is not None
     target.refused["Block"] += 1
     counts = target_counts(target)
     assert counts["slipstream_dropped_blocks"] == {"too_long": 1}
@@ -100,12 +101,12 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
 def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock: Clock) -> None:
     method: Any = None
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
-    drafter.book.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
+    drafter.scheduler.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
     counts = drafter_counts(drafter)
     assert counts["slipstream_guesses"] == {"hit": 3, "miss": 1}
     assert counts["slipstream_drafting_passes"] == {"asked": 5, "ahead": 4}
     assert counts["slipstream_drafter_events"] == {"overtaken": 2}
-    assert drafter.book.counts["guess_hit"] == 3, "the book keeps its own"
+    assert drafter.scheduler.counts["guess_hit"] == 3, "the scheduler keeps its own"
 
 
 def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock) -> None:

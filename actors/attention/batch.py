@@ -1,0 +1,73 @@
+"""A step's rows as flat tensors on the device: what one forward feeds, where it is cached and how it attends.
+
+Knows nothing of sessions or models.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from actors.attention import AttentionBackend
+from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.to_device import to_device
+
+
+class Interrupted(Exception):
+    """A forward was given up before its end; what is cached of its rows is undefined."""
+
+
+def never() -> bool:
+    """What is not to be interrupted."""
+    return False
+
+
+class RaggedBatch:
+    """Rows of mixed lengths, one after the other; all of their integers reach the device in one copy."""
+
+    def __init__(
+        self,
+        rows: Sequence[FeedRow],
+        cache: PagedCache,
+        backend: AttentionBackend,
+        interrupted: Callable[[], bool] = never,
+    ) -> None:
+        self.cache = cache
+        self._interrupted = interrupted
+        size = cache.page_size
+        tokens = [token for row in rows for token in row.tokens]
+        positions = [at for row in rows for at in row.positions]
+        written = [row.pages[at // size] * size + at % size for row in rows for at in row.places]
+        self._plan = backend.plan(rows, cache)
+        parts = to_device([tokens, positions, written, _logit_places(rows), *self._plan.integers], cache.device)
+        # tokens and positions: (total,); written: (total,) places in the pool; logit_at: (wanted,) places in the batch
+        self.tokens, self.positions, self.written, self.logit_at = parts[:4]
+        self._plan.place(parts[4:])
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # (total, heads, head dim)
+        key_value: Tensor,  # (total, 2 x kv heads, head dim): keys, then values
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Caches the new keys and values and attends each row to its own; shape (total, heads x head dim).
+
+        Raises Interrupted when nobody wants the result any more: each layer asks.
+        """
+        if self._interrupted():
+            raise Interrupted
+        total, both, head_dim = key_value.shape
+        pool = self.cache.layer(layer, both // 2, head_dim)
+        pool.index_copy_(0, self.written, key_value)
+        return self._plan(query, pool, scaling, window).reshape(total, -1)
+
+
+def _logit_places(rows: Sequence[FeedRow]) -> list[int]:
+    """Places in the flat batch whose logits are wanted."""
+    found: list[int] = []
+    end = 0
+    for row in rows:
+        end += len(row.tokens)
+        found += range(end - row.logits, end)
+    return found

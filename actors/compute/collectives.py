@@ -1,0 +1,177 @@
+"""What tensor-parallel ranks do together: sums, gathers and the leader's word to the others.
+
+Knows nothing of models: it moves tensors.
+"""
+
+import ctypes
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+CACHE_LINE = 64  # each counter has its own
+PLACE_BYTES = 1 << 20  # larger tensors go in pieces
+SYS_FUTEX = 202  # x86-64 Linux
+FUTEX_WAIT = 0
+FUTEX_WAKE = 1
+YIELDS = 200  # about as long as a rank waits for another inside a step; then it sleeps, which costs no CPU
+
+
+class Group(Protocol):
+    """One rank's place among all; every rank makes the same calls in the same order, with tensors of one shape."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums over the ranks, in place; every rank gets the same bits."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, shape (size, *tensor.shape)."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrites the tensor with rank 0's."""
+        ...
+
+
+class Alone:
+    """The group of a model that is not split."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+
+class TorchGroup:
+    """torch.distributed's default group: NCCL, or gloo between hosts."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather_single(gathered.view(-1), tensor.reshape(-1))
+        return gathered
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, src=0)
+
+
+def shared_bytes(ranks: int) -> int:
+    """What `HostGroup` needs."""
+    return ranks * (CACHE_LINE + 2 * PLACE_BYTES)
+
+
+class HostGroup:
+    """CPU ranks of one host, through memory that they share: a fraction of what gloo's sockets cost.
+
+    Every rank has a place to write in, twice, and a counter of the exchanges it has entered. A rank may enter an
+    exchange only when all have entered the one before, and by then they have read the one before that: so two places
+    are enough, and no counter is ever further away than one.
+    """
+
+    def __init__(self, rank: int, size: int, path: Path) -> None:
+        assert size > 1, "one rank needs no group"
+        self.rank = rank
+        self.size = size
+        memory = torch.from_file(str(path), shared=True, size=shared_bytes(size), dtype=torch.uint8)
+        counters = memory[: size * CACHE_LINE]
+        places = memory[size * CACHE_LINE :]
+        self._places = places.view(2, size, PLACE_BYTES)
+        self._counters = counters.view(torch.int32).numpy()[:: CACHE_LINE // 4]
+        self._addresses = [ctypes.c_void_p(counters.data_ptr() + rank * CACHE_LINE) for rank in range(size)]
+        self._others = [other for other in range(size) if other != rank]
+        self._entered = 0
+        self._syscall = ctypes.CDLL(None).syscall
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        for piece in self._pieces(tensor):
+            first, second, *rest = self._exchange(piece)
+            torch.add(first, second, out=piece)
+            for part in rest:
+                piece.add_(part)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(self.size, tensor.numel())
+        begin = 0
+        for piece in self._pieces(tensor.contiguous()):
+            end = begin + piece.numel()
+            for rank, part in enumerate(self._exchange(piece)):
+                gathered[rank, begin:end] = part
+            begin = end
+        return gathered.view(self.size, *tensor.shape)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        for piece in self._pieces(tensor):
+            piece.copy_(self._exchange(piece)[0])
+
+    def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(tensor.view(-1), PLACE_BYTES // tensor.element_size())
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        """Shows `mine` to all; what each shows, by rank, to be read before the next exchange."""
+        before = self._entered
+        self._entered = (self._entered + 1) % 4
+        shown = self._places[self._entered % 2, :, : mine.numel() * mine.element_size()].view(mine.dtype).unbind()
+        shown[self.rank].copy_(mine)
+        self._counters[self.rank] = self._entered
+        self._syscall(SYS_FUTEX, self._addresses[self.rank], FUTEX_WAKE, self.size, None, None, 0)
+        for other in self._others:
+            self._wait_while(other, before)
+        return list(shown)
+
+    def _wait_while(self, other: int, before: int) -> None:
+        for _ in range(YIELDS):
+            if self._counters[other] != before:
+                return
+            os.sched_yield()
+        while self._counters[other] == before:
+            self._syscall(SYS_FUTEX, self._addresses[other], FUTEX_WAIT, before, None, None, 0)
+
+
+def join(device: torch.device) -> Group:
+    """This rank's place among all, once torch.distributed is up."""
+    return (_on_one_host() if device.type == "cpu" else None) or TorchGroup()
+
+
+def _on_one_host() -> HostGroup | None:
+    """None unless every rank sees the file that rank 0 made, and runs where `HostGroup` can."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    told = [_shared_file(size) if rank == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    path = Path(str(told[0]))
+    can = torch.tensor(platform.machine() == "x86_64" and path.is_file())
+    dist.all_reduce(can, dist.ReduceOp.MIN)
+    group = HostGroup(rank, size, path) if can else None
+    dist.barrier()  # all have mapped the file, so that its name can go: no death of a rank leaves it behind
+    if rank == 0:
+        path.unlink()
+    return group
+
+
+def _shared_file(ranks: int) -> str:
+    file, path = tempfile.mkstemp(prefix="slipstream-", dir=SHARED_MEMORY)
+    os.posix_fallocate(file, 0, shared_bytes(ranks))  # says now if there is no room, not in a step by a signal
+    os.close(file)
+    return path

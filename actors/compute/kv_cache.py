@@ -1,0 +1,84 @@
+"""The paged KV cache: one pool of pages, which rows of a step reach through page tables.
+
+Who owns which page is decided elsewhere (`cluster.pages`); this is memory. Knows nothing of sessions or models.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.compute.to_device import to_device
+from cluster.page_allocator import PageCopy
+
+
+@dataclass(frozen=True, slots=True)
+class FeedRow:
+    """Tokens to feed at places start, start + 1, ... of the pages; the last `logits` of them give logits.
+
+    A token's position is its place, and it sees all before it and itself. The last `alternatives` of the tokens stand
+    in the place of one before them, the second that gives logits: each has that one's position, and sees what is before
+    that one and itself.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    logits: int
+    pages: tuple[int, ...]  # that hold places 0 to the row's end, in order
+    alternatives: int = 0
+
+    @property
+    def end(self) -> int:
+        """Places that are filled once the row is fed."""
+        return self.start + len(self.tokens)
+
+    @property
+    def places(self) -> range:
+        """Of the tokens."""
+        return range(self.start, self.end)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the tokens."""
+        first = self.end - self.logits + 1
+        return [*range(self.start, self.end - self.alternatives), *[first] * self.alternatives]
+
+    @property
+    def seen(self) -> list[int]:
+        """For each token, the last place up to which it sees everything; and it sees itself."""
+        before = self.end - self.logits
+        return [*range(self.start, self.end - self.alternatives), *[before] * self.alternatives]
+
+
+class PagedCache:
+    """Keys and values of all layers, each layer's of shape (pages x page size, 2 x kv heads, head dim).
+
+    Keys and values of a position lie together: one copy writes both, and views of either have the strides that the
+    attention libraries take.
+    """
+
+    def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.page_size = page_size
+        self.nowhere = pages * page_size  # a place in a further page that nobody writes: what padding reads
+        self._positions = (pages + 1) * page_size
+        self.dtype = dtype
+        self.device = device
+        self._layers: dict[int, Tensor] = {}
+
+    def layer(self, index: int, kv_heads: int, head_dim: int) -> Tensor:
+        """A layer's keys, then values; made on first use, when its shape is known (memory is touched when written)."""
+        if index not in self._layers:
+            shape = (self._positions, 2 * kv_heads, head_dim)
+            self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._layers[index][self.nowhere :] = 0
+        return self._layers[index]
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies whole pages, in all layers."""
+        if not copies:
+            return
+        sources, targets = to_device([[copy.source for copy in copies], [copy.to for copy in copies]], self.device)
+        for layer in self._layers.values():
+            pages = layer.view(-1, self.page_size, *layer.shape[1:])
+            pages[targets] = pages[sources]

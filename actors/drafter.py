@@ -1,0 +1,207 @@
+"""A drafter: the drafting loop around the scheduler, a drafting method, and the streams to targets.
+
+Reads top to bottom: sessions that want a block are drafted for together, their blocks go straight to the targets
+that verify them. Knows nothing of Ray or of how a method drafts.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from actors.methods import DraftingMethod
+from actors.transport.streams import Link, Outbox
+from cluster.costs import DraftCost, ForwardCost
+from cluster.dispatch import Send, stream_name
+from cluster.drafting.pass_timing import DraftTiming
+from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.telemetry import Timeline
+from protos import speculation_pb2 as pb
+from protos.codec import Decoded
+from protos.messages import Block, Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome
+from protos.speculation_pb2_grpc import TargetServiceStub
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = DraftCost(forward=ForwardCost.linear(0.0))
+
+
+class Drafter:
+    """Drafts for the sessions of any number of routers, verified by any number of targets."""
+
+    def __init__(
+        self,
+        method: DraftingMethod,
+        limits: DrafterLimits,
+        vocabulary: str,
+        target_model: str,
+        draft_ahead: bool = True,
+        min_confidence: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
+        profile: DraftCost = UNKNOWN,
+    ) -> None:
+        self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
+        self.vocabulary = vocabulary
+        self.target_model = target_model
+        self.scheduler = DraftScheduler(limits, draft_ahead, min_confidence)
+        self.timeline = Timeline(clock)
+        self.timing = DraftTiming(profile)
+        self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self._method = method
+        self._limits = limits
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
+        self._routers: dict[str, Outbox] = {}  # by stream
+        self._targets: dict[str, Link] = {}  # by address
+        self._changed = asyncio.Event()
+        self._wanted = threading.Event()  # what interrupts drafting ahead
+        self._streams = 0
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Drafts until cancelled."""
+        loop = asyncio.get_running_loop()
+        limit = self._limits.max_sessions
+        while True:
+            closed = self.scheduler.take_closed()
+            if closed:
+                await loop.run_in_executor(self._thread, self._method.close, closed)
+                self.timing = self.timing.without(closed)
+                await self._drop_unused_targets()
+                continue  # sessions may have been closed and opened meanwhile: slots come back before new ones go
+            wants = self.scheduler.wants(limit) or self.scheduler.wants_ahead(limit)
+            if not wants:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            names = [want.open.session for want in wants]
+            ahead = wants[0].unverified is not None
+            began = self._clock()
+            self.timeline.record("draft ahead" if ahead else "draft", *names)
+            self._wanted.clear()
+            proposals = await loop.run_in_executor(self._thread, self._propose, wants, loop)
+            self.timeline.record("drafted", *names)
+            if not ahead and not all(proposal.is_at_once for proposal in proposals):
+                longest = max((len(proposal.tokens) for proposal in proposals), default=0)
+                self.timing = self.timing.after(names, longest, self._clock() - began)
+            self._offer(proposals)
+            await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
+
+    async def close(self) -> None:
+        for link in list(self._targets.values()):
+            await link.close()
+        self._targets.clear()
+        self._thread.shutdown(wait=True)
+
+    def _propose(self, wants: list[Want], loop: asyncio.AbstractEventLoop) -> list[Proposal]:
+        """On the drafting thread."""
+
+        def early(proposals: list[Proposal]) -> None:
+            loop.call_soon_threadsafe(self._offer, proposals)
+
+        return self._method.propose(wants, self._wanted.is_set, early)
+
+    def _offer(self, proposals: list[Proposal]) -> None:
+        """Sends blocks, unless the verdict has overtaken them."""
+        sends = self.scheduler.proposed(proposals, self._clock())
+        if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
+            self.timeline.record("sent", *sent)  # those drafted ahead leave before their pass ends
+        self._send(sends)
+
+    def _send(self, sends: list[Send]) -> None:
+        """Delivers to a router's stream or a target's address."""
+        for receiver, message in sends:
+            if outbox := self._routers.get(receiver):
+                outbox.put(message)
+            elif link := self._targets.get(receiver):
+                link.send(message)
+
+    # ------------------------------------------------------------ routers
+
+    def router_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A router's stream begins: only the sessions that it lists stay."""
+        self._streams += 1
+        stream = stream_name(hello.peer_id, self._streams)
+        self._routers[stream] = outbox = Outbox()
+        outbox.put(Welcome(self.peer_id))
+        self.scheduler.hello(stream, hello.live)
+        return stream, outbox
+
+    def router_frame(self, stream: str, frame: Decoded) -> None:
+        self._count_malformed(stream, frame)
+        for message in frame.messages:
+            if isinstance(message, Open):
+                sends = self.scheduler.open(stream, message)
+                if message.target_address in self.scheduler.targets:
+                    self._dial(message.target_address)
+                self._send(sends)
+            elif isinstance(message, Close):
+                self._send(self.scheduler.close(stream, message))
+        self._wake()
+
+    def router_down(self, stream: str) -> None:
+        self.scheduler.router_gone(stream)
+        del self._routers[stream]
+        self._changed.set()
+
+    def _count_malformed(self, peer: str, frame: Decoded) -> None:
+        for item in frame.malformed:
+            self.refused[item.kind] += 1
+            log.warning("refused a malformed %s from %s: %s", item.kind, peer, item.why)
+            if item.kind == "Open":
+                self._send([(peer, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
+
+    # ------------------------------------------------------------ targets
+
+    def _dial(self, address: str) -> None:
+        if address in self._targets:
+            return
+        self._targets[address] = Link(
+            address,
+            call=lambda channel: TargetServiceStub(channel).Verify(),
+            frame_type=pb.DrafterToTarget,
+            hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
+            on_up=lambda: self._target_up(address),
+            on_frame=lambda frame: self._target_frame(address, frame),
+            on_down=lambda: self._target_down(address),
+        )
+
+    async def _drop_unused_targets(self) -> None:
+        while unused := self._targets.keys() - self.scheduler.targets:  # asked anew: sessions are opened meanwhile
+            await self._targets.pop(unused.pop()).close()
+
+    def _target_up(self, address: str) -> None:
+        self._send(self.scheduler.target_up(address))
+        self._changed.set()
+
+    def _target_frame(self, address: str, frame: Decoded) -> None:
+        self._count_malformed(address, frame)
+        for message in frame.messages:
+            if isinstance(message, Verdict):
+                self.timeline.record("verdict", message.session)
+                self._send(self.scheduler.verdict(address, message, self._clock()))
+            elif isinstance(message, Resync):
+                self._send(self.scheduler.resync(address, message))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something was heard: it may end a wait, or drafting ahead."""
+        self._changed.set()
+        if self.scheduler.has_wants or self.scheduler.is_ahead_vain:
+            self._wanted.set()
+
+    def _target_down(self, address: str) -> None:
+        self.scheduler.target_gone(address)
+
+    # ------------------------------------------------------------ inspection
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle

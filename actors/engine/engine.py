@@ -1,0 +1,35 @@
+"""Where a step is computed: behind one awaitable message, never on the event loop that serves gRPC.
+
+Knows nothing of verification; `ranks.py` holds the tensor-parallel engine.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from actors.engine.executor import StepExecutor
+from cluster.verification.step import Outcome, StepPlan
+
+
+class Engine(Protocol):
+    """Computes step plans, one at a time."""
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        """Raises EngineError when the engine is no longer usable."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ThreadEngine:
+    """An engine in this process, on one thread of its own."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.step, plan)
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=True)

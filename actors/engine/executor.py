@@ -1,0 +1,75 @@
+"""The target's step: rows in, decisions out; sampling and acceptance sit beside the logits.
+
+Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from actors.compute.kv_cache import FeedRow
+from actors.engine.runner import Runner
+from actors.sampling.reference import DrawAddress
+from actors.sampling.rejection_sampler import PendingBlock, decide
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.messages import Open
+
+
+@dataclass(frozen=True, slots=True)
+class _FedSession:
+    open: Open
+    tokens: list[int]  # its ledger, then all that was fed; what a rollback leaves behind is overwritten before use
+
+
+class StepExecutor:
+    """Runs step plans on a `Runner`; ids from `vocabulary` on are the model's padding and never drawn."""
+
+    def __init__(self, runner: Runner, vocabulary: int) -> None:
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._sessions: dict[str, _FedSession] = {}
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        """Forgets, adds, feeds, decides; one outcome per deciding row, in order."""
+        for name in plan.closes:
+            del self._sessions[name]
+        for request in plan.opens:
+            assert request.session not in self._sessions, f"session {request.session} is open already"
+            self._sessions[request.session] = _FedSession(request, list(request.tokens))
+        if not plan.rows:
+            return []
+        logits = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies)
+        return self._decide(plan, logits)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sessions
+
+    def _feed(self, row: Row) -> FeedRow:
+        session = self._sessions[row.session]
+        end = row.start + len(row.tokens)
+        assert row.start <= len(session.tokens), "a row starts beyond what is cached"
+        session.tokens[row.start : end] = row.tokens
+        return FeedRow(row.tokens, row.start, row.drafted + 1 if row.decide else 0, row.pages, row.alternatives)
+
+    def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
+        rows = [row for row in plan.rows if row.decide]
+        decisions = decide([self._block(row) for row in rows], logits[:, : self._vocabulary])
+        return [
+            Outcome(row.session, decision.accepted, decision.next_token, decision.alternative)
+            for row, decision in zip(rows, decisions, strict=True)
+        ]
+
+    def _block(self, row: Row) -> PendingBlock:
+        session = self._sessions[row.session]
+        request = session.open
+        base_len = row.start + row.known
+        return PendingBlock(
+            rule=request.acceptance,
+            sampling=request.sampling,
+            draft=row.draft,
+            draft_probs=row.draft_probs,
+            generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
+            at=DrawAddress(request.seed, request.choice, base_len),
+            alternatives=row.to_first,
+        )

@@ -1,0 +1,85 @@
+"""One model, one cache, one forward over ragged rows.
+
+Knows nothing of sessions, sampling or who asks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch, never
+from actors.attention.choice import choose_attention
+from actors.attention.shape import attention_shape
+from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.models.decoder import Decoder, decoder_for
+from cluster.errors import ModelError
+from cluster.page_allocator import PageCopy
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
+
+
+class Runner(Protocol):
+    """Copies pages, feeds rows and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
+
+    vocabulary: int
+
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor: ...
+
+
+class InterruptibleRunner(Protocol):
+    """A `Runner` that gives a forward up between two layers, by raising Interrupted, when `interrupted` says so."""
+
+    vocabulary: int
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+    ) -> Tensor: ...
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises ModelError for a model that would run, but wrongly: soft caps, sinks, recurrent or chunked layers."""
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    if others or not model._supports_sdpa:
+        raise ModelError(
+            f"{type(model).__name__} needs attention that is not supported"
+            f" ({', '.join(sorted(others)) or 'more than scaled dot products'}); expected full or sliding-window"
+            " attention without soft caps or sinks"
+        )
+
+
+class ModelRunner:
+    """A Hugging Face causal language model behind `Runner`.
+
+    `attention` by default as `choose_attention` has it, `decoder` as `decoder_for` has it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pages: int,
+        page_size: int,
+        attention: AttentionBackend | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        check_attention(model)
+        self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self._cache = PagedCache(pages, page_size, model.dtype, model.device)
+        self._decode = decoder or decoder_for(model.eval())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+    ) -> Tensor:
+        self._cache.copy(copies)
+        return self._decode(RaggedBatch(rows, self._cache, self._attention, interrupted))

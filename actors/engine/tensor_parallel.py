@@ -1,0 +1,282 @@
+"""Tensor-parallel ranks: each its own Ray actor, one torch.distributed group, one engine to the coordinator.
+
+The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
+done for: its replica is replaced as a whole. Knows nothing of verification.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.attention import AttentionBackend
+from actors.attention.choice import AttentionReport, choose_attention
+from actors.attention.shape import attention_shape
+from actors.compute.collectives import Alone, Group, join
+from actors.compute.kv_cache import FeedRow
+from actors.engine.executor import StepExecutor
+from actors.engine.memory import page_count
+from actors.engine.profile import profile_steps
+from actors.engine.runner import ModelRunner, Runner
+from actors.engine.step_channel import StepCaller, StepListener
+from actors.engine.step_tensor import from_tensor, to_tensor
+from actors.models.checkpoint import load
+from actors.models.weights import LoadReport
+from cluster.config import CacheConfig, Resources
+from cluster.costs import ForwardCost
+from cluster.errors import EngineError
+from cluster.page_allocator import PageCopy
+from cluster.placement import actor_options
+from cluster.verification.step import Outcome, StepPlan
+
+STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
+IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective; a hung step is noticed by the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What every rank of a replica is told."""
+
+    folder: str
+    vocabulary: int  # token ids are below this; the model may have padding rows beyond
+    dtype: str
+    sessions: int  # in the cache at once
+    context: int  # tokens of the longest session
+    cache: CacheConfig
+    resources: Resources
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What a rank says of itself once its model is loaded."""
+
+    pid: int
+    pages: int  # that its memory has room for
+    load: LoadReport
+    attention: AttentionReport
+    takes_alternatives: bool  # whether its attention computes them
+
+
+def run_on(cores: Collection[int]) -> None:
+    """Keeps this process, and those that it starts, to these cores; none: any."""
+    if cores:
+        for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
+            os.sched_setaffinity(int(thread), cores)
+
+
+def use_cpu(resources: Resources) -> None:
+    """Gives this process its cores and threads."""
+    run_on(resources.cpu_affinity)
+    torch.set_num_threads(resources.threads)
+
+
+def compute_in_background() -> None:
+    """Has the calling thread, and those it starts, run only while nobody else wants their cores.
+
+    Whoever else wakes up finds such a core as good as idle, and goes on there at once.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def device_of(resources: Resources) -> torch.device:
+    """The GPU that Ray made visible to this process, or the CPU."""
+    return torch.device("cuda", 0) if resources.num_gpus > 0 else torch.device("cpu")
+
+
+class LeadingRunner:
+    """The leader's runner: has every follower make the same forward."""
+
+    def __init__(self, runner: ModelRunner, group: Group, device: torch.device) -> None:
+        self._runner = runner
+        self._group = group
+        self._device = device
+        self.vocabulary = runner.vocabulary
+
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+        send_step(to_tensor(rows, copies), self._group, self._device)
+        return self._runner.forward(rows, copies)
+
+
+def send_step(step: Tensor, group: Group, device: torch.device) -> None:
+    """To every follower: in one message of fixed size, and a second only when it is too long for that."""
+    first = torch.zeros(STEP_NUMBERS, dtype=torch.int32)
+    first[: min(len(step), STEP_NUMBERS)] = step[:STEP_NUMBERS]
+    group.broadcast(first.to(device))
+    if len(step) > STEP_NUMBERS:
+        group.broadcast(step[STEP_NUMBERS:].to(device))
+
+
+def receive_step(group: Group, device: torch.device) -> Tensor:
+    """What the leader sent."""
+    first = torch.zeros(STEP_NUMBERS, dtype=torch.int32, device=device)
+    group.broadcast(first)
+    rest = int(first[0]) - STEP_NUMBERS
+    if rest <= 0:
+        return first.cpu()
+    second = torch.zeros(rest, dtype=torch.int32, device=device)
+    group.broadcast(second)
+    return torch.cat([first, second]).cpu()
+
+
+class Rank:
+    """One rank's process."""
+
+    def __init__(self, index: int, spec: RankSpec) -> None:
+        use_cpu(spec.resources)
+        self._index = index
+        self._spec = spec
+        self._device = device_of(spec.resources)
+        self._group: Group = Alone()
+        self._model: PreTrainedModel | None = None
+        self._attention: AttentionBackend | None = None
+        self._executor: StepExecutor | None = None
+        self._runner: ModelRunner | None = None  # of this rank's share alone
+        self._leading: Runner | None = None  # of all ranks
+        self._pages = 0
+        self._listener: StepListener | None = None
+
+    def free_address(self) -> str:
+        """Where the group can meet: a free port on this rank's node."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def load(self, meeting_point: str) -> RankReport:
+        """Joins the group, loads this rank's share and says how large its cache could be."""
+        spec = self._spec
+        device = self._device
+        if spec.ranks > 1:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, init_method=meeting_point, rank=self._index, world_size=spec.ranks, timeout=IDLE_TIMEOUT
+            )
+            self._group = join(device)
+        loaded = load(Path(spec.folder), spec.dtype, device, self._group)
+        self._model = loaded.model
+        shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
+        self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
+        pages = page_count(spec.cache, shape.page_bytes, spec.sessions, spec.context, device)
+        return RankReport(os.getpid(), pages, loaded.report, attention, self._attention.takes_alternatives)
+
+    def allocate(self, pages: int) -> None:
+        """Makes the cache; every rank's has as many pages."""
+        spec = self._spec
+        assert self._model is not None, "load first"
+        self._runner = ModelRunner(self._model, pages, spec.cache.page_size, self._attention)
+        self._model = None  # the runner keeps what it needs
+        alone = spec.ranks == 1
+        self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
+        self._executor = StepExecutor(self._leading, spec.vocabulary)
+        self._pages = pages
+
+    def profile(self) -> ForwardCost:
+        """Leader only: what steps cost, once the others follow."""
+        assert self._leading is not None, "allocate first"
+        return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
+
+    def follow(self) -> None:
+        """Followers only: makes the leader's forwards for as long as the leader lives."""
+        assert self._runner is not None, "allocate first"
+        while True:
+            self._runner.forward(*from_tensor(receive_step(self._group, self._device)))
+
+    def listen(self) -> str:
+        """Leader only: where the coordinator reaches `lead`."""
+        self._listener = StepListener()
+        return self._listener.path
+
+    def lead(self) -> None:
+        """Leader only: computes step plans until the coordinator hangs up."""
+        assert self._executor is not None, "allocate first"
+        assert self._listener is not None, "listen first"
+        self._listener.serve(self._executor.step)
+
+
+class RankGroup:
+    """The engine of a target replica: its ranks, seen from the coordinator."""
+
+    def __init__(
+        self,
+        ranks: Sequence[Any],
+        reports: Sequence[RankReport],
+        step_cost: ForwardCost,
+        leader: StepCaller,
+        running: Sequence[Any],
+    ) -> None:
+        self.reports = tuple(reports)  # of the ranks, in order
+        self.pids = tuple(report.pid for report in reports)
+        self.pages = min(report.pages for report in reports)  # of every rank's cache
+        self.takes_alternatives = all(report.takes_alternatives for report in reports)
+        self.step_cost = step_cost  # by a profile, before anything was served
+        self._ranks = ranks
+        self._leader = leader
+        self._running = running  # what each rank does until it fails
+
+    @classmethod
+    async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
+        """Starts the ranks inside the replica's placement group, loads the model and measures steps."""
+        actor = ray.remote(Rank)
+        ranks = []
+        for index in range(spec.ranks):
+            options = actor_options(spec.resources)
+            if group is not None:
+                options.pop("label_selector", None)  # the group's bundles carry it
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
+                )
+            ranks.append(actor.options(**options).remote(index, spec))
+        leader, *followers = ranks
+        meeting_point = await leader.free_address.remote()
+        reports: list[RankReport] = await asyncio.gather(*(rank.load.remote(meeting_point) for rank in ranks))
+        pages = min(report.pages for report in reports)
+        await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
+        following = [rank.follow.remote() for rank in followers]
+        step_cost: ForwardCost = await leader.profile.remote()
+        path = await leader.listen.remote()
+        leading = leader.lead.remote()
+        return cls(ranks, reports, step_cost, await StepCaller.dial(path), [leading, *following])
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        """Raises EngineError when a rank is gone or its step failed."""
+        try:
+            outcomes: list[Outcome] = await self._leader.call(plan)
+        except (ConnectionError, EOFError):
+            await self.watch()
+        return outcomes
+
+    async def watch(self) -> NoReturn:
+        """Waits until a rank is gone, which is always a failure; raises EngineError."""
+        running = [asyncio.ensure_future(_awaited(reference)) for reference in self._running]
+        try:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except RayError as error:
+            raise EngineError(f"a tensor-parallel rank failed: {error}") from error
+        finally:
+            for task in running:
+                task.cancel()
+        raise EngineError("a tensor-parallel rank has ended")
+
+    async def close(self) -> None:
+        self._leader.close()
+        for rank in self._ranks:
+            ray.kill(rank)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,213 @@
+"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them.
+
+Knows nothing of caches or sessions.
+"""
+
+import hashlib
+import json
+import re
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from actors.compute.collectives import Alone, Group
+from actors.models.sharding import check_plan, shard
+from actors.models.weights import LoadReport, fill, misfit, report, stored_tensors
+from cluster.errors import ModelError
+
+COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
+
+
+def local_folder(name: str, with_weights: bool = True) -> Path:
+    """The folder of a checkpoint: `name` itself if it is one, else the Hugging Face snapshot, downloaded if needed."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute():
+        raise ModelError(f"there is no model folder {folder}; expected a folder or a Hugging Face id")
+    patterns = [*DESCRIPTION, *(WEIGHTS if with_weights else WEIGHTS[1:])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model '{name}' is neither a folder nor can it be fetched as a Hugging Face id: {error}"
+        ) from error
+
+
+# ---------------------------------------------------------------- vocabulary
+
+
+def vocabulary(folder: Path) -> dict[int, str]:
+    """Token by id, as the tokenizer has it: without the padding rows that a model's embedding may have."""
+    ids: Mapping[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    return {token_id: token for token, token_id in ids.items()}
+
+
+def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
+    """Identity of a vocabulary; peers compare it before they exchange token ids."""
+    digest = hashlib.blake2b(digest_size=16)
+    for token_id in sorted(tokens):
+        digest.update(f"{token_id}\0{tokens[token_id]}\0".encode())
+    return digest.hexdigest()
+
+
+def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
+    """Raises ModelError where an id means different tokens; ids that only one side has are harmless.
+
+    A draft never proposes an id that the target lacks: those are masked.
+    """
+    different = [i for i in sorted(target.keys() & draft.keys()) if target[i] != draft[i]]
+    if different or not target.keys() & draft.keys():
+        shown = ", ".join(f"{i}: {target[i]!r} / {draft[i]!r}" for i in different[:3])
+        raise ModelError(
+            f"draft and target do not share a vocabulary: {len(different)} ids mean different tokens"
+            f" (id: target / draft; {shown}); use a draft model of the target's family"
+        )
+
+
+def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
+    """Raises ModelError when a draft checkpoint does not share the target's vocabulary.
+
+    A draft without a tokenizer of its own was made for the target's. Either must have a row for each of the
+    target's tokens, for it is fed all of them.
+    """
+    if any((draft_folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        check_same_vocabulary(target, vocabulary(draft_folder))
+    rows = int(AutoConfig.from_pretrained(draft_folder).get_text_config().vocab_size)
+    if rows <= max(target):
+        raise ModelError(
+            f"draft {draft_folder} has {rows} vocabulary rows, but the target's ids go up to {max(target)};"
+            " use a draft model made for this target"
+        )
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Token ids that end an answer, from the generation config or else the model's; several are usual."""
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder).eos_token_id
+    else:
+        found = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """Identity of a checkpoint: the commit of a Hugging Face snapshot, else config and safetensors headers.
+
+    Neither needs the weights to be read, the first not even to be there.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        digest.update(folder.name.encode())
+        return digest.hexdigest()
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors; convert the checkpoint with save_pretrained first")
+    for path in files:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            digest.update(file.read(header_bytes))
+            digest.update(file.read(4096))  # of the weights, just enough to tell fine-tunes of one shape apart
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, or one rank's share of it, and what loading it took."""
+
+    model: PreTrainedModel
+    report: LoadReport
+
+
+def check_tensor_parallel(folder: Path, ranks: int) -> None:
+    """Raises ModelError, naming the sizes that work, when a model cannot be split over `ranks`."""
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    widths = _mlp_widths(config)
+    possible = [n for n in range(1, kv_heads + 1) if all(size % n == 0 for size in (heads, kv_heads, *widths))]
+    if ranks not in possible:
+        raise ModelError(
+            f"target.tensor_parallel is {ranks}, but {heads} heads with {kv_heads} key-value heads and an"
+            f" intermediate size of {', '.join(map(str, sorted(widths)))}"
+            f" can only be split by {', '.join(map(str, possible))}"
+        )
+    if ranks > 1:
+        check_plan(_empty_model(folder, "float32"))
+
+
+def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Loads a whole causal language model."""
+    return load(folder, dtype, device, Alone()).model
+
+
+def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
+    """Loads this rank's share of a causal language model, and says what that took."""
+    started = time.perf_counter()
+    method = _quantization(folder)
+    try:
+        model = _converted(folder, dtype, device) if method and group.size == 1 else _read(folder, dtype, device, group)
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        what = f"is quantised with '{method}', which cannot be loaded here" if method else "cannot be loaded"
+        raise ModelError(f"{folder} {what}: {error}") from error
+    return Loaded(model, report(model, started))
+
+
+def _read(folder: Path, dtype: str, device: torch.device, group: Group) -> PreTrainedModel:
+    """Straight from the safetensors, or through transformers where it would have to change them, on one rank only."""
+    model = _empty_model(folder, dtype)
+    stored = stored_tensors(folder)
+    if reason := misfit(model, stored):
+        if group.size > 1:
+            raise ModelError(
+                f"{folder} cannot be split over {group.size} ranks while loading: {reason}; use"
+                " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"
+            )
+        return _converted(folder, dtype, device)
+    cuts = shard(model, group) if group.size > 1 else {}
+    fill(model, stored, cuts, device, show=group.rank == 0)
+    return model
+
+
+def _converted(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """By transformers: quantised, renamed or fused weights."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=device)
+
+
+def _empty_model(folder: Path, dtype: str) -> PreTrainedModel:
+    """Parameters without memory; the buffers, which follow from the config, as they will be."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _quantization(folder: Path) -> str:
+    """The method a checkpoint is quantised with, or nothing."""
+    found = AutoConfig.from_pretrained(folder).to_dict().get("quantization_config") or {}
+    return str(found.get("quant_method", "unknown")) if found else ""
+
+
+def _mlp_widths(config: Any) -> set[int]:
+    """Sizes of the MLPs' inner layers: of all or layer by layer."""
+    found = getattr(config, "intermediate_size", None) or []
+    return set(found if isinstance(found, list | tuple) else [found])

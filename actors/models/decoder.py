@@ -1,0 +1,229 @@
+"""From a ragged batch to logits: any Hugging Face model through its own code, the common ones through less of it.
+
+A small step of a model spends half its time between the matrix products: modules, casts, copies. Decoders of the
+Llama kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few and large
+operations over packed weights. Knows nothing of sessions, pages or sampling.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.mistral.modeling_mistral import MistralAttention
+
+from actors.attention.batch import RaggedBatch
+from actors.attention.hugging_face import ATTENTION_NAME, register_attention
+from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
+from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
+
+KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
+LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
+
+class Decoder(Protocol):
+    """Logits of the batch's wanted places, shape (places, vocabulary)."""
+
+    def __call__(self, batch: RaggedBatch) -> Tensor: ...
+
+
+class ModelDecoder:
+    """Through the model's own code and the registered attention."""
+
+    def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
+        register_attention()
+        model.set_attn_implementation(ATTENTION_NAME)
+        pack_linears(model, product)
+        self._model = model
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        output = self._model(
+            input_ids=batch.tokens.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=batch.logit_at,
+            ragged_batch=batch,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+class Norm(Protocol):
+    """Root mean square norm over the last dimension, in float32 inside."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNorm:
+    """By torch's own function, which is one operation on a GPU."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class MirroredNorm:
+    """By layer norm, which on a CPU is one operation where torch's RMS norm is ten.
+
+    The row [x, -x] has mean 0 and the mean square of x, so its layer norm begins with the RMS norm of x.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._size = len(weight)
+        self._eps = eps
+        self._weight = torch.cat([weight, weight])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mirrored = torch.cat((x, x.neg()), -1)
+        return F.layer_norm(mirrored, self._weight.shape, self._weight, None, self._eps)[..., : self._size]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's weights."""
+
+    attention_norm: Norm
+    qkv: Projection  # queries, keys, values, one after the other
+    query_norm: Norm | None
+    key_norm: Norm | None
+    attention_out: Projection
+    mlp_norm: Norm
+    gate_up: Projection  # gate, then up
+    down: Projection
+    scaling: float
+    window: int | None
+
+
+class LlamaDecoder:
+    """Llama, Mistral, Qwen2 and Qwen3, with their own weights in fewer operations."""
+
+    def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
+        body = model.get_decoder()
+        first = body.layers[0].self_attn
+        self._head_dim = int(first.head_dim)
+        self._heads = first.q_proj.weight.shape[0] // self._head_dim
+        self._kv_heads = first.k_proj.weight.shape[0] // self._head_dim
+        self._embedding = body.embed_tokens.weight.detach()
+        self._rotary: nn.Module = body.rotary_emb
+        self._layers = [_layer(module, product) for module in body.layers]
+        self._least_rows = self._layers[0].qkv.fastest_rows
+        self._norm = _norm(body.norm)
+        self._head = _alone(model.get_output_embeddings(), product)
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        return self.head(self.states(batch))
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits of states, (places, vocabulary)."""
+        return self._head(states)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(tokens, hidden)."""
+        return F.embedding(tokens, self._embedding)
+
+    def states(self, batch: RaggedBatch) -> Tensor:
+        """What the head reads at the batch's wanted places, (places, hidden)."""
+        padding = (0, max(0, self._least_rows - len(batch.tokens)))
+        hidden = self.embed(F.pad(batch.tokens, padding))
+        cos, sin = _rotation(self._rotary, hidden, F.pad(batch.positions, padding))
+        for index, layer in enumerate(self._layers):
+            hidden = self._attention(layer, index, hidden, cos, sin, batch)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+            hidden = layer.down.plus(F.silu(gate) * up, hidden)
+        return self._norm(hidden.index_select(0, batch.logit_at))
+
+    def _attention(
+        self, layer: Layer, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        rotated = self._heads + self._kv_heads
+        qkv = layer.qkv(layer.attention_norm(hidden)).view(len(hidden), rotated + self._kv_heads, self._head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            qkv[:, : self._heads] = layer.query_norm(qkv[:, : self._heads])
+            qkv[:, self._heads : rotated] = layer.key_norm(qkv[:, self._heads : rotated])
+        turning = qkv[:, :rotated]
+        torch.addcmul(turning * cos, turning.roll(self._head_dim // 2, -1), sin, out=turning)
+        total = len(batch.tokens)
+        query = qkv[:total, : self._heads]
+        key_value = qkv[:total, self._heads :]
+        attended = batch.attend(index, query, key_value, layer.scaling, layer.window)
+        return layer.attention_out.plus(F.pad(attended, (0, 0, 0, len(hidden) - total)), hidden)
+
+
+def _rotation(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, (total, 1, head dim), for x cos + roll(x) sin: rotate_half's sign is in the sin."""
+    cos, sin = rotary(like, position_ids=positions.unsqueeze(0))
+    cos = cos[0].unsqueeze(1)
+    sin = sin[0].unsqueeze(1)
+    sin[..., : sin.shape[-1] // 2].neg_()
+    return cos, sin
+
+
+def norm_of(weight: Tensor, eps: float) -> Norm:
+    """The fastest for where the weight lies."""
+    kind = MirroredNorm if weight.device.type == "cpu" else PlainNorm
+    return kind(weight, eps)
+
+
+def _norm(module: Any) -> Norm:
+    return norm_of(module.weight.detach(), module.variance_epsilon)
+
+
+def _layer(module: Any, product: Product) -> Layer:
+    attention = module.self_attn
+    mlp = module.mlp
+    return Layer(
+        attention_norm=_norm(module.input_layernorm),
+        qkv=_together(product, attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        attention_out=_alone(attention.o_proj, product),
+        mlp_norm=_norm(module.post_attention_layernorm),
+        gate_up=_together(product, mlp.gate_proj, mlp.up_proj),
+        down=_alone(mlp.down_proj, product),
+        scaling=attention.scaling,
+        window=_window(attention),
+    )
+
+
+def _window(attention: Any) -> int | None:
+    """Qwen's layers each have their own, all of Mistral's the model's, Llama's none."""
+    said_by = attention.config if type(attention) is MistralAttention else attention
+    window: int | None = getattr(said_by, "sliding_window", None)
+    return window
+
+
+def _together(product: Product, *linears: nn.Linear) -> Projection:
+    """One product in place of several over the same input."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
+    return product(weight, torch.cat(biases) if biases else None)
+
+
+def _alone(linear: nn.Linear, product: Product) -> Projection:
+    """One layer's product; a rank's part of it is summed or gathered as the layer itself would."""
+    if isinstance(linear, RowParallelLinear):
+        return SharedProjection(product(linear.weight, None), linear.reduce)
+    whole = product(linear.weight, linear.bias)
+    return SharedProjection(whole, linear.gather) if isinstance(linear, VocabularyParallelHead) else whole
+
+
+def is_llama_kind(model: PreTrainedModel) -> bool:
+    """Whether `LlamaDecoder` computes what this model does; what it has not got is left to the model's own code."""
+    config = model.config
+    return (
+        type(model).__name__ in LLAMA_KIND
+        and config.hidden_act == "silu"
+        and all(type(module) in KNOWN_LINEARS for module in model.modules() if isinstance(module, nn.Linear))
+        and isinstance(model.get_output_embeddings(), nn.Linear)
+    )
+
+
+def decoder_for(model: PreTrainedModel, product: Product = projection) -> Decoder:
+    """The leanest decoder that computes this model, with such products."""
+    return LlamaDecoder(model, product) if is_llama_kind(model) else ModelDecoder(model, product)

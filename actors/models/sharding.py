@@ -1,0 +1,146 @@
+"""A model's linear layers split over tensor-parallel ranks, as transformers' plan for its architecture says.
+
+Every rank holds plain tensors: its rows or columns of the split layers and all of the others. Two kinds of layer
+speak to the other ranks, the rest does not know that there are any. Knows nothing of files, caches or processes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from actors.compute.collectives import Group
+from cluster.errors import ModelError
+
+COLUMNS = "colwise"
+GATHERED = "colwise_gather_output"
+ROWS = "rowwise"
+ROWS_OF_WHOLE = "rowwise_split_input"
+WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+SPLIT = frozenset({COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE})
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a tensor that a rank holds: `length` from `begin` along a dimension."""
+
+    dim: int
+    begin: int
+    length: int
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What selects the part."""
+        return (slice(None),) * self.dim + (slice(self.begin, self.begin + self.length),)
+
+
+class RowParallelLinear(nn.Linear):
+    """Holds some of the inputs' columns; the ranks' partial outputs are summed, the bias added once."""
+
+    def __init__(self, whole: nn.Linear, group: Group, inputs_are_split: bool) -> None:
+        cut = _even_cut(1, whole.in_features, group)
+        super().__init__(cut.length, whole.out_features, whole.bias is not None, **_kind(whole))
+        self.cut = cut
+        self.group = group
+        self._inputs_are_split = inputs_are_split
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self._inputs_are_split:
+            inputs = inputs.narrow(-1, self.cut.begin, self.cut.length)
+        return self.reduce(F.linear(inputs, self.weight))
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The layer's output from this rank's product with `weight`, which is overwritten."""
+        self.group.all_reduce(partial)
+        return partial if self.bias is None else partial.add_(self.bias)
+
+
+class VocabularyParallelHead(nn.Linear):
+    """Holds some of the outputs' rows and gathers the outputs: the vocabulary, or what else a plan wants whole.
+
+    The last ranks hold fewer rows where the size cannot be divided.
+    """
+
+    def __init__(self, whole: nn.Linear, group: Group) -> None:
+        rows = -(-whole.out_features // group.size)
+        begin = min(group.rank * rows, whole.out_features)
+        cut = Cut(0, begin, min(rows, whole.out_features - begin))
+        super().__init__(whole.in_features, cut.length, whole.bias is not None, **_kind(whole))
+        self.cut = cut
+        self._rows = rows
+        self.group = group
+        self._outputs = whole.out_features
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.gather(super().forward(inputs))
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The layer's output from this rank's columns of it."""
+        gathered = self.group.all_gather(F.pad(local, (0, self._rows - local.shape[-1])))  # (ranks, ..., rows)
+        return gathered.movedim(0, -2).flatten(-2)[..., : self._outputs]
+
+
+def check_plan(model: PreTrainedModel) -> None:
+    """Raises ModelError for a model without a plan or one that asks for what is not built, naming it."""
+    if not model.tp_plan:
+        raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
+    others = {name: style for name, style in _styles(model).items() if style not in SPLIT | WHOLE}
+    if others:
+        shown = ", ".join(f"{name}: {style}" for name, style in list(others.items())[:3])
+        raise ModelError(
+            f"{type(model).__name__} needs tensor parallelism that is not supported ({shown});"
+            " use target.tensor_parallel: 1"
+        )
+
+
+def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
+    """Puts this rank's layers, still empty, in place of the whole ones; returns which parameters are cut, and where.
+
+    The embedding stays whole.
+    """
+    check_plan(model)
+    cuts: dict[str, Cut] = {}
+    for name, style in _styles(model).items():
+        if style in SPLIT:
+            layer = model.get_submodule(name)
+            if not isinstance(layer, nn.Linear):
+                raise ModelError(f"cannot split {name}: it is a {type(layer).__name__}, not a linear layer")
+            local, cut = _split(layer, style, group)
+            model.set_submodule(name, local)
+            cuts[f"{name}.weight"] = cut
+            if local.bias is not None and cut.dim == 0:
+                cuts[f"{name}.bias"] = cut
+    return cuts
+
+
+def _styles(model: PreTrainedModel) -> dict[str, str]:
+    """The plan for every layer and parameter that it names."""
+    names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
+    wanted = {name: model.tp_plan.get(replace_layer_number_by_wildcard(name)) for name in names}
+    return {name: style for name, style in wanted.items() if style is not None}
+
+
+def _split(whole: nn.Linear, style: str, group: Group) -> tuple[nn.Linear, Cut]:
+    if style == COLUMNS:
+        cut = _even_cut(0, whole.out_features, group)
+        return nn.Linear(whole.in_features, cut.length, whole.bias is not None, **_kind(whole)), cut
+    layer: RowParallelLinear | VocabularyParallelHead
+    if style == GATHERED:
+        layer = VocabularyParallelHead(whole, group)
+    else:
+        layer = RowParallelLinear(whole, group, inputs_are_split=style == ROWS)
+    return layer, layer.cut
+
+
+def _even_cut(dim: int, size: int, group: Group) -> Cut:
+    if size % group.size:
+        raise ModelError(f"target.tensor_parallel is {group.size}, which does not divide a layer's size, {size}")
+    length = size // group.size
+    return Cut(dim, group.rank * length, length)
+
+
+def _kind(layer: nn.Linear) -> dict[str, Any]:
+    return {"device": layer.weight.device, "dtype": layer.weight.dtype}

@@ -1,0 +1,28 @@
+"""A language model small enough to know its exact distribution: the next token depends on the last one alone.
+
+Stands where a real model stands, so that tests and simulations run the real loops against exact probabilities.
+Knows nothing of who uses it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.compute.kv_cache import FeedRow
+from cluster.page_allocator import PageCopy
+
+
+class ToyRunner:
+    """A runner over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.vocabulary = int(table.shape[0])
+        self._table = table
+
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> Tensor:
+        wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
+        return self._table[torch.tensor(wanted, dtype=torch.int64)]

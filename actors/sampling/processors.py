@@ -1,0 +1,123 @@
+"""From raw logits to the distribution that a request asked for, position by position.
+
+Every position of a block sees the draft tokens before it, as it would in plain decoding. Knows nothing of
+acceptance.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.compute.to_device import to_device
+from protos.messages import Sampling
+
+CANDIDATES = 1024  # tokens that top-k and top-p look at before they sort everything
+
+
+@dataclass(frozen=True, slots=True)
+class Restricted:
+    """Scaled and masked logits, (positions, vocabulary).
+
+    `sure` says at which positions they are right, (positions,); there `candidates` are all tokens that are left and
+    maybe others, (positions, count). None: any token may be left.
+    """
+
+    logits: Tensor
+    sure: Tensor
+    candidates: Tensor | None
+
+
+def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: Sequence[int]) -> Tensor:
+    """Scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
+
+    Row i is the distribution after `generated` and the first i of `draft`. Softmax of a row is the request's
+    distribution; excluded tokens are -inf. Greedy requests are not scaled: only their argmax counts.
+    """
+    logits = logits.to(torch.float32)
+    if sampling.penalised:
+        logits = penalise(logits, sampling, generated, draft)
+    if sampling.greedy:
+        return logits
+    found = restrict(logits, sampling)
+    return found.logits if bool(found.sure.all()) else restrict(logits, sampling, thorough=True).logits
+
+
+def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Restricted:
+    """Temperature, top-k, top-p and min-p, for any number of positions of requests with the same parameters.
+
+    Sorting a whole vocabulary costs a large part of a step, so only the likeliest tokens are looked at, and `sure` says
+    where they sufficed; with `thorough` everything is sorted where that has to be.
+    """
+    sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    candidates = None
+    # The likeliest token is put at 0 first: no temperature, however small, makes logits infinite.
+    logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits, enough, candidates = _keep_top_k(logits, sampling.top_k, thorough)
+        sure &= enough
+    if sampling.top_p < 1:
+        logits, enough, candidates = _keep_top_p(logits, sampling.top_p, thorough)
+        sure &= enough
+    if sampling.min_p > 0:
+        floor = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(sampling.min_p))
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+        if candidates is None:
+            candidates = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1).indices
+            sure &= logits.isneginf().logical_not().sum(dim=-1) <= CANDIDATES
+    if thorough:
+        return Restricted(logits, torch.ones_like(sure), None)
+    return Restricted(logits, sure, candidates)
+
+
+def penalise(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: Sequence[int]) -> Tensor:
+    """Frequency and presence penalties as OpenAI defines them, over generated tokens only."""
+    counts = torch.zeros_like(logits)  # (positions, vocabulary)
+    if generated:
+        seen = Counter(generated)
+        ids, times = to_device([list(seen), list(seen.values())], logits.device)
+        counts[:, ids] = times.to(counts)
+    for position, token in enumerate(draft, start=1):
+        counts[position:, token] += 1
+    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+
+def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Exactly k tokens stay; of equal logits the lower id, so that every device keeps the same.
+
+    Without sorting it is right where nothing ties at the edge.
+    """
+    if k < CANDIDATES and not thorough:
+        ranked = logits.topk(k, dim=-1)
+        floor = ranked.values[..., -1:]
+        kept = logits >= floor
+        return logits.masked_fill(~kept, -torch.inf), kept.sum(dim=-1) == k, ranked.indices
+    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :k]
+    return _keep(logits, ids), torch.ones(len(logits), dtype=torch.bool, device=logits.device), ids
+
+
+def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The smallest set of likeliest tokens whose probability reaches top_p, and what ties with its last; never empty.
+
+    With the ties, a position's set is the same whichever other positions are in the block. Without sorting everything
+    it is right where the candidates reach top_p, and the last of them is not needed for it: others may tie with it.
+    """
+    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    if thorough or logits.shape[-1] <= CANDIDATES:
+        ranked, ids = torch.sort(logits, dim=-1, descending=True)
+    else:
+        ranked, ids = logits.topk(CANDIDATES, dim=-1)
+    probs = torch.exp(ranked - log_total)
+    count = (probs.cumsum(dim=-1) - probs < top_p).sum(dim=-1, keepdim=True)
+    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # a model that computes nonsense counts none
+    enough = (probs.sum(dim=-1) > top_p) & (floor > ranked[..., -1:]).squeeze(-1)
+    if ids.shape[-1] == logits.shape[-1]:
+        enough = torch.ones_like(enough)
+    return logits.masked_fill(logits < floor, -torch.inf), enough, ids
+
+
+def _keep(logits: Tensor, ids: Tensor) -> Tensor:
+    kept = torch.full_like(logits, -torch.inf)
+    return kept.scatter(-1, ids, logits.gather(-1, ids))

@@ -1,0 +1,220 @@
+"""The decisions of a step, for all its blocks together and where the logits are: one copy to the host.
+
+`acceptance.accept` says the same of one block at a time, which is easier to read; tests hold the two to equality.
+Knows nothing of sessions' ends.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
+
+import torch
+from torch import Tensor
+
+from actors.compute.to_device import to_device
+from actors.sampling.noise import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
+from actors.sampling.processors import Restricted, penalise, restrict
+from actors.sampling.reference import BlockDecision, DrawAddress, distribution, match, offsets
+from protos.messages import Acceptance, Sampling, SparseProbs
+
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers that are worked on together: what stays in a cache, what has room
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBlock:
+    """What there is to decide about one session: draft tokens to accept, maybe none, and one further token."""
+
+    rule: Acceptance
+    sampling: Sampling
+    draft: tuple[int, ...]
+    draft_probs: SparseProbs | None
+    generated: Sequence[int]  # before the draft; only penalties look at them
+    at: DrawAddress
+    alternatives: tuple[int, ...] = ()  # to the first of `draft`; none under ratio, nor with penalties
+
+    @property
+    def positions(self) -> int:
+        return len(self.draft) + 1 + len(self.alternatives)
+
+    @property
+    def offsets(self) -> list[int]:
+        return offsets(self.positions, len(self.alternatives))
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """Decisions of some blocks while they are on the device: `numbers`, int64, and how to read them on the host.
+
+    None stands for a decision that is not sure.
+    """
+
+    numbers: Tensor
+    read: Callable[[list[int]], list[BlockDecision | None]]
+
+
+def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision]:
+    """Decides all blocks; their logits follow one another, (sum of the blocks' positions, vocabulary).
+
+    Blocks for which the likeliest candidates do not suffice, which are few, are decided a second time thoroughly.
+    """
+    places = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
+    decisions: list[BlockDecision | None] = [None] * len(blocks)
+    for thorough in (False, True):
+        groups = _alike(blocks, [i for i, decision in enumerate(decisions) if decision is None], logits)
+        answers = [
+            _decide_alike([blocks[i] for i in members], _rows(logits, [places[i] for i in members]), thorough)
+            for members in groups
+        ]
+        for members, found in zip(groups, _read(answers), strict=True):
+            for index, decision in zip(members, found, strict=True):
+                decisions[index] = decision
+    assert None not in decisions, "what is decided thoroughly is sure"
+    return [decision for decision in decisions if decision is not None]
+
+
+def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
+    """Indices of blocks that are decided together: same rule and parameters, and no more than memory bears."""
+    most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # positions
+    groups: dict[tuple[Sampling, Acceptance, int], list[int]] = defaultdict(list)
+    before: Counter[tuple[Sampling, Acceptance]] = Counter()  # positions
+    for index in indices:
+        block = blocks[index]
+        if block.sampling.greedy and not block.sampling.penalised:  # one pass over the logits as they are
+            groups[block.sampling, Acceptance.COUPLED, 0].append(index)
+            continue
+        groups[block.sampling, block.rule, before[block.sampling, block.rule] // most].append(index)
+        before[block.sampling, block.rule] += block.positions
+    return list(groups.values())
+
+
+def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
+    """The one copy to the host."""
+    if not answers:
+        return []
+    sizes = [len(answer.numbers) for answer in answers]
+    numbers = answers[0].numbers if len(answers) == 1 else torch.cat([answer.numbers for answer in answers])
+    on_host = iter(numbers.tolist())
+    return [answer.read(list(islice(on_host, size))) for answer, size in zip(answers, sizes, strict=True)]
+
+
+def _rows(logits: Tensor, places: Sequence[range]) -> Tensor:
+    """The logits of some blocks; a view where they lie together."""
+    if all(before.stop == after.start for before, after in pairwise(places)):
+        return logits[places[0].start : places[-1].stop]
+    return logits.index_select(0, to_device([list(chain(*places))], logits.device)[0])
+
+
+def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
+    """Decides blocks of one rule and the same sampling parameters."""
+    sampling = blocks[0].sampling
+    if sampling.penalised:
+        parts = torch.split(logits.to(torch.float32), [block.positions for block in blocks])
+        drawn = zip(parts, blocks, strict=True)
+        logits = torch.cat([penalise(part, sampling, block.generated, block.draft) for part, block in drawn])
+    if sampling.greedy:
+        return _match(blocks, logits.max(dim=-1).indices, None)  # argmax takes four times as long in bfloat16
+    restricted = restrict(logits.to(torch.float32), sampling, thorough)
+    if blocks[0].rule is Acceptance.RATIO:
+        return _accept_by_ratio(blocks, restricted)
+    keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in block.offsets]
+    own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
+    return _match(blocks, own, restricted.sure)
+
+
+def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
+    """One token of each row."""
+    if candidates is None:
+        return gumbel_argmaxes(scores, keys)
+    return gumbel_argmaxes_among(scores, keys, candidates)
+
+
+def _match(blocks: Sequence[PendingBlock], own: Tensor, sure: Tensor | None) -> _OnDevice:
+    """The target's own tokens decide, (positions,): the draft stands as far as it equals them."""
+    total = len(own)
+
+    def read(numbers: list[int]) -> list[BlockDecision | None]:
+        found: list[BlockDecision | None] = []
+        begin = 0
+        for block in blocks:
+            end = begin + block.positions
+            is_sure = all(numbers[total + begin : total + end])  # of nothing, where all are
+            found.append(match(numbers[begin:end], block.draft, block.alternatives) if is_sure else None)
+            begin = end
+        return found
+
+    return _OnDevice(own if sure is None else torch.cat([own, sure]), read)
+
+
+class _Grid:
+    """Blocks of uneven lengths as rows of a grid as wide as the longest."""
+
+    def __init__(self, blocks: Sequence[PendingBlock]) -> None:
+        self.rows = len(blocks)
+        self.drafts = max(len(block.draft) for block in blocks)
+        begins = accumulate((block.positions for block in blocks), initial=0)
+        # Beyond a block's end its last position is repeated.
+        self.places = [
+            begin + min(i, len(block.draft))
+            for begin, block in zip(begins, blocks, strict=False)
+            for i in range(self.drafts + 1)
+        ]
+        self.tokens = [token for b in blocks for token in (*b.draft, *[0] * (self.drafts - len(b.draft)))]
+
+
+def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted) -> _OnDevice:
+    """Accepts with min(1, target_probs / draft_probs); only the one position that decides is drawn at."""
+    device = target.logits.device
+    grid = _Grid(blocks)
+    told = _RatioInputs(blocks)
+    places, drafts, keys, ids = to_device([grid.places, grid.tokens, told.keys, told.ids], device)
+    bounds, probs = to_device([told.bounds, told.probs], device, torch.float64)
+    places = places.view(grid.rows, -1)
+    row = torch.arange(grid.rows, device=device)
+    target_probs = torch.softmax(target.logits.to(torch.float64), dim=-1)
+    stands = bounds.view(grid.rows, -1) < target_probs[places[:, :-1], drafts.view(grid.rows, -1)]
+    accepted = stands.cumprod(dim=1).sum(dim=1)
+    here = places[row, accepted]  # (rows,) positions: the first where a draft token falls, or the one after the last
+    target_rows = target_probs[here]  # (rows, vocabulary)
+    draft_ids = ids.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
+    draft_probs = probs.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
+    residual = target_rows.scatter_add(1, draft_ids, -draft_probs).clamp_min(0)
+    # Equal distributions leave nothing but rounding: then a rejection has no mass of its own.
+    left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
+    candidates = None if target.candidates is None else target.candidates[here]
+    token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
+    sure = target.sure[places].all(dim=1)
+
+    def read(numbers: list[int]) -> list[BlockDecision | None]:
+        count = grid.rows
+        columns = zip(numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True)
+        return [BlockDecision(accepted, token) if sure else None for accepted, token, sure in columns]
+
+    return _OnDevice(torch.cat([accepted, token, sure]), read)
+
+
+class _RatioInputs:
+    """What ratio acceptance is told of every place of the grid.
+
+    `bounds`, (blocks, drafts): a draft token stands when the target finds it likelier; `keys`, (blocks, drafts + 1): of
+    the draw if the draft stands up to there; `ids` and `probs`, (blocks, drafts + 1, width): what was drawn from there.
+    """
+
+    def __init__(self, blocks: Sequence[PendingBlock]) -> None:
+        drafts = max(len(block.draft) for block in blocks)
+        self.bounds: list[float] = []
+        self.keys: list[int] = []
+        rows: list[dict[int, float]] = []
+        for block in blocks:
+            count = len(block.draft)
+            beyond = drafts - len(block.draft)
+            own = [distribution(block.draft_probs, offset, token) for offset, token in enumerate(block.draft)]
+            uniforms = [uniform_scalar(block.at.key(offset, Purpose.ACCEPT)) for offset in range(count)]
+            self.bounds += [u * row[token] for u, row, token in zip(uniforms, own, block.draft, strict=True)]
+            self.bounds += [torch.inf] * beyond
+            self.keys += [block.at.key(offset, Purpose.RECOVER) for offset in range(count)]
+            self.keys += [block.at.key(count, Purpose.DRAW)] * (beyond + 1)
+            rows += [*own, *[{}] * (beyond + 1)]
+        width = max(map(len, rows))
+        self.ids = [token for row in rows for token in (*row, *[0] * (width - len(row)))]
+        self.probs = [prob for row in rows for prob in (*row.values(), *[0.0] * (width - len(row)))]

@@ -1,0 +1,1 @@
+"""Long-lived gRPC streams between peers."""

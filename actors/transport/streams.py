@@ -1,0 +1,237 @@
+"""Long-lived bidirectional streams of frames: one writer and one bounded queue per peer.
+
+Whatever is due for a peer when its writer comes round goes out as one frame. Nobody ever waits for another
+peer's write: a queue that overflows means that the peer is down. Knows nothing of what messages mean.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+
+from cluster.errors import ProtocolError
+from protos.codec import Decoded, decode, encode, encoded_bytes
+from protos.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
+
+log = logging.getLogger(__name__)
+
+OUTBOX_LIMIT = 8192  # messages; a peer that is this far behind is not coming back in time
+FRAME_BYTES = 4 << 20  # about what one frame may hold; a single message may be larger
+KEEPALIVE_MS = 2_000  # a peer that hangs is noticed within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
+KEEPALIVE_TIMEOUT_MS = 3_000
+RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # this is the one that counts; its default is a minute
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.use_local_subchannel_pool", 1),  # a dialled peer that hung is dialled anew, not found in a pool
+    ("grpc.so_reuseport", 0),
+)
+
+
+class Outbox:
+    """What is due for one peer."""
+
+    def __init__(self, limit: int = OUTBOX_LIMIT) -> None:
+        self._limit = limit
+        self._due: deque[Message] = deque()
+        self._changed = asyncio.Event()
+        self._overflow = asyncio.Event()
+
+    def put(self, message: Message) -> None:
+        """Never waits. An overflow ends the stream; its owner hears of it as of any other break."""
+        if len(self._due) >= self._limit:
+            self._overflow.set()
+        else:
+            self._due.append(message)
+            self._changed.set()
+
+    async def take(self) -> list[Message]:
+        """Everything due, at least one message, at most a frame's worth."""
+        while not self._due:
+            self._changed.clear()
+            await self._changed.wait()
+        frame = [self._due.popleft()]
+        size = encoded_bytes(frame[0])
+        while self._due and (size := size + encoded_bytes(self._due[0])) <= FRAME_BYTES:
+            frame.append(self._due.popleft())
+        return frame
+
+    async def overflow(self) -> None:
+        """Raises ProtocolError as soon as the queue overflows, also while a write hangs."""
+        await self._overflow.wait()
+        raise ProtocolError(f"the peer is {self._limit} messages behind")
+
+
+async def _first_to_end(*coroutines: Any) -> None:
+    """Runs until the first coroutine ends, cancels the others, and raises what the first one raised."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---------------------------------------------------------------- the side that is dialled
+
+
+def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
+    """The greeting, or ProtocolError with what differs."""
+    if not isinstance(hello, Hello):
+        raise ProtocolError("the first frame on a stream must hold a Hello")
+    pairs = (
+        ("protocol version", hello.protocol_version, PROTOCOL_VERSION),
+        ("vocabulary", hello.vocabulary, vocabulary),
+        ("target model", hello.target_model, target_model),
+    )
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            raise ProtocolError(f"{name} differs: the caller has {theirs}, this side has {ours}")
+    return hello
+
+
+async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
+    """Reads and checks the greeting; a caller that does not fit is sent away with the reason."""
+    frame = await _read_frame(context)
+    decoded = decode(frame) if frame is not grpc.aio.EOF else Decoded(())
+    try:
+        return check_hello(next(iter(decoded.messages), None), vocabulary, target_model)
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise
+
+
+async def _read_frame(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The next frame or EOF; a caller whose bytes are no frame is sent away."""
+    try:
+        return await context.read()
+    except DecodeError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a frame of this protocol: {error}")
+        raise
+
+
+async def converse(
+    context: grpc.aio.ServicerContext[Any, Any],
+    reply_type: type[ProtoMessage],
+    outbox: Outbox,
+    on_frame: Callable[[Decoded], None],
+) -> None:
+    """Serves a greeted stream until either side ends it."""
+
+    async def read() -> None:
+        while (frame := await _read_frame(context)) is not grpc.aio.EOF:
+            on_frame(decode(frame))
+
+    async def write() -> None:
+        while True:
+            await context.write(encode(reply_type, await outbox.take()))
+
+    await _first_to_end(read(), write(), outbox.overflow())
+
+
+# ---------------------------------------------------------------- the side that dials
+
+
+class Link:
+    """A stream to one peer that is dialled again whenever it breaks, until it is closed.
+
+    `call` opens the stream on a channel. `on_up` is called after the peer's Welcome, `on_down` once for each
+    time that it was up. `hello` is asked anew for every dial, so that it lists what is alive then.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        call: Callable[[grpc.aio.Channel], Any],
+        frame_type: type[ProtoMessage],
+        hello: Callable[[], Hello],
+        on_up: Callable[[], None],
+        on_frame: Callable[[Decoded], None],
+        on_down: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.refused: str | None = None  # why the peer will not talk to us
+        self.is_up = False
+        self._call = call
+        self._frame_type = frame_type
+        self._hello = hello
+        self._on_up = on_up
+        self._on_frame = on_frame
+        self._on_down = on_down
+        self._outbox = Outbox()
+        self._task = asyncio.ensure_future(self._keep_open())
+
+    def send(self, message: Message) -> None:
+        """Sends if the link is up; a message for a peer that is down is void."""
+        if self.is_up:
+            self._outbox.put(message)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep_open(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._converse()
+                failures = 0
+            except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
+                failures = 0 if self.is_up else failures + 1
+                self._note(error)
+            except Exception:  # one message that cannot be handled must not end the link for ever
+                failures += 1
+                log.exception("stream to %s broke on a message that could not be handled", self.address)
+            finally:
+                if self.is_up:
+                    self.is_up = False
+                    self._on_down()
+            await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
+
+    def _note(self, error: Exception) -> None:
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.aio.AioRpcError):
+            self.refused = error.details()
+            log.error("%s refuses to talk: %s", self.address, self.refused)
+        else:
+            log.info("stream to %s broke: %s", self.address, code or error)
+
+    async def _converse(self) -> None:
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            stream = self._call(channel)
+            await stream.write(encode(self._frame_type, [self._hello()]))
+            frame = await stream.read()
+            if frame is grpc.aio.EOF:
+                raise ProtocolError(f"{self.address} ended the stream without a Welcome")
+            first = decode(frame).messages
+            if not first or not isinstance(first[0], Welcome):
+                raise ProtocolError(f"{self.address} did not answer the Hello with a Welcome")
+            self.refused = None
+            self._outbox = Outbox()
+            self.is_up = True
+            self._on_up()
+            await _first_to_end(self._read(stream), self._write(stream), self._outbox.overflow())
+
+    async def _read(self, stream: Any) -> None:
+        while (frame := await stream.read()) is not grpc.aio.EOF:
+            self._on_frame(decode(frame))
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            await stream.write(encode(self._frame_type, await self._outbox.take()))

@@ -1,0 +1,434 @@
+"""The drafter's scheduler: which sessions it drafts for, what they hold, which of them want a block.
+
+A session here follows the target's verdicts; where it cannot, it asks the target for what it missed, and when
+that fails the router for the ledger. Knows nothing of drafting methods, torch or gRPC.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.dispatch import Send, peer_of
+from cluster.drafting.backpressure import Capacity
+from cluster.drafting.requests import Proposal, Want, max_block_len
+from cluster.drafting.step_interval import StepIntervalEstimate
+from protos.messages import (
+    MAX_BLOCK_TOKENS,
+    Attach,
+    Block,
+    Close,
+    Detach,
+    DraftAnswer,
+    Finish,
+    LiveSession,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Verdict,
+)
+from protos.prefix import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLimits:
+    """Bounds of one drafter."""
+
+    vocabulary: int
+    max_context: int
+    max_sessions: int
+
+
+@dataclass(eq=False)
+class DraftedSession:
+    open: Open
+    router: str
+    prefix: Prefix
+    proposed_len: int = -1  # base length of the latest proposal
+    passed_len: int = -1  # base length after which the target went on without waiting for a block
+    unverified: tuple[int, ...] | None = None  # drafts of the step under way, until something was drafted beyond it
+    alternatives: tuple[int, ...] = ()  # and those to the first of them
+    may_branch: bool = False  # whether the target takes alternatives
+    guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
+    asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
+    least_chance: float = 0.0  # of a draft token to be accepted, for which it is worth its verification
+    attached: bool = False
+    sent_len: int = -1  # base length of the latest block that was sent
+    step_began: float | None = None  # when the target began the step under way, as far as is known here
+
+
+class DraftScheduler:
+    """All sessions of one drafter."""
+
+    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True, min_confidence: float = 0.0) -> None:
+        """`min_confidence` is that of wants whose blocks are waited for.
+
+        Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
+        """
+        self._limits = limits
+        self._draft_ahead = draft_ahead
+        self._min_confidence = min_confidence
+        self._sessions: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
+        self._closed: list[str] = []  # for the drafting method, with the next pass
+        self._capacity = Capacity(limits.max_sessions)
+        self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
+        self._resting: set[str] = set()  # targets whose latest word was that they ask for nothing
+        self._ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
+        self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
+
+    # ------------------------------------------------------------ what a router says
+
+    def hello(self, router: str, live: Iterable[LiveSession]) -> None:
+        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        wanted = {item.session for item in live}
+        for name, session in list(self._sessions.items()):
+            if peer_of(session.router) != peer_of(router):
+                continue
+            session.router = router
+            if name not in wanted:
+                self._forget(name)
+
+    def open(self, router: str, request: Open) -> list[Send]:
+        """Drafts for a session from its ledger; an open one is replaced unless the request is older.
+
+        Answers with the Attach for its target, or a Refusal for the router.
+        """
+        if refusal := self._refuse(request):
+            return [(router, refusal)]
+        known = self._sessions.get(request.session)
+        if known is not None and known.open.attempt > request.attempt:
+            return []
+        if known is not None:
+            self._closed.append(request.session)  # what the method remembers of it may be what is wrong
+        session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
+        if request.target_address in self._resting:
+            session.asked = 0  # until it answers the Attach: reading a prompt takes long, and may be for nothing
+        self._sessions[request.session] = session
+        return [self._attach(session)]
+
+    def close(self, router: str, close: Close) -> list[Send]:
+        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone.
+
+        Answers with the Detach for its target, which may go on with it.
+        """
+        known = self._sessions.get(close.session)
+        if known is None or known.router != router or known.open.attempt > close.attempt:
+            return []
+        self._forget(close.session)
+        return [_detach(known)]
+
+    def router_gone(self, router: str) -> None:
+        """The stream broke: its sessions are nobody's."""
+        for name in [n for n, s in self._sessions.items() if s.router == router]:
+            self._forget(name)
+
+    # ------------------------------------------------------------ what a target says
+
+    def target_up(self, target: str) -> list[Send]:
+        """The stream to a target is new: attach every session that is verified there."""
+        return [self._attach(s) for s in self._sessions.values() if s.open.target_address == target]
+
+    def target_gone(self, target: str) -> None:
+        """The stream broke: nothing is drafted for its sessions until it is back or they are opened elsewhere."""
+        self._resting.discard(target)
+        for session in self._sessions.values():
+            if session.open.target_address == target:
+                session.attached = False
+
+    def verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
+        """Follows the target; a gap is asked for, a contradiction goes to the router."""
+        session = self._sessions.get(verdict.session)
+        if session is None or session.open.target_address != target or verdict.attempt < session.open.attempt:
+            self.counts["verdict_unknown"] += 1
+            return []
+        if verdict.base_len > session.prefix.length:
+            self.counts["verdict_gap"] += 1
+            return [self._attach(session)]
+        if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
+            self.counts["verdict_mismatch"] += 1
+            return [self._resync(session)]
+        was_sent = session.sent_len == verdict.base_len
+        is_latest = verdict.base_len + len(verdict.tokens) >= session.prefix.length
+        new = verdict.tokens[session.prefix.length - verdict.base_len :]
+        if not new and verdict.finish is Finish.NONE:
+            if is_latest:
+                self._take_ask(session, verdict)
+            return []  # all that it decides was heard before
+        if new and max(new) >= self._limits.vocabulary:
+            self.counts["verdict_invalid"] += 1
+            self._forget(verdict.session)
+            return []
+        session.prefix.extend(new)
+        self._take_ask(session, verdict)
+        self._ahead.discard(verdict.session)
+        if session.step_began is not None:
+            self._step_intervals[target] = self._step_interval(target).after(now - session.step_began)
+        hit = self._settle_guesses(session)
+        goes_on = hit or not verdict.waits  # at once, with a block or without
+        session.step_began = now if goes_on and session.asked else None
+        if goes_on and not hit and self._draft_ahead:
+            session.unverified = ()
+            session.alternatives = ()
+            session.passed_len = session.prefix.length
+        if verdict.finish is not Finish.NONE:
+            self._forget(verdict.session)
+            return []
+        if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
+            return self._note_block(late=verdict.answer is DraftAnswer.MISSED)
+        return []
+
+    def resync(self, target: str, resync: Resync) -> list[Send]:
+        """The target says that our tokens are not its own."""
+        session = self._sessions.get(resync.session)
+        if session is None or session.open.target_address != target:
+            return []
+        self.counts["resync"] += 1
+        session.attached = False
+        return [self._resync(session)]
+
+    # ------------------------------------------------------------ the drafting pass
+
+    def wants(self, limit: int) -> list[Want]:
+        """Up to `limit` sessions without a block for their current length, longest unserved first."""
+        found: list[Want] = []
+        for name, session in list(self._sessions.items()):
+            if len(found) == limit:
+                break
+            if not self._wants_block(session):
+                continue
+            session.proposed_len = length = session.prefix.length
+            self._sessions.move_to_end(name)
+            tokens = tuple(session.prefix.tokens)
+            want = Want(
+                session.open,
+                tokens,
+                session.prefix.hash,
+                min(session.asked, max_block_len(session.open, length)),
+                least_chance=session.least_chance,
+                min_confidence=self._min_confidence,
+                may_branch=session.may_branch,
+            )
+            found.append(want)
+        self.counts["passes"] += bool(found)
+        return found
+
+    def wants_ahead(self, limit: int) -> list[Want]:
+        """Up to `limit` sessions whose block is under verification and that nothing was drafted ahead for yet.
+
+        Asked for only when no session wants a block: what is not needed for sure comes last.
+        """
+        found: list[Want] = []
+        for session in self._sessions.values() if self._draft_ahead else ():
+            if len(found) == limit:
+                break
+            if session.unverified is None or not self._may_go_on(session):
+                continue
+            want = Want(
+                session.open,
+                tuple(session.prefix.tokens),
+                session.prefix.hash,
+                session.asked,
+                session.unverified,
+                self._verdict_due(session),
+                session.least_chance,
+                may_branch=session.may_branch,
+                alternatives=session.alternatives,
+            )
+            found.append(want)
+            session.unverified = None
+        self._ahead = {want.open.session for want in found}
+        self.counts["passes_ahead"] += bool(found)
+        return found
+
+    @property
+    def has_wants(self) -> bool:
+        """Whether some session wants a block for its current length."""
+        return any(self._wants_block(session) for session in self._sessions.values())
+
+    @property
+    def is_ahead_vain(self) -> bool:
+        """Whether the verdicts are in that the latest wants ahead were for."""
+        return not self._ahead
+
+    def take_closed(self) -> list[str]:
+        """Sessions that the drafting method may forget; each is named once."""
+        closed = self._closed
+        self._closed = []
+        return list(dict.fromkeys(closed))
+
+    def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
+        """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
+        sends: list[Send] = []
+        for proposal in proposals:
+            session = self._sessions.get(proposal.session)
+            if session is None or not proposal.tokens:
+                self.counts["nothing_to_propose"] += 1
+                sends += _no_draft(session, proposal) if session is not None else []
+            elif proposal.outcome:
+                sends += self._send_ahead(session, proposal)
+            elif (session.prefix.length, session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
+                self.counts["overtaken"] += 1
+                sends += self._note_block(late=True)
+            else:
+                session.unverified = proposal.tokens
+                session.alternatives = proposal.alternatives
+                session.sent_len = proposal.base_len
+                session.step_began = now
+                sends.append(self._block(session, proposal))
+        return sends
+
+    # ------------------------------------------------------------ inspection
+
+    @property
+    def targets(self) -> frozenset[str]:
+        """Addresses of targets that verify for some session here."""
+        return frozenset(s.open.target_address for s in self._sessions.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing at all is held."""
+        return not self._sessions and not self._closed
+
+    def load(self) -> dict[str, float]:
+        """Sessions drafted for, for autoscaling."""
+        return {"sessions": float(len(self._sessions))}
+
+    # ------------------------------------------------------------ helpers
+
+    def _take_ask(self, session: DraftedSession, verdict: Verdict) -> None:
+        """What the target asks for from now on."""
+        session.asked = verdict.draft_tokens
+        session.least_chance = verdict.least_chance
+        session.may_branch = verdict.alternatives
+        note = self._resting.discard if session.asked else self._resting.add
+        note(session.open.target_address)
+
+    def _wants_block(self, session: DraftedSession) -> bool:
+        """Whether one should be drafted now."""
+        return session.passed_len != session.prefix.length and self._lacks_block(session)
+
+    def _lacks_block(self, session: DraftedSession) -> bool:
+        """Whether none was drafted for the current length, where one could be of use."""
+        length = session.prefix.length
+        is_served = session.proposed_len == length or session.asked == 0
+        return session.attached and not is_served and max_block_len(session.open, length) > 0
+
+    def _may_go_on(self, session: DraftedSession) -> bool:
+        """Whether a block could be of use after the verdict that is due."""
+        return session.asked > 0 and max_block_len(session.open, session.prefix.length + 1) > 0
+
+    def _verdict_due(self, session: DraftedSession) -> float:
+        least_s = self._step_interval(session.open.target_address).least_s
+        return math.inf if least_s is None or session.step_began is None else session.step_began + least_s
+
+    def _step_interval(self, target: str) -> StepIntervalEstimate:
+        return self._step_intervals.get(target) or StepIntervalEstimate()
+
+    def _send_ahead(self, session: DraftedSession, proposal: Proposal) -> list[Send]:
+        """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
+
+        Of one that was sent before only what is new.
+        """
+        address = (proposal.base_len, proposal.prefix_hash)
+        if session.guesses.get(address) == proposal:
+            return []
+        self.counts["guesses"] += 1
+        if address == (session.prefix.length, session.prefix.hash):
+            if not self._lacks_block(session):
+                return []
+            self._hit(session, proposal)
+        elif session.prefix.length > proposal.base_len - len(proposal.outcome):
+            return []  # the verdict is in, and it is another
+        else:
+            session.guesses[address] = proposal
+        return [self._block(session, proposal)]
+
+    def _note_block(self, late: bool) -> list[Send]:
+        """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first.
+
+        Not those that nothing is asked for: they take no time that another could have.
+        """
+        excess = self._capacity.note(late, len(self._sessions))
+        if not excess:
+            return []
+        sends: list[Send] = []
+        drafted_for = [(name, session) for name, session in self._sessions.items() if session.asked]
+        for name, given_up in drafted_for[:excess]:
+            self.counts["given_up"] += 1
+            self._forget(name)
+            why = "blocks come too late for so many sessions"
+            sends.append((given_up.router, Refusal(name, given_up.open.attempt, RefusalReason.OVERLOADED, why)))
+            sends.append(_detach(given_up))
+        return sends
+
+    def _settle_guesses(self, session: DraftedSession) -> bool:
+        """The verdict is in: the block for it may be at the target already."""
+        session.unverified = None
+        hit = session.guesses.get((session.prefix.length, session.prefix.hash))
+        if hit is not None:
+            self._hit(session, hit)
+        elif session.guesses:
+            self.counts["guess_miss"] += 1
+        session.guesses = {}
+        return hit is not None
+
+    def _hit(self, session: DraftedSession, proposal: Proposal) -> None:
+        self.counts["guess_hit"] += 1
+        self._sessions.move_to_end(proposal.session)
+        session.proposed_len = session.sent_len = proposal.base_len
+        session.unverified = proposal.tokens
+        session.alternatives = proposal.alternatives
+
+    def _block(self, session: DraftedSession, proposal: Proposal) -> Send:
+        self.counts["blocks"] += 1
+        p = proposal
+        block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs, p.alternatives)
+        self.counts["draft_tokens"] += block.size
+        return session.open.target_address, block
+
+    def _attach(self, session: DraftedSession) -> Send:
+        session.attached = True  # what was sent may have been lost
+        session.proposed_len = -1
+        session.passed_len = -1
+        session.guesses = {}
+        session.unverified = None
+        session.step_began = None
+        name = session.open.session
+        prefix = session.prefix
+        return session.open.target_address, Attach(name, prefix.length, prefix.hash)
+
+    def _resync(self, session: DraftedSession) -> Send:
+        return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        limits = self._limits
+        reason = RefusalReason.INVALID
+        why = ""
+        if max(request.tokens) >= limits.vocabulary:
+            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
+        elif request.max_len > limits.max_context:
+            why = f"max_len is {request.max_len}, the drafter's context holds {limits.max_context} tokens"
+        elif not request.target_address:
+            why = "target_address is empty"
+        elif len(self._sessions) >= self._capacity.sessions and request.session not in self._sessions:
+            reason = RefusalReason.OVERLOADED
+            why = f"{len(self._sessions)} sessions are drafted for already"
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _forget(self, name: str) -> None:
+        del self._sessions[name]
+        self._ahead.discard(name)
+        self._closed.append(name)
+
+
+def _detach(session: DraftedSession) -> Send:
+    return session.open.target_address, Detach(session.open.session)
+
+
+def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:
+    """Says that there is no block; what was drafted ahead and came to nothing may be asked for again."""
+    if proposal.outcome:
+        return []
+    return [(session.open.target_address, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]

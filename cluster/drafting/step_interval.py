@@ -1,0 +1,27 @@
+"""When a verdict is due, by how long those before it took: what is drafted ahead is worth little after it.
+
+Pure arithmetic; times are handed in.
+"""
+
+from protos.values import value
+
+MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
+
+
+@value
+class StepIntervalEstimate:
+    """Steps of one target, as a drafter sees them: from what begins one to its verdict."""
+
+    mean_s: float = 0.0  # 0: none seen yet
+    deviation_s: float = 0.0  # mean distance from it
+
+    def after(self, seconds: float) -> "StepIntervalEstimate":
+        if not self.mean_s:
+            return StepIntervalEstimate(seconds)
+        deviation = (1 - MEMORY) * self.deviation_s + MEMORY * abs(seconds - self.mean_s)
+        return StepIntervalEstimate((1 - MEMORY) * self.mean_s + MEMORY * seconds, deviation)
+
+    @property
+    def least_s(self) -> float | None:
+        """What a step hardly ever takes less than; None while nothing is known."""
+        return max(0.0, self.mean_s - self.deviation_s) if self.mean_s else None

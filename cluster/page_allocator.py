@@ -1,0 +1,266 @@
+"""The pages of a paged cache: which page of the pool holds which positions of which session.
+
+A session's cache is a prefix, stored in the pages of its table. Pages are shared between sessions in two ways: a
+fork shares its parent's, and whole pages of committed tokens are published for sessions that begin with the same
+tokens. A page that anybody else may read is never written: its writer gets another. Knows nothing of tensors, nor
+of what is stored in a page: who owns the memory makes the copies asked for, in the order they were asked for,
+before anything is written.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+PageHash = Callable[[bytes, bytes, Sequence[int]], bytes]
+"""Hash of a page and all before it, from a key, the hash of the page before and the page's tokens."""
+
+
+def page_hash(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+    """128 bits; keyed, so that no client can choose prompts that collide."""
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16, key=key).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the whole page `source` to the page `to`, in every layer."""
+
+    source: int
+    to: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Published:
+    """What a published page holds: its tokens after those of its parents."""
+
+    key: bytes
+    parent: "_Published | None"
+    tokens: tuple[int, ...]
+    page: int
+
+    def holds(self, parent: "_Published | None", tokens: tuple[int, ...]) -> bool:
+        """Whether it is this very content; hashes may collide."""
+        return self.parent is parent and self.tokens == tokens
+
+
+@dataclass(eq=False)
+class _Holding:
+    table: list[int]
+    published: int  # its first pages, each published after the one before
+
+
+class PageAllocator:
+    """One pool of pages and a page table per session.
+
+    To name a session that is not open is a mistake of the caller, a KeyError.
+    """
+
+    def __init__(self, pages: int, page_size: int, hash_key: bytes, hash_page: PageHash = page_hash) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self._hash_key = hash_key
+        self._hash_page = hash_page
+        self._sessions: dict[str, _Holding] = {}
+        self._refs = [0] * pages  # tables that a page is in
+        self._free = list(reversed(range(pages)))  # a stack: the page used last, whose memory is warm, goes first
+        self._published: dict[int, _Published] = {}  # by page
+        self._index: dict[bytes, _Published] = {}  # the same, by hash
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # published and in no table, least recently used first
+
+    # ------------------------------------------------------------ what there is
+
+    @property
+    def available(self) -> int:
+        """Pages that `reserve` can hand out."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that `open` can find."""
+        return len(self._published)
+
+    def pages_for(self, length: int) -> int:
+        """Pages that so many positions take."""
+        return -(-length // self.page_size)
+
+    def table(self, session: str) -> tuple[int, ...]:
+        """Position n of the session is in page `table[n // page_size]`, at `n % page_size`."""
+        return tuple(self._sessions[session].table)
+
+    def missing(self, session: str, length: int) -> int:
+        """Pages that a session has yet to take for so many positions; negative when it has more."""
+        return -(-length // self.page_size) - len(self._sessions[session].table)
+
+    # ------------------------------------------------------------ the life of a session
+
+    def open(self, session: str, tokens: Sequence[int]) -> int:
+        """Adds a session; returns how many of its first positions are cached already.
+
+        The last token never is: somebody has to compute what comes after it.
+        """
+        assert session not in self._sessions, f"{session} is open already"
+        table = self._find(tokens)
+        for page in table:
+            self._acquire(page)
+        self._sessions[session] = _Holding(table, published=len(table))
+        return len(table) * self.page_size
+
+    def fork(self, parent: str, child: str, length: int) -> None:
+        """Adds a session that begins with the parent's first `length` positions, which must be computed."""
+        assert child not in self._sessions, f"{child} is open already"
+        origin = self._sessions[parent]
+        assert length <= len(origin.table) * self.page_size, f"{parent} does not reach position {length}"
+        table = origin.table[: self.pages_for(length)]
+        for page in table:
+            self._acquire(page)
+        self._sessions[child] = _Holding(table, min(origin.published, len(table)))
+
+    def reserve(self, session: str, start: int, end: int) -> list[PageCopy] | None:
+        """Makes positions `start` to `end` writable; what is cached from `start` on counts no more.
+
+        Returns the copies to make first, or None, with nothing changed, when there are not enough pages.
+        """
+        held = self._sessions[session]
+        table = held.table
+        first = start // self.page_size
+        last = self.pages_for(end)
+        assert 0 <= start < end, f"there is nothing to write from {start} to {end}"
+        assert start <= len(table) * self.page_size, f"{session} does not reach position {start}"
+        shared = [index for index in range(first, min(last, len(table))) if self._is_shared(table[index])]
+        missing = max(0, last - len(table))
+        if len(shared) + missing > self.available:
+            return None
+        copies = []
+        for index in shared:
+            page = table[index]
+            table[index] = self._allocate()
+            if index * self.page_size < start:  # what stands before `start` has to come along
+                copies.append(PageCopy(page, table[index]))
+            # It may become evictable here, but last in line: what is allocated below comes from those before it.
+            self._release(page)
+        table.extend(self._allocate() for _ in range(missing))
+        held.published = min(held.published, first)
+        return copies
+
+    def truncate(self, session: str, length: int) -> None:
+        """Rolls back to the first `length` positions."""
+        held = self._sessions[session]
+        kept = self.pages_for(length)
+        while len(held.table) > kept:  # the last page first: a chain is evicted from its end
+            self._release(held.table.pop())
+        held.published = min(held.published, len(held.table))
+
+    def publish(self, session: str, tokens: Sequence[int], length: int) -> None:
+        """Lets others find the whole pages among the first `length` positions, which must be computed.
+
+        `tokens` are the session's, from the first on; each page is looked at once.
+        """
+        held = self._sessions[session]
+        assert length <= len(tokens), f"{session} has {len(tokens)} tokens, not {length}"
+        assert length <= len(held.table) * self.page_size, f"{session} does not reach position {length}"
+        for index in range(held.published, length // self.page_size):
+            if not self._publish_page(held, index, self._page_tokens(tokens, index)):
+                return
+            held.published += 1
+
+    def close(self, session: str) -> None:
+        """Forgets a session; what it published stays until the room is needed."""
+        self.truncate(session, 0)
+        del self._sessions[session]
+
+    # ------------------------------------------------------------ sharing by content
+
+    def _page_tokens(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+
+    def _key(self, parent: _Published | None, tokens: tuple[int, ...]) -> bytes:
+        return self._hash_page(self._hash_key, parent.key if parent is not None else b"", tokens)
+
+    def _find(self, tokens: Sequence[int]) -> list[int]:
+        """Published pages that hold these tokens, as far as they go, but for the last token."""
+        found: list[int] = []
+        parent: _Published | None = None
+        for index in range((len(tokens) - 1) // self.page_size):
+            content = self._page_tokens(tokens, index)
+            known = self._index.get(self._key(parent, content))
+            if known is None or not known.holds(parent, content):
+                break
+            found.append(known.page)
+            parent = known
+        return found
+
+    def _publish_page(self, held: _Holding, index: int, tokens: tuple[int, ...]) -> bool:
+        """Publishes a page whose predecessors are published, or puts its published double in its place.
+
+        False when other content has its hash: the page stays private, and so do those after it.
+        """
+        page = held.table[index]
+        parent = self._published[held.table[index - 1]] if index else None
+        key = self._key(parent, tokens)
+        known = self._index.get(key)
+        if known is None:
+            assert page not in self._published, f"page {page} is published with other tokens"
+            self._index[key] = self._published[page] = _Published(key, parent, tokens, page)
+        elif not known.holds(parent, tokens):
+            return False
+        else:  # possibly this very page, published by a fork
+            self._acquire(known.page)
+            held.table[index] = known.page
+            self._release(page)
+        return True
+
+    # ------------------------------------------------------------ single pages
+
+    def _is_shared(self, page: int) -> bool:
+        return self._refs[page] > 1 or page in self._published
+
+    def _acquire(self, page: int) -> None:
+        self._evictable.pop(page, None)
+        self._refs[page] += 1
+
+    def _release(self, page: int) -> None:
+        self._refs[page] -= 1
+        if self._refs[page]:
+            return
+        if page in self._published:
+            self._evictable[page] = None
+        else:
+            self._free.append(page)
+
+    def _allocate(self) -> int:
+        if not self._free:
+            self._evict()
+        page = self._free.pop()
+        self._refs[page] = 1
+        return page
+
+    def _evict(self) -> None:
+        page, _ = self._evictable.popitem(last=False)
+        del self._index[self._published.pop(page).key]
+        self._free.append(page)
+
+    # ------------------------------------------------------------ integrity
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page is accounted for, exactly once."""
+        used = Counter(page for held in self._sessions.values() for page in held.table)
+        assert [used[page] for page in range(self.pages)] == self._refs, "references are not what the tables hold"
+        places = sorted([*self._free, *self._evictable, *used])
+        assert places == list(range(self.pages)), "a page is lost or in two places"
+        assert self._published.keys() - used == self._evictable.keys(), "evictable is not published and unused"
+        entries = self._index.values()
+        assert self._index == {entry.key: entry for entry in entries}, "a hash finds what has another"
+        assert self._published == {entry.page: entry for entry in entries}, "the index is not of what is published"
+        for name, held in self._sessions.items():
+            self._check_session(name, held)
+
+    def _check_session(self, name: str, held: _Holding) -> None:
+        assert len(set(held.table)) == len(held.table), f"{name} has a page twice"
+        assert held.published <= len(held.table), f"{name} has published more than it has"
+        parent: _Published | None = None
+        for page in held.table[: held.published]:
+            entry = self._published.get(page)
+            assert entry is not None, f"page {page} of {name} is not published"
+            assert entry.parent is parent, f"page {page} of {name} is published after other tokens"
+            parent = entry

@@ -1,0 +1,1 @@
+"""What speculation brings before anything runs."""

@@ -1,0 +1,37 @@
+"""Membership as Ray Serve's controller publishes it: the one place in this package that knows Ray.
+
+Each replica announces its gRPC address through Serve's `record_replica_metadata` hook; the controller pushes the
+set of running replicas to every handle. Reading that set off a handle has no public call in Ray 2.60, hence the
+private attributes here and nowhere else, and the pinned minor version.
+"""
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.routing.membership import Endpoint, Members
+
+ADDRESS = "grpc_address"  # keys in the replica metadata
+COSTS = "costs"  # what it measured at its start, as JSON: `ForwardCost` of a target, `DraftCost` of a drafter
+
+
+class ServeMembership:
+    """Reads both pools off their deployment handles; costs no call, the controller pushes changes."""
+
+    def __init__(self, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]) -> None:
+        self._targets = targets
+        self._drafters = drafters
+
+    async def current(self) -> Members:
+        return Members(_endpoints(self._targets), _endpoints(self._drafters))
+
+
+def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
+    return tuple(Endpoint(str(r.replica_id), r.replica_metadata[ADDRESS]) for r in _replicas(handle))
+
+
+def _replicas(handle: DeploymentHandle[Any]) -> list[Any]:
+    request_router = handle._init_router()._asyncio_router.request_router
+    if request_router is None:
+        return []  # the controller has not been heard of yet
+    return list(request_router.curr_replicas.values())

@@ -1,0 +1,259 @@
+"""The ledger of one request: what is committed, who works on it, and what to do when they fail.
+
+Events in, commands out; nothing here waits, sends or looks at a clock. The rules it keeps:
+
+* only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
+* what is committed is never taken back, and is all that is needed to open the session anywhere;
+* a lost drafter costs speed; a lost target costs a new attempt, twice at most.
+
+Knows nothing of text, of streams, or of how a peer was chosen.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from cluster.errors import RequestError, SlipstreamError, TargetLostError
+from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
+from protos.prefix import Prefix
+from protos.values import value
+
+MAX_REOPENS = 2  # a request that kills targets must not kill them all
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one session is to generate; all parameters resolved."""
+
+    session: str
+    prompt: tuple[int, ...]
+    max_len: int
+    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    draft_seed: int  # independent of `seed`; what a drafter gets under ratio
+    choice: int
+    hash_key: int
+    acceptance: Acceptance
+    max_draft_tokens: int
+
+
+@value
+class ToTarget:
+    """Send to the target at `address`."""
+
+    address: str
+    message: Open | Close
+
+
+@value
+class ToDrafter:
+    """Send to the drafter at `address`."""
+
+    address: str
+    message: Open | Close
+
+
+@value
+class Emit:
+    """Give newly committed tokens to the client; the first `accepted` of them were drafted."""
+
+    tokens: tuple[int, ...]
+    accepted: int
+    drafted: int  # tokens in the block that was verified
+
+
+@value
+class Ended:
+    """The session is over."""
+
+    finish: Finish
+
+
+@value
+class Failed:
+    """The session cannot go on."""
+
+    error: SlipstreamError
+
+
+Command = ToTarget | ToDrafter | Emit | Ended | Failed
+
+
+class Phase(Enum):
+    SEEKING = "seeking"  # has no target
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass
+class Counts:
+    """What the session's verification came to."""
+
+    verifies: int = 0  # verdicts committed
+    blocks: int = 0  # of them with a block
+    drafted: int = 0
+    accepted: int = 0
+    void: int = 0  # verdicts thrown away
+
+
+class Session:
+    """The ledger's state machine."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.phase = Phase.SEEKING
+        self.attempt = 0
+        self.failures = 0  # targets lost so far
+        self.target: str | None = None
+        self.drafter: str | None = None
+        self.has_drafted = False  # whether this drafter ever had a block in time, or said that it has none
+        self.failed_targets: frozenset[str] = frozenset()
+        self.drafts = generation.max_draft_tokens > 0
+        self.counts = Counts()
+        self._prefix = Prefix(generation.hash_key, generation.prompt)
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return tuple(self._prefix.tokens[len(self.generation.prompt) :])
+
+    @property
+    def wants_drafter(self) -> bool:
+        running = self.phase is Phase.RUNNING
+        return running and self.drafter is None and self.drafts
+
+    # ------------------------------------------------------------ assignment
+
+    def assign_target(self, address: str) -> list[Command]:
+        """Opens the session on a target under a new attempt; its drafter follows."""
+        assert self.phase is Phase.SEEKING
+        self.phase = Phase.RUNNING
+        self.target = address
+        self.attempt = self.attempt + 1
+        return [ToTarget(address, self._open()), *self._open_drafter()]
+
+    def assign_drafter(self, address: str) -> list[Command]:
+        """Gives the session a drafter."""
+        assert self.wants_drafter
+        self.drafter = address
+        self.has_drafted = False
+        return self._open_drafter()
+
+    def leave_drafter(self) -> list[Command]:
+        """Frees the drafter, which lives but does not help; another may be assigned."""
+        assert self.drafter is not None
+        left = self.drafter
+        self.drafter = None
+        return [ToDrafter(left, Close(self.generation.session, self.attempt))]
+
+    # ------------------------------------------------------------ events
+
+    def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
+        """Commits what the current attempt decided at exactly this length and hash; all else is void."""
+        current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
+        here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
+        if not (current and here and verdict.tokens):
+            self.counts.void += 1
+            return []
+        self._prefix.extend(verdict.tokens)
+        self.counts.verifies += 1
+        self.counts.blocks += verdict.drafted > 0
+        self.counts.drafted += verdict.drafted
+        self.counts.accepted += verdict.accepted
+        self.has_drafted |= self.drafter is not None and verdict.answer is DraftAnswer.GIVEN
+        commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted)]
+        if verdict.finish is not Finish.NONE:
+            commands += [*self._release(), Ended(verdict.finish)]
+        return commands
+
+    def on_drafter_resync(self, source: str) -> list[Command]:
+        """The drafter cannot follow: it gets the ledger again."""
+        return self._open_drafter() if source == self.drafter else []
+
+    def on_drafter_gone(self, source: str) -> list[Command]:
+        """The drafter is lost or refuses; the target goes on alone until another is assigned."""
+        if source == self.drafter:
+            self.drafter = None
+        return []
+
+    def on_drafter_refusal(self, source: str, refusal: Refusal) -> list[Command]:
+        """A full drafter is left for another; a request that drafters find fault with goes on without any."""
+        if source == self.drafter and refusal.reason is RefusalReason.INVALID:
+            self.drafts = False
+        if source != self.drafter:
+            return []
+        return self.leave_drafter()  # it may have taken a later Open, which crossed its refusal
+
+    def on_target_gone(self, source: str) -> list[Command]:
+        """The target is lost: seek another, or give up."""
+        if self.phase is not Phase.RUNNING or source != self.target:
+            return []
+        self.phase = Phase.SEEKING
+        self.target = None
+        self.failed_targets |= {source}
+        self.failures += 1
+        if self.failures <= MAX_REOPENS:
+            return []
+        lost = TargetLostError(f"the target replica failed {self.failures} times while serving this request")
+        return [*self._release(), Failed(lost)]
+
+    def on_target_unreadable(self, source: str, attempt: int) -> list[Command]:
+        """What the target said of the session is malformed: it is closed there, and counts as lost with the target."""
+        if self.phase is not Phase.RUNNING or source != self.target or attempt != self.attempt:
+            return []
+        return [ToTarget(source, Close(self.generation.session, attempt)), *self.on_target_gone(source)]
+
+    def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
+        """The target will not serve the session: a fault of the request fails it, a full target is left."""
+        if source != self.target or refusal.attempt != self.attempt:
+            return []
+        self.target = None
+        if refusal.reason is RefusalReason.OVERLOADED:
+            self.phase = Phase.SEEKING  # no failure: another, or the same one later, takes it
+            return []
+        return [*self._release(), Failed(RequestError(refusal.message))]
+
+    def cancel(self) -> list[Command]:
+        """Nobody wants the session any more."""
+        return self._release()
+
+    def fail(self, error: SlipstreamError) -> list[Command]:
+        """The router gives the session up."""
+        return [*self._release(), Failed(error)] if self.phase is not Phase.DONE else []
+
+    # ------------------------------------------------------------ helpers
+
+    def _open(self) -> Open:
+        g = self.generation
+        return Open(
+            session=g.session,
+            attempt=self.attempt,
+            tokens=tuple(self._prefix.tokens),
+            prompt_len=len(g.prompt),
+            max_len=g.max_len,
+            stop_ids=g.stop_ids,
+            sampling=g.sampling,
+            seed=g.seed,
+            choice=g.choice,
+            hash_key=g.hash_key,
+            acceptance=g.acceptance,
+            max_draft_tokens=g.max_draft_tokens,
+        )
+
+    def _open_drafter(self) -> list[Command]:
+        if self.drafter is None or self.target is None:
+            return []
+        g = self.generation
+        seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
+        return [ToDrafter(self.drafter, replace(self._open(), seed=seed, target_address=self.target))]
+
+    def _release(self) -> list[Command]:
+        """Frees both sides; idempotent."""
+        self.phase = Phase.DONE
+        close = Close(self.generation.session, self.attempt)
+        commands: list[Command] = []
+        if self.target is not None:
+            commands.append(ToTarget(self.target, close))
+        if self.drafter is not None:
+            commands.append(ToDrafter(self.drafter, close))
+        self.target = self.drafter = None
+        return commands

@@ -1,0 +1,179 @@
+"""A ring buffer of what an actor did when, in the actor's own logical order.
+
+What lay between two events is a span; `spans` finds them in the recordings of all actors together. Knows nothing of
+who reads it.
+"""
+
+import pickle
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+# Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store, where Serve's watching of
+# an answer that its caller has already dropped ends the caller.
+MESSAGE_BYTES = 90_000
+MICRO = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to some sessions at one moment."""
+
+    order: int  # rises by one per event of this actor
+    at_s: float
+    name: str
+    sessions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One actor's events as they leave it; `at_s + wall_offset_s` compares with those of other actors.
+
+    On one machine monotonic clocks agree; across machines wall clocks do as far as they are set.
+    """
+
+    wall_offset_s: float
+    events: tuple[Event, ...]
+
+
+class Timeline:
+    """Keeps the latest `capacity` events."""
+
+    def __init__(self, clock: Callable[[], float], capacity: int = 4096) -> None:
+        self._clock = clock
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._order = 0
+
+    def record(self, name: str, *sessions: str) -> None:
+        self._events.append(Event(self._order, self._clock(), name, sessions))
+        self._order += 1
+
+    def events(self) -> list[Event]:
+        return list(self._events)
+
+    def recording(self, wall_clock: Callable[[], float] = time.time) -> Recording:
+        return Recording(wall_clock() - self._clock(), tuple(self._events))
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Whose recording it is."""
+
+    role: str  # router, drafter or target
+    name: str
+    recording: Recording
+
+
+# ---------------------------------------------------------------- on the way
+
+
+def pack(actor: Actor, limit: int = MESSAGE_BYTES) -> bytes:
+    """The recording as one small message; when all is more than `limit` bytes, its latest events."""
+    events = actor.recording.events
+    while len(packed := _packed(actor, events)) > limit:
+        events = events[max(1, len(events) // 8) :]
+    return packed
+
+
+def _packed(actor: Actor, events: Sequence[Event]) -> bytes:
+    """Columns compress far better than events; names and sessions are told once."""
+    names = list(dict.fromkeys(event.name for event in events))
+    groups = list(dict.fromkeys(event.sessions for event in events))
+    name_at, group_at = ({value: index for index, value in enumerate(values)} for values in (names, groups))
+    times = [round(event.at_s * MICRO) for event in events]
+    columns = (
+        array("q", (later - earlier for earlier, later in zip([0, *times], times, strict=False))),
+        array("H", (name_at[event.name] for event in events)),
+        array("H", (group_at[event.sessions] for event in events)),
+    )
+    first = events[0].order if events else 0
+    offset = actor.recording.wall_offset_s
+    return zlib.compress(pickle.dumps((actor.role, actor.name, offset, first, names, groups, columns)))
+
+
+def unpack(packed: bytes) -> Actor:
+    """What `pack` was given, to the microsecond; trusts its source as far as Ray does."""
+    role, name, offset, first, names, groups, columns = pickle.loads(zlib.decompress(packed))
+    events = []
+    at = 0
+    for order, (passed, named, group) in enumerate(zip(*columns, strict=True), start=first):
+        at += passed
+        events.append(Event(order, at / MICRO, names[named], groups[group]))
+    return Actor(role, name, Recording(offset, tuple(events)))
+
+
+# ---------------------------------------------------------------- spans
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a round: from one event of a session to the next of another kind, possibly of another actor."""
+
+    name: str
+    begins: tuple[str, str]  # role and event
+    ends: tuple[str, str]
+    shown_at: str  # role of the actor whose time it is
+
+
+STAGES = (
+    Stage("queue", ("drafter", "verdict"), ("drafter", "draft"), "drafter"),
+    Stage("draft", ("drafter", "draft"), ("drafter", "drafted"), "drafter"),
+    Stage("draft ahead", ("drafter", "draft ahead"), ("drafter", "drafted"), "drafter"),
+    Stage("send", ("drafter", "sent"), ("target", "block"), "drafter"),
+    Stage("wait", ("target", "block"), ("target", "verify"), "target"),
+    Stage("verify", ("target", "verify"), ("target", "decided"), "target"),
+    Stage("return", ("target", "decided"), ("drafter", "verdict"), "target"),
+    Stage("commit", ("target", "decided"), ("router", "commit"), "router"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What an actor was at for some sessions, in wall time."""
+
+    actor: str
+    role: str
+    name: str
+    began_s: float
+    ended_s: float
+    sessions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    at_s: float
+    actor: Actor
+    event: Event
+
+
+def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Span]:
+    """All spans whose two ends were recorded, by beginning; sessions that went through one together share it."""
+    moments = [
+        _Moment(event.at_s + actor.recording.wall_offset_s, actor, event)
+        for actor in actors
+        for event in actor.recording.events
+    ]
+    moments.sort(key=lambda moment: (moment.at_s, moment.actor.name, moment.event.order))
+    found = [span for stage in stages for span in _spans_of(stage, moments)]
+    return sorted(found, key=lambda span: (span.began_s, span.ended_s, span.actor, span.name))
+
+
+def _spans_of(stage: Stage, moments: Iterable[_Moment]) -> list[Span]:
+    begun: dict[str, _Moment] = {}  # by session
+    together: dict[tuple[str, str, float, float], list[str]] = {}  # by actor, role, beginning and end
+    for moment in moments:
+        what = (moment.actor.role, moment.event.name)
+        for session in moment.event.sessions:
+            if what == stage.begins:
+                begun[session] = moment
+            elif what == stage.ends and session in begun:
+                beginning = begun.pop(session)
+                owner = moment.actor if moment.actor.role == stage.shown_at else beginning.actor
+                together.setdefault((owner.name, owner.role, beginning.at_s, moment.at_s), []).append(session)
+    return [
+        Span(name, role, stage.name, began_s, ended_s, tuple(sessions))
+        for (name, role, began_s, ended_s), sessions in together.items()
+    ]

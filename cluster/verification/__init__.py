@@ -1,0 +1,1 @@
+"""What a target replica decides with: its scheduler, the sequences that it serves, the blocks that wait, and steps."""

@@ -1,0 +1,112 @@
+"""Which sessions have a place in a target's cache, which queue for one, and which pages each holds.
+
+Knows nothing of blocks, of time or of what is computed; how long sessions waited is for others to judge.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from cluster.page_allocator import PageAllocator, PageCopy
+from cluster.verification.sequence import TargetSession
+from protos.messages import Open
+
+
+class Admission:
+    """All sessions of a replica; what the engine is to open and close is collected for the next step."""
+
+    def __init__(self, limit: int, pages: PageAllocator) -> None:
+        self.running: dict[str, TargetSession] = {}  # they have a place in the cache; oldest first
+        self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order
+        self.order: deque[str] = deque()  # admitted sessions, longest unserved first
+        self.pages = pages
+        self.preempted = 0  # times that a session lost its pages to older ones
+        self._limit = limit
+        self._opens: list[Open] = []  # for the engine, with the next step
+        self._closes: list[str] = []
+
+    # ------------------------------------------------------------ who is there
+
+    def __iter__(self) -> Iterator[TargetSession]:
+        return iter([*self.running.values(), *self.waiting.values()])
+
+    def find(self, name: str) -> TargetSession | None:
+        return self.running.get(name) or self.waiting.get(name)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held, nor due to the engine."""
+        return not any((self.running, self.waiting, self.order, self._opens, self._closes))
+
+    # ------------------------------------------------------------ coming and going
+
+    def admit(self) -> Iterator[TargetSession]:
+        """Lets queued sessions into the cache, first come first served, as long as there is room; names each."""
+        while self.waiting and len(self.running) < self._limit:
+            name, session = next(iter(self.waiting.items()))
+            session.cached_len = self.pages.open(name, session.prefix.tokens)
+            session.uncached_accepted = 0
+            # A page for each running session to grow into keeps the newcomer from being preempted at once.
+            owed = sum([max(1, self._missing(running)) for running in self.running.values()])
+            if self.running and self._missing(session) + owed > self.pages.available:
+                self.pages.close(name)
+                return
+            del self.waiting[name]
+            self.running[name] = session
+            self.order.append(name)
+            if not session.in_engine:
+                session.in_engine = True
+                self._opens.append(session.open)
+            yield session
+
+    def forget(self, name: str) -> None:
+        """Frees all that a session holds; an unknown one is left alone."""
+        session = self.find(name)
+        if session is None:
+            return
+        if self.waiting.pop(name, None) is None:
+            self._leave(name)
+        pending = [request for request in self._opens if request.session != name]
+        if session.in_engine and len(pending) == len(self._opens):
+            self._closes.append(name)
+        self._opens = pending
+
+    def take_changes(self) -> tuple[tuple[str, ...], tuple[Open, ...]]:
+        """Sessions that the engine is to close, then to open, since this was last asked."""
+        changes = tuple(self._closes), tuple(self._opens)
+        self._closes = []
+        self._opens = []
+        return changes
+
+    # ------------------------------------------------------------ pages
+
+    def reserve(self, session: TargetSession, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
+        """Pages for positions `start` to `end`, at the cost of younger sessions when there are too few.
+
+        None when the session is the youngest itself, or when all that are younger are in the step already, whose
+        sessions are `in_step`: in the next one it comes before them.
+        """
+        name = session.open.session
+        while (copies := self.pages.reserve(name, start, end)) is None:
+            youngest = next(n for n in reversed(self.running) if n not in in_step)
+            if youngest != name or name == next(reversed(self.running)):
+                self._preempt(youngest)
+            if youngest == name:
+                return None
+        return copies
+
+    def _missing(self, session: TargetSession) -> int:
+        """Pages that a session has yet to take for the tokens that it has, and one more."""
+        return self.pages.missing(session.open.session, session.prefix.length + 1)
+
+    def _preempt(self, name: str) -> None:
+        """Back to the head of the queue; what is lost of its cache is computed again from its tokens."""
+        self.preempted += 1
+        session = self.running[name]
+        self._leave(name)
+        self.waiting = {name: session, **self.waiting}
+
+    def _leave(self, name: str) -> None:
+        """Takes a session out of the cache."""
+        del self.running[name]
+        self.order.remove(name)
+        self.pages.close(name)

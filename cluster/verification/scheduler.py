@@ -1,0 +1,482 @@
+"""The target's scheduler: which sessions it serves, what the next step computes, and what it decided.
+
+The lock-step of `plan` and `apply` is the whole verification loop; between them an engine computes. A block is
+verified only at exactly the length and hash it was drafted for. Knows nothing of torch, gRPC or a clock: times
+are handed in.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.costs import ForwardCost
+from cluster.dispatch import Send, peer_of
+from cluster.drafting.requests import max_block_len
+from cluster.pacing.acceptance import ReplicaStats, out_of_step
+from cluster.pacing.acceptance_counts import AcceptanceCounts
+from cluster.pacing.draft_delay import DraftDelay
+from cluster.pacing.gate import SpeculationGate
+from cluster.pacing.load import Load
+from cluster.pacing.policy import Adaptive, Pacing
+from cluster.pacing.step_cost import StepCost, octave
+from cluster.page_allocator import PageAllocator, PageCopy
+from cluster.routing.circuit_breaker import SilentDrafters
+from cluster.verification.admission import Admission
+from cluster.verification.block_buffer import BlockBuffer, BlockCounts
+from cluster.verification.early_messages import BufferLimits, EarlyMessages
+from cluster.verification.sequence import TargetSession
+from cluster.verification.step import Outcome, Row, StepPlan
+from cluster.verification.step_timing import StepTiming
+from protos.messages import (
+    Attach,
+    Block,
+    Close,
+    Detach,
+    Finish,
+    LiveSession,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Verdict,
+)
+from protos.prefix import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationLimits:
+    """Bounds of one target replica."""
+
+    vocabulary: int  # token ids are below this
+    max_context: int
+    max_sessions: int  # in the cache at once; further ones queue
+    max_step_tokens: int
+    pages: int = 4096  # of the cache
+    page_size: int = 16  # positions
+    alternatives: bool = True  # whether the engine computes them
+    max_queued: int = 1024
+    buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
+
+
+class VerificationScheduler:
+    """All sessions of one target replica."""
+
+    def __init__(
+        self, limits: VerificationLimits, pacing: Pacing | None = None, step_cost: ForwardCost | None = None
+    ) -> None:
+        self._limits = limits
+        self._pacing = pacing or Adaptive()
+        self._silent = SilentDrafters()
+        self._timing = StepTiming(self._pacing, self._silent)
+        self._pages = PageAllocator(limits.pages, limits.page_size, secrets.token_bytes(16))
+        self._admission = Admission(limits.max_sessions, self._pages)
+        self._counts = BlockCounts()
+        self._unopened = EarlyMessages(limits.buffer, self._counts)
+        self._in_step: list[tuple[TargetSession, Row]] = []
+        self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
+        self._decides_all = False  # whether the latest step decides for all of its rows, and none feeds a prompt
+        self._is_drafted_for = False  # whether drafters were asked for blocks for it
+        self._load = Load(StepCost.profiled(step_cost))
+        self._replica_stats = ReplicaStats()
+        self._delays: dict[int, DraftDelay] = {}  # of blocks, by octaves of sessions other than now
+        self._record = SpeculationGate()
+        self.acceptance = AcceptanceCounts()  # of all blocks since the beginning
+        self._busy_until = 0.0  # end of the latest step after which there was more to do
+        self._free_since = 0.0  # since when sessions could have been in a step and were in none
+        self.step_s = 0.0  # in steps
+        self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
+        self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
+
+    # ------------------------------------------------------------ what a router says
+
+    def hello(self, router: str, live: Iterable[LiveSession], now: float) -> None:
+        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        wanted = {(item.session, item.attempt) for item in live}
+        for session in self._admission:
+            if peer_of(session.router) != peer_of(router):
+                continue
+            session.router = router
+            if (session.open.session, session.open.attempt) not in wanted:
+                self._forget(session.open.session)
+        self._admit(now)
+
+    def open(self, router: str, request: Open, now: float) -> list[Send]:
+        """Serves a session from its ledger; an open one is replaced unless the request is older."""
+        if refusal := self._refuse(request):
+            return [(router, refusal)]
+        name = request.session
+        known = self._admission.find(name)
+        if known is not None and known.open.attempt >= request.attempt:
+            return []
+        self._forget(name)
+        if not (self._admission.running or self._admission.waiting):
+            self._free_since = now
+        buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
+        prefix = Prefix(request.hash_key, request.tokens)
+        session = TargetSession(request, router, prefix, buffer, waiting_since=now)
+        self._admission.waiting[name] = session
+        self._admit(now)
+        if name in self._admission.waiting:
+            self._ask(session)  # so that its drafter has read the prompt when it gets its place
+        waiting = self._unopened.take(name)
+        if waiting is None:
+            return []
+        for block in waiting.blocks:
+            self.block(waiting.drafter, block, now)
+        return self.attach(waiting.drafter, waiting.attach, now) if waiting.attach else []
+
+    def close(self, router: str, close: Close, now: float) -> None:
+        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
+        known = self._admission.find(close.session)
+        if known is not None and known.router == router and known.open.attempt <= close.attempt:
+            self._forget(close.session)
+            self._admit(now)
+
+    def router_gone(self, router: str, now: float) -> None:
+        """The stream broke: its sessions are nobody's."""
+        for session in self._admission:
+            if session.router == router:
+                self._forget(session.open.session)
+        self._admit(now)
+
+    # ------------------------------------------------------------ what a drafter says
+
+    def attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
+        """Sends the session's verdicts to this drafter from now on; first what it missed, and what it is asked for."""
+        session = self._admission.find(attach.session)
+        if session is None:
+            self._unopened.attach(drafter, attach, now)
+            return []
+        if not session.prefix.matches(attach.have_len, attach.have_hash):
+            return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
+        session.attached(drafter)
+        catch_up = Verdict(
+            attach.session,
+            session.open.attempt,
+            attach.have_len,
+            attach.have_hash,
+            tuple(session.prefix.tokens[attach.have_len :]),
+            accepted=0,
+            drafted=0,
+            draft_tokens=session.asked,
+            waits=session.ask.waits,
+            least_chance=session.ask.least_chance,
+            alternatives=self._may_branch(session.open),
+        )
+        return [(drafter, catch_up)]
+
+    def block(self, drafter: str, block: Block, now: float) -> None:
+        """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
+        if cause := self._unfit(block):
+            self._counts.drop(cause, block)
+            return
+        session = self._admission.find(block.session)
+        if session is None:
+            self._unopened.block(drafter, block, now)
+            return
+        if block.alternatives and not self._may_branch(session.open):
+            self._counts.drop("alternatives", block)
+            return
+        self._silent.heard(drafter)
+        self._note_answer(session, block, len(block.tokens), now)
+        session.buffer.place(block, session.open, session.prefix, now)
+
+    def no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
+        """The drafter has no block for this prefix: it is not waited for."""
+        self._silent.heard(drafter)
+        session = self._admission.find(no_draft.session)
+        if session is not None and session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
+            session.no_draft_len = no_draft.base_len
+            session.has_answered = True
+            if not any(taken is session for taken, _ in self._in_step):  # else it need not have been in a hurry
+                self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
+
+    def detach(self, drafter: str, detach: Detach) -> None:
+        """The drafter has left the session, which goes on plainly; blocks that arrived stay good."""
+        self._unopened.detach(drafter, detach.session)
+        session = self._admission.find(detach.session)
+        if session is not None and session.drafter == drafter:
+            session.drafter = None
+
+    def drafter_gone(self, drafter: str) -> None:
+        """The stream broke: its sessions go on plainly; blocks that arrived stay good."""
+        self._silent.heard(drafter)
+        for session in self._admission:
+            if session.drafter == drafter:
+                session.drafter = None
+        self._unopened.drafter_gone(drafter)
+
+    # ------------------------------------------------------------ the step
+
+    def plan(self, now: float) -> StepPlan | None:
+        """What to compute now, or None when nothing is due (see `next_due`)."""
+        assert not self._in_step, "a step is planned while another is under way"
+        self._unopened.expire(now)
+        copies: list[PageCopy] = []
+        dues, start = self._timing.dues(self._admission.running, self._load)
+        if start <= now:
+            copies = self._fill_step(dues, now)
+        closes, opens = self._admission.take_changes()
+        if not (self._in_step or opens or closes):
+            return None
+        self.idle_s += now - self._free_since
+        return StepPlan(closes, opens, tuple(row for _, row in self._in_step), tuple(copies))
+
+    def next_due(self) -> float | None:
+        """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
+        admitted = self._admission.running
+        dues = [self._timing.dues(admitted, self._load)[1]] if admitted else []
+        expiry = self._unopened.next_expiry()
+        return min(dues if expiry is None else [*dues, expiry], default=None)
+
+    def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
+        """Turns what the engine computed into verdicts, for the router and for the drafter."""
+        decided = {outcome.session: outcome for outcome in outcomes}
+        to_drafters: list[Send] = []
+        to_routers: list[Send] = []
+        for session, row in self._in_step:
+            if self._admission.running.get(row.session) is not session:
+                continue  # closed or replaced while the engine computed
+            session.cached_len = row.start + len(row.tokens)
+            session.waiting_since = now
+            # Before the verdict: a session may end with it, and what it was fed stays useful.
+            self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, session.prefix.length))
+            if row.decide:
+                news, verdict = self._decide(session, row, decided[row.session], now)
+                to_drafters += news
+                to_routers.append(verdict)
+            if self._admission.running.get(row.session) is session:
+                self._pages.truncate(row.session, session.cached_len)
+        self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
+        self._measure(outcomes, seconds, now)
+        self._in_step = []
+        self.step_s += seconds
+        self._free_since = now
+        self._admit(now)
+        if self.is_idle:
+            self._pages.check()
+        return [*to_drafters, *to_routers]  # a round waits for its drafter, not for its router
+
+    # ------------------------------------------------------------ inspection
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing at all is held: no session, no waiting block, nothing due to the engine."""
+        return self._admission.is_empty and not self._unopened and not self._in_step
+
+    def load(self) -> dict[str, float]:
+        """Sessions in the cache and in the queue, for autoscaling."""
+        return {"sessions": float(len(self._admission.running)), "queued": float(len(self._admission.waiting))}
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Blocks that were not verified, by cause."""
+        return self._counts.dropped
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens, alternatives among them, that verdicts took over from blocks."""
+        return self._counts.accepted_tokens
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Draft tokens, alternatives among them, that came in well-formed blocks and that no verdict took over.
+
+        They were rejected, or never verified: because fewer tokens paid by then, because their block was dropped or
+        replaced by a better version, because the target had decided them itself when a late block came, or because
+        their session ended. Those whose verdict is still to come are not counted yet.
+        """
+        return self._counts.wasted_tokens
+
+    @property
+    def rebased(self) -> int:
+        """Blocks that came late and were verified from where the target had got to."""
+        return self._counts.rebased
+
+    @property
+    def preempted(self) -> int:
+        """Times that a session lost its pages to older ones."""
+        return self._admission.preempted
+
+    @property
+    def pages(self) -> dict[str, int]:
+        """Of the cache: `total`, and those `held` by sessions now; the others are free or may be evicted."""
+        return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
+
+    @property
+    def speculation(self) -> dict[str, float]:
+        """What pacing goes by: plain tokens a second, the gain over them, and whether drafts are asked for."""
+        load = self._load
+        return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
+
+    @property
+    def step_cost(self) -> StepCost:
+        """What steps cost by now."""
+        return self._load.step
+
+    @property
+    def is_drafted_for(self) -> bool:
+        """Whether blocks were wanted for the latest step: then drafters, where there are any, were at work."""
+        return self._is_drafted_for
+
+    # ------------------------------------------------------------ helpers
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        limits = self._limits
+        reason = RefusalReason.INVALID
+        why = ""
+        if max(request.tokens) >= limits.vocabulary:
+            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
+        elif request.max_len > limits.max_context:
+            why = f"max_len is {request.max_len}, the context holds {limits.max_context} tokens"
+        elif self._pages.pages_for(request.max_len) > limits.pages:
+            why = f"max_len is {request.max_len}, the cache holds {limits.pages * limits.page_size} tokens"
+        elif len(self._admission.waiting) >= limits.max_queued:
+            reason = RefusalReason.OVERLOADED
+            why = f"{len(self._admission.waiting)} sessions are queued already"
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _unfit(self, block: Block) -> str | None:
+        rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
+        drafted = (*block.tokens, *block.alternatives)
+        if max(drafted) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
+            return "out_of_vocabulary"
+        if block.base_len + block.size > self._limits.max_context:
+            return "beyond_context"
+        return None
+
+    def _may_branch(self, request: Open) -> bool:
+        return self._limits.alternatives and request.may_branch
+
+    def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
+        """How long it took; not of a block drafted ahead, nor of the first, before which a prompt was read."""
+        session.has_answered = True
+        is_read = session.is_read
+        session.is_read = True
+        delay_s = session.delay_of(answer, now)
+        if delay_s is not None and is_read:
+            session.stats = session.stats.after_arrival(delay_s)
+            self._replica_stats = self._replica_stats.after_arrival(tokens, delay_s)
+
+    def _forget(self, name: str) -> None:
+        self._unopened.ended(name)
+        if (session := self._admission.find(name)) is not None:
+            session.buffer.leave()
+        self._admission.forget(name)
+
+    def _admit(self, now: float) -> None:
+        for session in self._admission.admit():
+            session.waiting_since = now
+            self._ask(session)
+
+    def _fill_step(self, dues: Mapping[str, float], now: float) -> list[PageCopy]:
+        """Takes the sessions that are due into the step, longest unserved first, up to the token budget."""
+        budget = self._limits.max_step_tokens
+        copies: list[PageCopy] = []
+        in_step: set[str] = set()
+        for name in list(self._admission.order):
+            session = self._admission.running.get(name)  # None: preempted by one before it
+            if session is None or budget <= 0 or dues[name] > now:
+                continue
+            row = session.row(budget)
+            reserved = self._admission.reserve(session, row.start, row.start + len(row.tokens), in_step)
+            if reserved is None:
+                continue
+            copies += reserved
+            budget -= len(row.tokens)
+            in_step.add(name)
+            self._in_step.append((session, row.in_pages(self._pages.table(name))))
+            self._admission.order.remove(name)
+            self._admission.order.append(name)
+        self._decoding = sum(session.is_decoding for session in self._admission.running.values())
+        self._decides_all = all(row.decide and session.is_decoding for session, row in self._in_step)
+        self._is_drafted_for = any(session.asked for session, _ in self._in_step)
+        return copies
+
+    def _measure(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
+        """What the step cost and brought; steps that fed prompts say nothing of the rate."""
+        if not self._in_step:
+            return
+        if self._decides_all:
+            took_s = now - max(self._busy_until, now - 2 * seconds)  # with the wait before it, if it was one
+            self._note_step(sum(outcome.accepted + 1 for outcome in outcomes), seconds, took_s)
+        self._busy_until = now
+
+    def _note_step(self, committed: int, seconds: float, took_s: float) -> None:
+        """Has pacing learn from a step that decided for all of its rows."""
+        load = self._load
+        rows = len(self._in_step)
+        took_s = max(1e-6, took_s)
+        if self._is_drafted_for:
+            tokens = sum(len(row.tokens) for _, row in self._in_step)
+            if plain_s := load.step.plain_s(self._decoding):
+                self._record.step(load.sessions, committed, took_s / plain_s * self._decoding)
+            self._load = replace(load, step=load.step.after_drafts(rows, tokens, seconds))
+        else:
+            if any(session.open.max_draft_tokens for session, _ in self._in_step):
+                self._record.plain_step(load.sessions)
+            self._load = replace(load, step=load.step.after_plain(rows, took_s))
+
+    def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
+        """What its drafter and its router are told."""
+        if row.draft_len > 0 or (session.has_no_draft and session.asked):
+            self._replica_stats = self._replica_stats.after_block(session.asked, row.drafted, outcome.accepted)
+            room = max_block_len(session.open, session.prefix.length)
+            self.acceptance = self.acceptance.after(min(session.asked, room), outcome.accepted)
+        decision = session.decide(row, outcome, now)
+        self._ask(session)
+        verdict = Verdict(
+            session.open.session,
+            session.open.attempt,
+            decision.base_len,
+            decision.base_hash,
+            decision.tokens,
+            decision.accepted,
+            row.drafted,
+            decision.finish,
+            session.asked,
+            answer=session.answer,
+            waits=session.ask.waits,
+            least_chance=session.ask.least_chance,
+            alternatives=self._may_branch(session.open),
+        )
+        sends: list[Send] = []
+        if session.drafter is not None:
+            if (news := session.for_drafter(verdict)) is not None:
+                sends.append((session.drafter, news))
+            sends += self._alarm(session, session.drafter)
+        if decision.finish is not Finish.NONE:
+            self._forget(session.open.session)
+        return sends, (session.router, verdict)
+
+    def _ask(self, session: TargetSession) -> None:
+        """Decides how long a block the drafter is asked for next."""
+        limit = session.open.max_draft_tokens - session.uncached_accepted  # so that a row never has more tokens
+        sessions = max(1, len(self._admission.running))
+        record = self._record
+        load = self._load
+        gain = record.gain(sessions)
+        speculates = record.is_on(sessions)
+        if (sessions, gain, speculates) != (load.sessions, load.gain, load.speculates):
+            self._change_delay(octave(load.sessions), octave(sessions))
+            self._load = load = replace(load, sessions=sessions, gain=gain, speculates=speculates)
+        if limit > 0:
+            session.ask, session.stats = self._pacing.ask(session.stats, self._replica_stats, limit, load)
+            self._replica_stats = self._replica_stats.after_round(session.asked > 0 and session.stats.trials.is_on)
+
+    def _change_delay(self, before: int, now: int) -> None:
+        """How long blocks take is known for each octave of sessions: drafters draft for all of them together."""
+        if before != now:
+            self._delays[before] = self._replica_stats.delay
+            self._replica_stats = self._replica_stats.with_delay(self._delays.get(now, DraftDelay()))
+
+    def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
+        """Has a drafter begin the session anew whose blocks were good and are all rejected now."""
+        if not out_of_step(session.stats):
+            return []
+        self.desyncs += 1
+        session.stats = session.stats.after_alarm()
+        session.drafter = None
+        return [(drafter, Resync(session.open.session, len(session.prefix), session.prefix.hash))]

@@ -1,0 +1,182 @@
+"""One session as its target replica has it: tokens decided, blocks that wait, and what its next row is.
+
+Knows nothing of other sessions, of the cache's pages or of when a step begins.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from cluster.pacing.acceptance import SessionStats
+from cluster.pacing.policy import Ask
+from cluster.verification.block_buffer import BlockBuffer
+from cluster.verification.step import Outcome, Row
+from protos.messages import Block, DraftAnswer, Finish, NoDraft, Open, Verdict
+from protos.prefix import Prefix
+from protos.values import value
+
+MISSED_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
+
+
+@value
+class Decision:
+    """What a step decided for a session."""
+
+    base_len: int  # tokens before the decided ones
+    base_hash: int
+    tokens: tuple[int, ...]
+    accepted: int  # of them, from the block
+    finish: Finish
+
+
+@dataclass(eq=False)
+class TargetSession:
+    """A session from its Open until it ends or is replaced."""
+
+    open: Open
+    router: str
+    prefix: Prefix
+    buffer: BlockBuffer
+    cached_len: int = 0  # tokens in the engine's cache that stand
+    uncached_accepted: int = 0  # tokens before the last one that stand and are not cached: an alternative, or none
+    in_engine: bool = False  # whether the engine has heard of it
+    drafter: str | None = None
+    sent_len: int = 0  # length that the drafter knows of
+    paused: bool = False  # whether it knows that nothing is asked of it
+    ask: Ask = Ask()  # what the drafter was asked for
+    is_read: bool = False  # whether its drafter has answered at all: before that it had to read the prompt
+    has_answered: bool = False  # whether the drafter has answered since the latest verdict, with whatever
+    no_draft_len: int = -1  # length after which the drafter has no block to offer
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # what came of the block that was asked for, for the row made last
+    waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
+    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
+    stats: SessionStats = field(default_factory=SessionStats)
+
+    @property
+    def asked(self) -> int:
+        """Longest block that the drafter was asked for."""
+        return self.ask.tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it is past its prompt."""
+        return self.prefix.length - self.cached_len <= 1 + self.uncached_accepted
+
+    @property
+    def expects_block(self) -> bool:
+        """Whether its drafter was asked for a block for the next row and has not said that there is none."""
+        return self.drafter is not None and self._wants_block
+
+    @property
+    def _wants_block(self) -> bool:
+        length = self.prefix.length
+        if self.ask.tokens == 0 or self.no_draft_len == length:
+            return False
+        return length + 1 < self.open.max_len and self.is_decoding
+
+    @property
+    def missed_by(self) -> str | None:
+        """The drafter whose block the row made last went without."""
+        return self.drafter if self.answer is DraftAnswer.MISSED else None
+
+    @property
+    def has_no_draft(self) -> bool:
+        """Whether the drafter has said that it has no block for the next row."""
+        return self.no_draft_len == self.prefix.length
+
+    def ready_block(self) -> Block | None:
+        return self.buffer.ready(self.prefix)
+
+    def delay_of(self, answer: Block | NoDraft, now: float) -> float | None:
+        """How long after its verdict it came; None for a block drafted ahead, and for a guess that proved wrong."""
+        if not self.prefix.matches(answer.base_len, answer.prefix_hash):
+            return None
+        for length, decided in reversed(self.decided_at):
+            if length == answer.base_len:
+                return now - decided
+        return None
+
+    def attached(self, drafter: str) -> None:
+        """A drafter is told what it missed of the session and what is asked of it."""
+        self.drafter = drafter
+        self.sent_len = self.prefix.length
+        self.is_read = False
+        self.paused = not self.ask.tokens
+
+    def for_drafter(self, verdict: Verdict) -> Verdict | None:
+        """What the drafter is told of a verdict, and all that it was not told before; nothing while it paused."""
+        if self.paused and not self.ask.tokens and verdict.finish is Finish.NONE:
+            return None
+        sent_len = self.sent_len
+        self.sent_len = self.prefix.length
+        self.paused = not self.ask.tokens
+        if sent_len == verdict.base_len:
+            return verdict
+        prefix_hash = self.prefix.hash_at(sent_len)
+        assert prefix_hash is not None, "the drafter was told more than was decided"
+        tokens = tuple(self.prefix.tokens[sent_len:])
+        return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
+
+    def row(self, budget: int) -> Row:
+        """What to feed next, with at most `budget` tokens; a block only as a whole. The pages are left open.
+
+        Notes the drafter's `answer`, which a block too long for the budget is too.
+        """
+        name = self.open.session
+        tail = tuple(self.prefix.tokens[self.cached_len :])
+        self.answer = DraftAnswer.NOT_ASKED
+        if len(tail) > budget:
+            return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
+        block = self.ready_block() if self.ask.tokens else None
+        if block is not None or self.has_no_draft:
+            self.answer = DraftAnswer.GIVEN
+        elif self._wants_block and (self.ask.waits or self.stats.arrivals.missed_rounds >= MISSED_ROUNDS):
+            self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
+        # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
+        block = block.first(self.ask.tokens) if block is not None else None
+        if block is None or len(tail) + block.size > max(budget, len(tail)):
+            return Row(name, tail, self.cached_len, decide=True, pages=())
+        tokens = tail + block.tokens + block.alternatives
+        others = len(block.alternatives)
+        return Row(name, tokens, self.cached_len, True, (), len(block.tokens), block.draft_probs, others)
+
+    def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
+        """Takes over what the engine computed for `row`."""
+        request = self.open
+        base_len = self.prefix.length
+        base_hash = self.prefix.hash
+        raw = outcome.tokens_of(row)
+        tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
+        if row.draft_len > 0:
+            self.buffer.take(base_len, base_hash)
+            self.stats = self.stats.after_block(self.ask.tokens, row.drafted, outcome.accepted)
+        elif self.has_no_draft and self.ask.tokens:
+            self.stats = self.stats.after_nothing(self.ask.tokens)
+        elif row.known == 1 + self.uncached_accepted and self.drafter is not None and not self.has_answered:
+            self.stats = self.stats.after_plain_round()
+        self.has_answered = False
+        self.prefix.extend(tokens)
+        self.decided_at.append((self.prefix.length, now))
+        # The last token was not fed, and an alternative is cached where others belong: it is fed again.
+        self.uncached_accepted = int(outcome.alternative is not None)
+        self.cached_len = base_len + min(outcome.accepted - self.uncached_accepted, len(tokens))
+        hit = self.buffer.move_on(self.prefix, accepted, now)
+        if self.ask.tokens:
+            self.stats = self.stats.after_verdict(hit)
+        return Decision(base_len, base_hash, tokens, accepted, finish)
+
+
+def settle(
+    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
+) -> tuple[tuple[int, ...], int, Finish]:
+    """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
+
+    Returns the tokens that stand, how many of them were drafted, and whether the session ended.
+    """
+    room = max_len - base_len
+    for count, token in enumerate(tokens, 1):
+        if token in stop_ids:
+            return tuple(tokens[:count]), min(accepted, count), Finish.STOP
+        if count >= room:
+            return tuple(tokens[:count]), min(accepted, count), Finish.LENGTH
+    return tuple(tokens), accepted, Finish.NONE

@@ -1,0 +1,58 @@
+"""When the next step begins, and who is due for it: sessions that stay out of steps, and the hold for blocks.
+
+Pure; the durations are pacing's. Knows nothing of pages or of what a step computes.
+"""
+
+import math
+from collections.abc import Mapping
+
+from cluster.pacing.load import Load
+from cluster.pacing.policy import Awaited, Pacing
+from cluster.routing.circuit_breaker import SilentDrafters
+from cluster.verification.sequence import TargetSession
+
+
+class StepTiming:
+    """Nobody waits for blocks of silent drafters."""
+
+    def __init__(self, pacing: Pacing, silent: SilentDrafters) -> None:
+        self._pacing = pacing
+        self._silent = silent
+
+    def dues(self, sessions: Mapping[str, TargetSession], load: Load) -> tuple[dict[str, float], float]:
+        """When each session goes into a step, and when the next step begins if no further block comes.
+
+        A session is due at once, unless it had better stay out until its block is there. The step is held for blocks
+        that are awaited; where there is no session it never begins.
+        """
+        dues: dict[str, float] = {}
+        awaited: list[TargetSession] = []
+        for name, session in sessions.items():
+            if not session.expects_block:
+                dues[name] = session.waiting_since
+            elif session.ready_block() is not None:
+                dues[name] = max(session.waiting_since, session.buffer.ready_since)
+            else:
+                dues[name] = session.waiting_since + self._patience_s(session, load)
+                if session.ask.waits and not self._is_silent(session):
+                    awaited.append(session)
+        first = min(dues.values(), default=math.inf)
+        if not awaited:
+            return dues, first
+        blocks = [
+            Awaited(session.ask.worth, session.waiting_since + session.stats.arrivals.delay_s - first)
+            for session in awaited
+        ]
+        return dues, first + self._pacing.hold_for_s(blocks, load)
+
+    def _patience_s(self, session: TargetSession, load: Load) -> float:
+        """How long it stays out of steps for its block."""
+        if not self._is_silent(session):
+            return self._pacing.skip_for_s(session.ask, load)
+        assert session.drafter is not None
+        is_probed = session.ask.waits and self._silent.is_probed(session.drafter)
+        return load.step.plain_s(load.sessions) if is_probed else 0.0
+
+    def _is_silent(self, session: TargetSession) -> bool:
+        assert session.drafter is not None, "a block is expected of nobody"
+        return self._silent.is_silent(session.drafter)

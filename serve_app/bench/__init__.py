@@ -1,0 +1,1 @@
+"""`slipstream bench`: the same prompts with and without speculation."""

@@ -1,0 +1,78 @@
+"""Measures as tables for a terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from serve_app.bench.measures import ArmSummary, Speedup, Tally
+
+TALLY_ROWS = (
+    "verifies",
+    "of them with a block",
+    "drafted tokens",
+    "accepted",
+    "rejected",
+    "acceptance rate",
+    "acceptance length",
+)
+
+
+def shown(value: float | None, spec: str = ".2f") -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else format(value, spec)
+
+
+def tally_column(tally: Tally) -> tuple[str, ...]:
+    """A tally's values for TALLY_ROWS."""
+    counts = tally.verifies, tally.blocks, tally.drafted, tally.accepted, tally.rejected
+    return (*map(str, counts), shown(tally.acceptance_rate), shown(tally.acceptance_length))
+
+
+def table(title: str, first: str, *others: str) -> Table:
+    """An empty table: a column of names, and columns of values."""
+    made = Table(title=title, title_justify="left")
+    made.add_column(first)
+    for other in others:
+        made.add_column(other, justify="right")
+    return made
+
+
+def sheet(title: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
+    """A table with a name for each row: narrow, however much is measured."""
+    made = table(title, "", *columns)
+    for name, *values in zip(rows, *columns.values(), strict=True):
+        made.add_row(name, *values)
+    return made
+
+
+def arms_sheet(concurrency: int, summaries: Sequence[ArmSummary]) -> Table:
+    """Each arm's speed and acceptance at one concurrency."""
+    rows = "tokens/s", "time to first token, ms (median)", "latency, s (median)", *TALLY_ROWS
+    columns = {
+        summary.arm: (
+            shown(summary.tokens_per_s, ".1f"),
+            shown(summary.first_token_s * 1e3, ".0f"),
+            shown(summary.latency_s),
+            *tally_column(summary.tally),
+        )
+        for summary in summaries
+    }
+    return sheet(f"{concurrency} at once", rows, columns)
+
+
+def speedups_table(speedups: Sequence[Speedup]) -> Table:
+    """Each arm against those that it is to beat."""
+    made = table("Speed-up: geometric mean over prompts", "arms", "at once", "95 % bootstrap interval", "equal answers")
+    for speedup in speedups:
+        ratio = f"{speedup.mean:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
+        equal = f"{speedup.equal} of {speedup.answers}"
+        made.add_row(f"{speedup.arm} / {speedup.base}", str(speedup.concurrency), ratio, equal)
+    return made
+
+
+def kinds_table(kinds: Mapping[str, Tally]) -> Table:
+    """Acceptance for each kind of prompt."""
+    made = table("Acceptance by kind of prompt", "kind", "drafted", "accepted", "acceptance rate")
+    for kind, tally in kinds.items():
+        made.add_row(kind, str(tally.drafted), str(tally.accepted), shown(tally.acceptance_rate))
+    return made

@@ -1,0 +1,211 @@
+"""The OpenAI-compatible HTTP front: one ASGI application.
+
+The way of a request: its body is read and parsed, its prompts become tokens, each choice becomes a session, the
+sessions' committed tokens become text, and the text goes out whole or as server-sent events. A client that leaves
+cancels its sessions. Knows nothing of drafters, targets or Ray.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from cluster.config import SlipstreamConfig
+from serve_app.http.answers import Choice, Delta, Transcript, follow
+from serve_app.http.failures import failure_of
+from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
+from serve_app.http.generation import Generator
+from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.resolution import Draw, parse, resolve
+from serve_app.http.schemas import (
+    CompletionTokensDetails,
+    GenerationRequest,
+    HealthReport,
+    ModelCard,
+    ModelList,
+    Trace,
+    Usage,
+)
+from serve_app.http.streaming import EventStream, as_event, as_json, read_body, while_connected
+from serve_app.http.text import StopMatcher, TextCodec
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def create_api(
+    generator: Generator,
+    text: TextCodec,
+    config: SlipstreamConfig,
+    metrics: Metrics,
+    health: Callable[[], Awaitable[bool]],
+) -> FastAPI:
+    """The application; `text` is the served model's codec, `health` says whether `generator` can serve."""
+    api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
+    service = Service(generator, text, config, metrics)
+    for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
+        api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
+    models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
+
+    @api.get("/v1/models")
+    async def list_models() -> ModelList:
+        return models
+
+    @api.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> ModelCard:
+        if name != models.data[0].id:
+            raise HTTPException(404, f"the model '{name}' does not exist; this server has '{models.data[0].id}'")
+        return models.data[0]
+
+    @api.get("/health")
+    async def report_health() -> Response:
+        ready = await health()
+        return as_json(HealthReport(status="ok" if ready else "unavailable"), 200 if ready else 503)
+
+    @api.get("/metrics")
+    async def expose_metrics() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @api.exception_handler(HTTPException)
+    async def refuse(_: Request, error: HTTPException) -> Response:
+        return failure_of(error).response
+
+    return api
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What every request is served with."""
+
+    generator: Generator
+    text: TextCodec
+    config: SlipstreamConfig
+    metrics: Metrics
+    draw: Draw = lambda: secrets.randbits(64)
+    clock: Callable[[], float] = time.monotonic
+
+
+class ApiEndpoint(Generic[RequestT]):
+    """One endpoint that generates, as an ASGI application: the whole exchange is one call."""
+
+    def __init__(self, dialect: Dialect[RequestT], service: Service) -> None:
+        self.path = dialect.path
+        self._dialect = dialect
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.metrics.request(self._dialect.endpoint) as record:
+            response = await self._respond(Request(scope, receive), record)
+            with suppress(ClientDisconnect):  # the record says how far the answer came
+                await response(scope, receive, send)
+
+    async def _respond(self, request: Request, record: RequestRecord) -> Response:
+        try:
+            body = await read_body(request, self._service.config.server.max_body_bytes)
+            answer = await self._prepare(parse(self._dialect.schema, body))
+            if not answer.request.stream:
+                whole = await while_connected(request.receive, answer.whole())
+                record.status = 200
+                return as_json(whole)
+            events = answer.events()
+            first = await while_connected(request.receive, anext(events))  # a failure up to here has its own status
+            return EventStream(first, events, record)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+            failure = failure_of(error)
+            record.status = failure.status
+            return failure.response
+
+    async def _prepare(self, request: RequestT) -> "ApiAnswer[RequestT]":
+        service = self._service
+        dialect = self._dialect
+        prompts = await asyncio.to_thread(dialect.prompts, request, service.text)  # long prompts take a while
+        generations = resolve(
+            request,
+            prompts,
+            config=service.config,
+            eos_ids=service.text.eos_ids,
+            vocabulary=service.text.vocabulary,
+            draw=service.draw,
+        )
+        interval = service.config.server.stream_interval
+        choices = [
+            Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
+            for index, generation in enumerate(generations)
+        ]
+        prompt_tokens = sum(map(len, prompts))
+        service.metrics.prompt(prompt_tokens)
+        head = Head(id=f"{dialect.id_prefix}{service.draw():016x}", created=int(time.time()), model=request.model)
+        return ApiAnswer(dialect, service, request, head, choices, prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAnswer(Generic[RequestT]):
+    """The answer to one request, to be had whole or as events, once."""
+
+    dialect: Dialect[RequestT]
+    service: Service
+    request: RequestT
+    head: Head
+    choices: list[Choice]
+    prompt_tokens: int
+
+    async def whole(self) -> BaseModel:
+        """The answer when all choices have ended."""
+        async with aclosing(self._deltas()) as deltas:
+            async for _ in deltas:
+                pass
+        return self.dialect.whole(self.head, [choice.transcript for choice in self.choices], self._usage())
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The answer as server-sent events; the first comes with the first text."""
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                for part in _parts(delta, self.dialect.has_openings):
+                    yield self._event(self.dialect.chunk(self.head, part))
+        if self.request.stream_options.include_usage:
+            yield self._event(self.dialect.closing(self.head, self._usage()))
+        yield as_event("[DONE]")
+
+    def _deltas(self) -> AsyncGenerator[Delta, None]:
+        return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
+
+    def _event(self, chunk: BaseModel) -> str:
+        options = self.request.stream_options.include_usage, self.request.speculation.trace
+        left_out = {name for name, wanted in zip(("usage", "slipstream"), options, strict=True) if not wanted}
+        return as_event(chunk.model_dump_json(exclude=left_out))
+
+    def _usage(self) -> Usage:
+        transcripts = [choice.transcript for choice in self.choices]
+        completion_tokens = sum(transcript.tokens for transcript in transcripts)
+        details = CompletionTokensDetails(
+            accepted_prediction_tokens=sum(transcript.accepted for transcript in transcripts),
+            rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
+        )
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self.prompt_tokens + completion_tokens,
+            completion_tokens_details=details,
+        )
+
+
+def _parts(delta: Delta, with_opening: bool) -> Iterator[Part]:
+    """A delta as chunks: an opening in the first, the text, the end in the last."""
+    trace = Trace(tokens=delta.tokens, accepted=delta.accepted, pieces=delta.pieces)
+    if delta.is_first and with_opening:
+        yield Part(delta.index, opening=True)
+    if delta.text:
+        yield Part(delta.index, delta.text, trace=trace)
+    if delta.finish is not None:
+        yield Part(delta.index, finish=delta.finish, trace=Trace() if delta.text else trace)

@@ -1,0 +1,83 @@
+"""The one place that turns exceptions into HTTP statuses and OpenAI's error bodies.
+
+RequestError       400     UnknownModelError  404     BodyTooLargeError  413
+CapacityError      429     TargetLostError    503     ClientDisconnect   499
+DrainingError      503     with Retry-After, as with CapacityError
+routing errors     as Starlette has them              anything else      500, logged
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
+from serve_app.http.metrics import CLIENT_LEFT
+from serve_app.http.resolution import UnknownModelError
+from serve_app.http.schemas import ErrorBody, ErrorDetail
+
+RETRY_AFTER_S = 1
+
+_logger = logging.getLogger(__name__)
+
+
+class BodyTooLargeError(RequestError):
+    """The request's body is over the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the client is told."""
+
+    status: int
+    detail: ErrorDetail
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> str:
+        return ErrorBody(error=self.detail).model_dump_json()
+
+    @property
+    def response(self) -> Response:
+        return Response(self.body, self.status, dict(self.headers), "application/json")
+
+
+def failure_of(error: Exception) -> Failure:
+    """What to tell the client about an exception."""
+    match error:
+        case RequestError():
+            status, code = _fault(error)
+            return Failure(status, _detail(error, "invalid_request_error", code, error.field))
+        case CapacityError():
+            detail = _detail(error, "rate_limit_error", "capacity")
+            return Failure(429, detail, {"Retry-After": str(RETRY_AFTER_S)})
+        case DrainingError():
+            return Failure(503, _detail(error, "server_error", "draining"), {"Retry-After": str(RETRY_AFTER_S)})
+        case TargetLostError():
+            return Failure(503, _detail(error, "server_error", "target_lost"))
+        case ClientDisconnect():
+            return Failure(CLIENT_LEFT, _detail(error, "client_left"))
+        case HTTPException():
+            detail = ErrorDetail(message=error.detail, type="invalid_request_error")
+            return Failure(error.status_code, detail, error.headers or {})
+        case _:
+            _logger.error("a request failed unexpectedly", exc_info=error)
+            message = "the server failed to process this request; its log says why"
+            return Failure(500, ErrorDetail(message=message, type="server_error", code="internal_error"))
+
+
+def _fault(error: RequestError) -> tuple[int, str | None]:
+    match error:
+        case UnknownModelError():
+            return 404, "model_not_found"
+        case BodyTooLargeError():
+            return 413, "body_too_large"
+        case _:
+            return 400, None
+
+
+def _detail(error: Exception, kind: str, code: str | None = None, param: str | None = None) -> ErrorDetail:
+    return ErrorDetail(message=str(error), type=kind, code=code, param=param)

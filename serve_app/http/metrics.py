@@ -1,0 +1,104 @@
+"""What the front measures, for Prometheus. Each instance has its own registry.
+
+Acceptance rate (accepted / drafted tokens):
+
+    sum(rate(slipstream_accepted_tokens_total[5m])) / sum(rate(slipstream_draft_tokens_total[5m]))
+
+Acceptance length (tokens committed per verified block, the target's own included):
+
+    1 + sum(rate(slipstream_accepted_tokens_total[5m])) / sum(rate(slipstream_blocks_total[5m]))
+
+Share of verifies that had a block to verify; the others were plain decoding:
+
+    sum(rate(slipstream_blocks_total[5m])) / sum(rate(slipstream_verifies_total[5m]))
+
+95th percentile of the time to the first token:
+
+    histogram_quantile(0.95, sum by (le) (rate(slipstream_time_to_first_token_seconds_bucket[5m])))
+
+Knows nothing of HTTP or of how tokens come about.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cluster.routing.session import Emit
+
+CLIENT_LEFT = 499
+"""The status under which requests are counted whose client did not wait for the answer."""
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+
+
+@dataclass
+class RequestRecord:
+    """How a running request ends, so far."""
+
+    status: int = CLIENT_LEFT
+
+
+class Metrics:
+    """Counters, histograms and gauges of one router."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._clock = clock
+        self._requests = Counter(
+            "slipstream_requests", "Requests that have ended", ["endpoint", "status"], registry=registry
+        )
+        self._running = Gauge("slipstream_running_requests", "Requests being served", registry=registry)
+        self._latency = Histogram(
+            "slipstream_request_seconds", "From request to end of answer", buckets=_SECONDS, registry=registry
+        )
+        self._first_token = Histogram(
+            "slipstream_time_to_first_token_seconds",
+            "From a session's start to its first committed tokens",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._gap = Histogram(
+            "slipstream_inter_token_seconds",
+            "Between one verdict's committed tokens and the next's",
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter("slipstream_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._completion_tokens = Counter("slipstream_completion_tokens", "Committed tokens", registry=registry)
+        self._draft_tokens = Counter("slipstream_draft_tokens", "Tokens of verified blocks", registry=registry)
+        self._accepted_tokens = Counter("slipstream_accepted_tokens", "Draft tokens accepted", registry=registry)
+        self._blocks = Counter("slipstream_blocks", "Blocks verified", registry=registry)
+        self._verifies = Counter("slipstream_verifies", "Verdicts committed", registry=registry)
+
+    @contextmanager
+    def request(self, endpoint: str) -> Iterator[RequestRecord]:
+        """Counts the request from entry to exit, under the status that its record then has."""
+        record = RequestRecord()
+        started = self._clock()
+        with self._running.track_inprogress():
+            try:
+                yield record
+            finally:
+                self._requests.labels(endpoint, str(record.status)).inc()
+                self._latency.observe(self._clock() - started)
+
+    def prompt(self, tokens: int) -> None:
+        """Counts a prompt that is about to be served."""
+        self._prompt_tokens.inc(tokens)
+
+    def committed(self, emit: Emit, seconds: float, *, first: bool) -> None:
+        """Counts a verdict that came `seconds` after the one before, or after the start for the first."""
+        (self._first_token if first else self._gap).observe(seconds)
+        self._completion_tokens.inc(len(emit.tokens))
+        self._draft_tokens.inc(emit.drafted)
+        self._accepted_tokens.inc(emit.accepted)
+        self._blocks.inc(emit.drafted > 0)
+        self._verifies.inc()
+
+    def exposition(self) -> bytes:
+        """The registry in Prometheus' text format."""
+        return generate_latest(self.registry)

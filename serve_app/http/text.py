@@ -1,0 +1,135 @@
+"""Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings.
+
+Knows nothing of sessions, requests or HTTP.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from cluster.errors import RequestError
+
+_UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, given out in whole characters.
+
+    All that it gave out equals the decoding of all tokens at once. (`tokenizers.DecodeStream` does the same
+    but for the end: it never gives out a tail of bytes that makes no character.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._tokens: list[int] = []
+        # Decoding starts at a token that was given out already: some decoders treat the very first token
+        # differently, for instance by dropping its leading space.
+        self._start = 0
+        self._given = 0
+
+    def push(self, token: int) -> str:
+        """The text that has become final with this token."""
+        if token in self._special_ids:
+            return ""
+        self._tokens.append(token)
+        text = self._pending()
+        if text.endswith(_UNFINISHED):
+            return ""
+        self._start = self._given
+        self._given = len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+        text = self._pending()
+        self._start = self._given = len(self._tokens)
+        return text
+
+    def _pending(self) -> str:
+        given = self._decode(self._tokens[self._start : self._given])
+        return self._decode(self._tokens[self._start :])[len(given) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+class StopMatcher:
+    """Cuts a growing text before the first stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """The text that is safe to give out now; nothing after a match."""
+        if self.matched:
+            return ""
+        self._held += text
+        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+        self.matched = bool(found)
+        return self._release(min(found) if found else len(self._held) - self._hold())
+
+    def finish(self) -> str:
+        """What was held back, when no text follows."""
+        return "" if self.matched else self._release(len(self._held))
+
+    def _hold(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        tails = (self._held[-length:] for length in range(min(longest, len(self._held)), 0, -1))
+        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
+
+    def _release(self, count: int) -> str:
+        released = self._held[:count]
+        self._held = self._held[count:]
+        return released
+
+
+class TextCodec:
+    """The served model's tokenizer, as the API uses it."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
+        self._tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.vocabulary = len(tokenizer)
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, model: str) -> Self:
+        """The codec of a Hugging Face model id or folder."""
+        return cls(AutoTokenizer.from_pretrained(model), _eos_ids(model))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a prompt, with the special tokens that the model expects around it."""
+        return tuple(self._tokenizer(text).input_ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
+        if self._tokenizer.chat_template is None:
+            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
+        try:
+            tokens = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
+        return tuple(tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer.backend_tokenizer, self._special_ids)
+
+
+def _eos_ids(model: str) -> tuple[int, ...]:
+    """Every token id that ends a generation: several are usual, and few models without a generation config exist."""
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        found = AutoConfig.from_pretrained(model).eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (found,)

@@ -1,0 +1,1 @@
+"""Starting a deployment, and looking at one that runs."""

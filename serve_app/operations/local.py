@@ -1,0 +1,176 @@
+"""Serves a config for as long as a block of code runs: on a Ray cluster of its own, or on one that exists.
+
+Knows nothing of what the application does.
+"""
+
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from rich.console import Console
+from rich.status import Status
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError, SlipstreamError
+from serve_app.app import APPLICATION, application
+from serve_app.operations.capacity import check_resources, demand
+from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
+READY_TIMEOUT_S = 60.0  # from "deployed" to "a target is reached"
+POLL_S = 0.1
+STARTS = 2  # of Ray: on a busy machine its processes can miss the seconds that it gives them
+
+
+class StartError(SlipstreamError):
+    """The application could not be started."""
+
+
+@contextmanager
+def serving(
+    config: SlipstreamConfig, console: Console, *, address: str | None = None, verbose: bool = False
+) -> Iterator[str]:
+    """Gives the base URL once requests are answered; SIGTERM, like Ctrl-C, ends the block by KeyboardInterrupt.
+
+    On leaving, running requests may finish for as long as `server.drain_s` allows; then everything is stopped.
+    """
+    host = config.server.host
+    port = config.server.port
+    if address is None:
+        port = checked_port(host, port)
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    with console.status("Starting") as status, _cluster(config, address, status, verbose):
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+        try:
+            status.update("Loading the models")
+            _deploy(config)
+            wait_until_ready(url)
+            status.stop()
+            yield url
+        finally:
+            status.start()
+            status.update("Letting running requests finish")
+            _refuse_new_requests()
+            _drain(config.server.drain_s)
+            status.update("Stopping")
+            serve.delete(APPLICATION)
+
+
+@contextmanager
+def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verbose: bool) -> Iterator[None]:
+    level = logging.INFO if verbose else logging.ERROR
+    logging.getLogger("ray.serve").setLevel(level)
+    try:
+        if address is None:
+            status.update("Starting a local Ray cluster")
+            _start_ray(config, level, verbose)
+        else:
+            status.update(f"Connecting to the Ray cluster at {address}")
+            _connect_ray(address, level, verbose)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which sets a handler of its own
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at 15
+    # Ray only counts these, it hands out no cores: pools larger than the machine start too, and share its cores.
+    cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
+    for starts_left in reversed(range(STARTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=level,
+                log_to_driver=verbose,
+            )
+            break
+        except Exception as error:  # Ray raises no narrower one when its processes are not up in time
+            if not starts_left:
+                logs = "what its processes say is in Ray's latest logs, by default in /tmp/ray/session_latest/logs"
+                raise StartError(f"Ray did not start on this machine: {error}; {logs}") from error
+            log.warning("Ray did not start, so it is started once more: %s", error)
+    check_resources(config, ray.cluster_resources())
+
+
+def _connect_ray(address: str, level: int, verbose: bool) -> None:
+    check_reachable(address)
+    try:
+        ray.init(address=address, logging_level=level, log_to_driver=verbose)
+    except ConnectionError as error:
+        raise StartError(f"there is no Ray cluster at {address}: {error}") from error
+
+
+def _deploy(config: SlipstreamConfig) -> None:
+    try:
+        serve.run(application(config), name=APPLICATION)
+    except RuntimeError as error:
+        raise StartError(f"the application did not start: {error}") from error
+
+
+def wait_until_ready(url: str) -> None:
+    """Returns when the router reaches a target replica."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    answer = "nothing"
+    while time.monotonic() < deadline:
+        try:
+            response = httpx.get(f"{url}/health", trust_env=False)
+        except httpx.TransportError as error:
+            answer = str(error)
+        else:
+            if response.is_success and response.json()["status"] == "ok":
+                return
+            answer = response.text
+        time.sleep(POLL_S)
+    raise StartError(f"{url}/health did not become ok within {READY_TIMEOUT_S:.0f} s; last answer: {answer}")
+
+
+def _refuse_new_requests() -> None:
+    """Tells every router; where none answers, there is nothing to refuse."""
+    try:
+        broadcast(deployed("Router", APPLICATION), "drain")
+    except (ClusterError, RayServeException, TimeoutError) as error:
+        log.warning("the routers were not told to take no new requests: %s", error)
+
+
+def _drain(drain_s: float) -> None:
+    """Returns when no router has a request any more, or time is up, or nothing answers."""
+    deadline = time.monotonic() + drain_s
+    while time.monotonic() < deadline:
+        try:
+            routers = broadcast(deployed("Router", APPLICATION), "inspect")
+        except TimeoutError:
+            continue
+        except (ClusterError, RayServeException) as error:
+            log.warning("no router answers, so nothing is waited for: %s", error)
+            return
+        if all(router["idle"] for router in routers):
+            return
+        time.sleep(POLL_S)
+
+
+def checked_port(host: str, port: int) -> int:
+    """The port itself, or a free one for 0; raises ConfigError when it is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            place = f"{host}:{port} ({error.strerror})"
+            raise ConfigError(f"server.port: cannot listen on {place}; choose another port, as with --port") from error
+        return int(probe.getsockname()[1])

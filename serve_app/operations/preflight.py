@@ -1,0 +1,21 @@
+"""Checks a config against the checkpoints that it names, before anything starts.
+
+Knows nothing of Ray.
+"""
+
+from transformers import AutoConfig
+
+from actors.models.checkpoint import check_draft, check_tensor_parallel, local_folder, vocabulary
+from cluster.config import SlipstreamConfig
+from cluster.errors import ModelError
+
+
+def check_models(config: SlipstreamConfig, *, with_weights: bool) -> None:
+    """Raises ModelError when the models cannot serve as configured; fetches Hugging Face ids, weights if asked."""
+    target = local_folder(config.model.target, with_weights=with_weights)
+    positions = getattr(AutoConfig.from_pretrained(target).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.model.max_context > positions:
+        raise ModelError(f"model.max_context is {config.model.max_context}, but {target} has {positions} positions")
+    check_tensor_parallel(target, config.target.tensor_parallel)
+    if config.draft.model is not None:
+        check_draft(vocabulary(target), local_folder(config.draft.model, with_weights=with_weights))

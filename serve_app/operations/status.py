@@ -1,0 +1,102 @@
+"""What a running deployment says of itself: over HTTP, and from Ray where that can be reached.
+
+Knows nothing of how it was started.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from rich.console import Group
+from rich.table import Table
+
+from serve_app.bench.client import ChatEndpoint, Counters
+from serve_app.bench.tables import shown, table
+from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
+
+
+async def endpoint_status(url: str) -> Table:
+    """Health, model and counters; raises EndpointError when nothing answers."""
+    async with ChatEndpoint.at(url) as endpoint:
+        health = await endpoint.health()
+        model = await endpoint.model()
+        counters = await endpoint.counters()
+    return _endpoint_table(url, health, model, counters)
+
+
+def ray_status(address: str, application: str) -> Group | str:
+    """Every deployment of every application on the cluster, or why there is nothing to see.
+
+    With what the replicas of `application` have counted.
+    """
+    try:
+        with connected(address):
+            applications = serve.status().applications
+            counted = [_counted(application)] if application in applications else []
+    except ClusterError as error:
+        return f"Ray: {error}"
+    if not applications:
+        return f"Ray: nothing is deployed on the cluster at '{address}'"
+    return Group(*(_application_table(name, status) for name, status in applications.items()), *counted)
+
+
+def _counted(application: str) -> Table | str:
+    try:
+        targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
+    except (ClusterError, RayServeException, TimeoutError) as error:
+        return f"The replicas of {application} do not say what they have counted: {error}"
+    return replicas_table(targets, drafters)
+
+
+def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
+    """What replicas have counted since each began, of what they answer to `inspect`."""
+    made = table("Since the replicas began", "what", "value")
+    drafting = sum((Counter(one["counts"]) for one in drafters), Counter[str]())
+    passes = drafting["passes"] + drafting["passes_ahead"]
+    made.add_row("drafting passes ahead of a verdict", _share(drafting["passes_ahead"], passes))
+    made.add_row("guess hit rate", _share(drafting["guess_hit"], drafting["guess_hit"] + drafting["guess_miss"]))
+    accepted, wasted, step_s, idle_s, rebased, desyncs = (
+        sum(one[name] for one in targets)
+        for name in ("accepted_tokens", "wasted_tokens", "step_s", "idle_s", "rebased", "desyncs")
+    )
+    made.add_row("wasted draft tokens", _share(wasted, accepted + wasted))
+    made.add_row("late blocks of use", str(rebased))
+    dropped = sum((Counter(one["dropped"]) for one in targets), Counter[str]())
+    made.add_row("dropped blocks", str(dropped.total()))
+    for cause, count in dropped.most_common():
+        made.add_row(f"of them {cause}", str(count))
+    made.add_row("desyncs", str(desyncs))
+    made.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
+    return made
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{shown(_ratio(part, whole))} ({part} of {whole})"
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _endpoint_table(url: str, health: dict[str, Any], model: str, counters: Counters) -> Table:
+    made = table(url, "what", "value")
+    tally = counters.tally
+    made.add_row("model", model)
+    for name, value in health.items():
+        made.add_row(name, str(value))
+    made.add_row("running requests", str(counters.running_requests))
+    made.add_row("committed tokens", str(tally.tokens))
+    made.add_row("drafted, accepted", f"{tally.drafted}, {tally.accepted}")
+    made.add_row("acceptance rate", shown(tally.acceptance_rate))
+    made.add_row("acceptance length", shown(tally.acceptance_length))
+    return made
+
+
+def _application_table(name: str, application: Any) -> Table:
+    made = table(f"Ray application {name}: {application.status.value}", "deployment", "status", "replicas", "message")
+    for deployment, status in application.deployments.items():
+        replicas = ", ".join(f"{count} {state}" for state, count in status.replica_states.items() if count)
+        made.add_row(deployment, status.status.value, replicas, status.message)
+    return made

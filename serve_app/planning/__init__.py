@@ -1,0 +1,1 @@
+"""`slipstream plan`: which fleet serves a load best."""

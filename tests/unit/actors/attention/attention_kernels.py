@@ -1,0 +1,109 @@
+"""The libraries' attention kernels as their documentation describes them, slowly and on any device.
+
+They refuse what the real ones would, so that a wrong argument shows here and not on a GPU.
+"""
+
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+def attend_to_pages(
+    query: Tensor,  # (queries, heads, head dim)
+    keys: Tensor,  # (pages, page size, kv heads, head dim)
+    values: Tensor,
+    pages: Tensor,
+    length: int,
+    scale: float | None,
+    window_left: int,  # keys before the query's own that it sees; -1: all
+) -> Tensor:
+    """One row, aligned at the lower right: its last query sees its last key."""
+    repeat = query.shape[1] // keys.shape[2]
+    own_keys, own_values = (
+        part[pages.long()].flatten(0, 1)[:length].repeat_interleave(repeat, dim=1) for part in (keys, values)
+    )
+    scores = torch.einsum("qhd,khd->hqk", query, own_keys) * (scale or 1 / math.sqrt(query.shape[2]))
+    distance = torch.arange(length - len(query), length).unsqueeze(1) - torch.arange(length)
+    hidden = (distance < 0) if window_left < 0 else (distance < 0) | (distance > window_left)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), own_values)
+
+
+def check_integers(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype is torch.int32
+        assert tensor.is_contiguous()
+
+
+def varlen(*arguments: Any, **more: Any) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn with a block table."""
+    given = inspect.signature(varlen_attn).bind(*arguments, **more).arguments
+    query = given["query"]
+    keys = given["key"]
+    values = given["value"]
+    begins = given["cu_seq_q"]
+    used = given["seqused_k"]
+    tables = given["block_table"]
+    (left, right) = given["window_size"]
+    check_integers(begins, used, tables)
+    assert given["cu_seq_k"] is None, "it and a block table exclude each other"
+    assert right == 0, "not causal"
+    assert given["enable_gqa"] == (query.shape[1] != keys.shape[2])
+    assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+    counts = begins.diff().tolist()
+    assert given["max_q"] == max(counts)
+    assert given["max_k"] == int(used.max())
+    parts = zip(query.split(counts), tables, used.tolist(), strict=True)
+    return torch.cat([attend_to_pages(q, keys, values, t, n, given["scale"], left) for q, t, n in parts])
+
+
+class PagedPrefill:
+    """flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        assert float_workspace_buffer.dtype is torch.uint8
+        assert kv_layout == "NHD"
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+    ) -> None:
+        check_integers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert causal
+        counts = paged_kv_indptr.diff()
+        assert int(paged_kv_indptr[-1]) == len(paged_kv_indices)
+        assert bool(((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all())
+        self._queries = qo_indptr.diff().tolist()
+        self._pages = paged_kv_indices.split(counts.tolist())
+        self._lengths = ((counts - 1) * page_size + paged_kv_last_page_len).tolist()
+        self._heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type)
+        self._scale = sm_scale
+        self._window_left = window_left
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        keys, values = paged_kv_cache
+        assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype) == self._heads
+        assert keys.stride() == values.stride()
+        assert q.stride(-1) == keys.stride(-1) == 1
+        parts = zip(q.split(self._queries), self._pages, self._lengths, strict=True)
+        rows = [attend_to_pages(part, keys, values, p, n, self._scale, self._window_left) for part, p, n in parts]
+        return torch.cat(rows)
+
+
+FLASHINFER = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PagedPrefill)

@@ -1,0 +1,199 @@
+"""Attention over pages, below any model: every backend gives what plain attention over each row alone gives.
+
+The libraries that need a GPU are represented by their documented behaviour (`attention_kernels.py`).
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from actors.attention import AttentionBackend, pages_of
+from actors.attention.batch import RaggedBatch
+from actors.attention.flashinfer import FlashInfer
+from actors.attention.flex import QUERY_BLOCK, Flex
+from actors.attention.gathered import SHORT_CONTEXT, Gathered, GatheredPlan
+from actors.attention.varlen import Varlen
+from actors.compute.kv_cache import FeedRow, PagedCache
+from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+
+PAGE_SIZE = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 8
+CPU = torch.device("cpu")
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "gathered": Gathered,
+    "flashinfer": lambda: FlashInfer(FLASHINFER, CPU),
+    "varlen": lambda: Varlen(varlen),
+    "flex": lambda: Flex(flex_attention),
+}
+
+
+@pytest.fixture(autouse=True)
+def _flex_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called plainly it would still be traced, which takes seconds."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return BACKENDS[request.param]()
+
+
+def a_cache(pages: int = 12) -> PagedCache:
+    """Empty memory may hold anything; this holds large numbers, which would show."""
+    cache = PagedCache(pages, PAGE_SIZE, torch.float32, CPU)
+    cache.layer(0, KV_HEADS, HEAD_DIM)[: cache.nowhere] = 1e3
+    return cache
+
+
+def a_row(pages: tuple[int, ...], start: int, count: int) -> FeedRow:
+    return FeedRow((1,) * count, start, 1, pages)
+
+
+def a_plan(rows: list[FeedRow], cache: PagedCache) -> GatheredPlan:
+    """Of `gathered`, on the device."""
+    plan = GatheredPlan(rows, cache)
+    plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
+    return plan
+
+
+def random_input(seed: int, total: int) -> tuple[Tensor, Tensor]:
+    """Queries, and keys before values."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(total, HEADS, HEAD_DIM, generator=generator)
+    return query, torch.randn(total, 2 * KV_HEADS, HEAD_DIM, generator=generator)
+
+
+def plain_attention(query: Tensor, key_value: Tensor, window: int | None = None) -> Tensor:
+    """Of one whole sequence, the last queries of it; (queries, heads x head dim)."""
+    keys, values = key_value.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1).chunk(2)
+    at = torch.arange(len(key_value))[-len(query) :].unsqueeze(1)
+    key_at = torch.arange(len(key_value))
+    seen = (key_at <= at) if window is None else (key_at <= at) & (key_at > at - window)
+    found = F.scaled_dot_product_attention(query.transpose(0, 1), keys, values, attn_mask=seen, scale=0.3)
+    return found.transpose(0, 1).reshape(len(query), -1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_of_unequal_lengths_attend_each_to_its_own(backend, window):
+    cache = a_cache()
+    query, new = random_input(1, 6 + 3)
+    rows = [a_row((7, 2), 0, 6), a_row((5,), 0, 3)]
+    found = RaggedBatch(rows, cache, backend).attend(0, query, new, 0.3, window)
+    expected = [plain_attention(query[part], new[part], window) for part in (slice(0, 6), slice(6, 9))]
+    torch.testing.assert_close(found, torch.cat(expected))
+    further_query, further = random_input(2, 1 + 4)
+    rows = [a_row((7, 2), 6, 1), a_row((5, 9), 3, 4)]
+    found = RaggedBatch(rows, cache, backend).attend(0, further_query, further, 0.3, window)
+    first = torch.cat([new[:6], further[:1]])
+    second = torch.cat([new[6:], further[1:]])
+    expected = [plain_attention(further_query[:1], first, window), plain_attention(further_query[1:], second, window)]
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_alternative_sees_what_is_before_the_token_that_it_may_replace_and_itself(window):
+    """Beside rows without; as plain attention over each continuation alone would have it."""
+    cache = a_cache()
+    query, new = random_input(5, 4 + 6 + 2)
+    rows = [a_row((7,), 0, 4), a_row((5,), 0, 2)]
+    backend = Gathered()
+    RaggedBatch(rows, cache, backend).attend(0, query[:6], new[:6], 0.3, window)
+    # Decided: four places, and the last token; drafted: two that follow one another, and two alternatives to the first.
+    tree = FeedRow((1,) * 5, 4, 5, (7, 2, 9), alternatives=2)
+    batch = RaggedBatch([tree, a_row((5,), 2, 1)], cache, backend)
+    assert batch.positions.tolist() == [4, 5, 6, 5, 5, 2]
+    found = batch.attend(0, query[6:], new[6:], 0.3, window)
+    last, first, second, one, other = [new[at : at + 1] for at in range(6, 11)]
+    chain = plain_attention(query[6:9], torch.cat([new[:4], last, first, second]), window)
+    apart = [
+        plain_attention(query[at : at + 1], torch.cat([new[:4], last, token]), window)
+        for at, token in ((9, one), (10, other))
+    ]
+    beside = plain_attention(query[11:], torch.cat([new[4:6], new[11:]]), window)
+    torch.testing.assert_close(found, torch.cat([chain, *apart, beside]))
+
+
+def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
+    """A mask gives a weight of nought, and nought times NaN is NaN: one session's overflow would end all others."""
+    cache = a_cache(pages=6)
+    query, new = random_input(3, 24)
+    poison = torch.full_like(new, torch.nan)
+    RaggedBatch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, Gathered()).attend(0, query, poison, 0.3, None)
+    rows = [a_row((3, 1), 0, 7), a_row((4,), 0, 2), a_row((5,), 0, 4)]
+    found = RaggedBatch(rows, cache, Gathered()).attend(0, query[:13], new[:13], 0.3, None)
+    parts = (slice(0, 7), slice(7, 9), slice(9, 13))
+    torch.testing.assert_close(found, torch.cat([plain_attention(query[part], new[part]) for part in parts]))
+
+
+def test_rows_are_grouped_so_that_padding_at_most_doubles_what_is_long():
+    lengths = [(1, 30), (5, 200), (8, 255), (1, 2 * SHORT_CONTEXT + 1), (1, 3 * SHORT_CONTEXT), (40, 60), (60, 60)]
+    cache = a_cache(pages=256)
+    rows = [a_row(tuple(range(200)), end - count, count) for count, end in lengths]
+    groups = a_plan(rows, cache).groups
+    assert [group.count for group in groups] == [3, 2, 2]
+    assert [(group.queries, group.keys) for group in groups] == [(8, 255), (1, 768), (60, 60)]
+
+
+def test_a_mask_is_made_once_for_all_layers_and_not_at_all_where_everything_is_seen():
+    cache = a_cache()
+    uneven = a_plan([a_row((0, 1), 4, 2), a_row((2,), 0, 1)], cache)
+    assert uneven.mask(0, 2, None) is uneven.mask(0, 2, None)
+    assert uneven.mask(0, 2, 3) is not uneven.mask(0, 2, None)
+    single = a_plan([a_row((0, 1), 5, 1), a_row((2, 3), 5, 1)], cache)
+    assert single.mask(0, 2, None) is None
+    assert single.mask(0, 2, 6) is None, "the window is not yet full"
+    assert single.mask(0, 2, 5) is not None
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_every_backend_gives_what_gathering_gives(backend, window):
+    """Prompts longer than a block of queries, single tokens, shared pages, pages that end where a row ends."""
+    shared = (30, 4, 17)
+    tables = [tuple(range(40, 80)), (*shared, 3, 90), (*shared, 8), (99, 1), (2,)]
+    rows = [
+        a_row(tables[0], 12, QUERY_BLOCK + 9),
+        a_row(tables[1], 13, 5),
+        a_row(tables[2], 15, 1),
+        a_row(tables[3], 0, 8),
+        a_row(tables[4], 3, 1),
+    ]
+    total = sum(len(row.tokens) for row in rows)
+    query, new = random_input(5, total)
+
+    def attended(by: AttentionBackend) -> Tensor:
+        cache = a_cache(pages=100)
+        pool = cache.layer(0, KV_HEADS, HEAD_DIM)
+        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(6)))
+        batch = RaggedBatch(rows, cache, by)
+        batch.attend(0, query, new, 0.2, None if window else 3)  # layers may differ in their windows
+        return batch.attend(0, query, new, 0.3, window)
+
+    torch.testing.assert_close(attended(backend), attended(Gathered()), atol=1e-4, rtol=1e-4)
+
+
+def test_what_flex_reads_behind_a_rows_end_is_nought_and_nothing_else_is_touched():
+    """Its kernel multiplies what is hidden by a weight of nought, and nought times NaN is NaN."""
+    cache = a_cache(pages=6)
+    query, new = random_input(7, 3 + 4)
+    RaggedBatch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(0, query, new, None, None)
+    keys, _ = pages_of(cache.layer(0, KV_HEADS, HEAD_DIM), PAGE_SIZE)
+    assert keys[2, 2:].eq(0).all()
+    torch.testing.assert_close(keys[2, :2], new[1:3, :KV_HEADS])
+    torch.testing.assert_close(keys[4], new[3:, :KV_HEADS])
+    assert keys[[0, 1, 3]].eq(1e3).all()
+
+
+def test_keys_and_values_of_a_pool_are_views():
+    """Libraries take strides; a copy of a whole pool each layer would be the end of any speed."""
+    pool = a_cache().layer(0, KV_HEADS, HEAD_DIM)
+    keys, values = pages_of(pool, PAGE_SIZE)
+    assert keys.shape == values.shape == (13, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    assert keys.data_ptr() == pool.data_ptr()
+    assert values.stride() == keys.stride()
+    torch.testing.assert_close(values.flatten(0, 1), pool[:, KV_HEADS:])

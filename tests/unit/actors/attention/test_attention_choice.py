@@ -1,0 +1,125 @@
+"""Which attention is taken: the fastest that is right, and why the others are not."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from actors.attention import AttentionBackend
+from actors.attention.choice import AttentionReport, Trial, choose_attention, fastest
+from actors.attention.flashinfer import FlashInfer
+from actors.attention.flex import Flex
+from actors.attention.gathered import Gathered, GatheredPlan
+from actors.attention.shape import AttentionShape
+from actors.attention.varlen import Varlen
+from actors.compute.kv_cache import FeedRow, PagedCache
+from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _flex_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called plainly it would still be traced, which takes seconds."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+class Clock:
+    """Time passes only as backends are made to take it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Paced:
+    """Gathers, in a layer for so many seconds, and with a change to the result."""
+
+    def __init__(
+        self, name: str, clock: Clock, seconds: float, change: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> None:
+        self.name = name
+        self._clock = clock
+        self._seconds = seconds
+        self._change = change
+
+    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+        paced = self
+
+        class Plan(GatheredPlan):
+            def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+                paced._clock.now += paced._seconds
+                return paced._change(super().__call__(query, pool, scaling, window))
+
+        return Plan(rows, cache)
+
+
+def failing() -> AttentionBackend:
+    raise ImportError("no such library")
+
+
+def test_the_fastest_right_backend_is_taken_and_the_others_say_why_not(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("actors.attention.choice.Gathered", lambda: Paced("gathered", clock, 3.0))
+    makes = {
+        "slow": lambda: Paced("slow", clock, 2.0),
+        "wrong": lambda: Paced("wrong", clock, 0.5, lambda found: found * 1.01),
+        "nan": lambda: Paced("nan", clock, 0.5, lambda found: torch.full_like(found, torch.nan)),
+        "quick": lambda: Paced("quick", clock, 1.0),
+        "absent": failing,
+    }
+    backend, report = fastest(makes, Trial(SHAPE, CPU), 1e-4, clock)
+    assert backend.name == report.chosen == "quick"
+    times = {tried.name: tried.step_ms for tried in report.tried}
+    assert times == {"gathered": 6000, "slow": 4000, "wrong": None, "nan": None, "quick": 2000, "absent": None}
+    refused = {tried.name: tried.refused for tried in report.tried if tried.refused}
+    assert list(refused) == ["wrong", "nan", "absent"]
+    assert refused["absent"] == "ImportError: no such library"
+
+
+def test_the_reference_stays_where_nothing_is_faster():
+    clock = Clock()
+    backend, report = fastest({"absent": failing}, Trial(SHAPE, CPU), 1e-4, clock)
+    assert type(backend) is Gathered
+    assert report.chosen == "gathered"
+
+
+def test_an_error_that_is_no_refusal_is_not_swallowed():
+    def broken() -> AttentionBackend:
+        raise KeyError("a mistake of ours")
+
+    with pytest.raises(KeyError):
+        fastest({"broken": broken}, Trial(SHAPE, CPU), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_the_trial_finds_documented_kernels_right_although_other_memory_holds_nan(name):
+    backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
+    _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert [tried.refused for tried in report.tried] == ["", ""]
+
+
+def test_the_trial_notices_a_window_that_is_one_too_long():
+    def wide(*arguments, window_size, **more):
+        left, right = window_size
+        return varlen(*arguments, window_size=(left + 1 if left >= 0 else left, right), **more)
+
+    _, report = fastest({"wide": lambda: Varlen(wide)}, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert "with a window of 100" in report.tried[1].refused
+
+
+def test_on_a_cpu_there_is_nothing_to_choose():
+    backend, report = choose_attention(SHAPE, CPU)
+    assert type(backend) is Gathered
+    assert report == AttentionReport("gathered")
+
+
+def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
+    """Uncompiled it multiplies all of the pool, and what others left there with it."""
+    _, report = fastest({"flex": lambda: Flex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert "off by nan" in report.tried[1].refused

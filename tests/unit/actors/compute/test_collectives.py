@@ -1,0 +1,85 @@
+"""Ranks that share memory see each other's tensors, whole, in order and never a moment too early."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.compute import collectives
+from actors.compute.collectives import Alone, Group, HostGroup
+from tests.unit.actors.groups import at_once
+
+pytestmark = pytest.mark.timeout(60)  # ranks that misunderstand each other wait for ever
+LARGE = collectives.PLACE_BYTES // 4 + 3  # in float32 more than one piece
+
+
+def host_groups(folder: Path, size: int) -> list[HostGroup]:
+    return [HostGroup(rank, size, folder / "shared") for rank in range(size)]
+
+
+def on_all(groups: list[HostGroup], call: Callable[[Group], Tensor]) -> list[Tensor]:
+    return at_once([partial(call, group) for group in groups])
+
+
+def numbers(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 7), (LARGE,)])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_and_gathers(tmp_path, size, shape, dtype):
+    groups = host_groups(tmp_path, size)
+
+    def both(group: Group) -> Tensor:
+        tensor = numbers(group, shape, dtype)
+        gathered = group.all_gather(tensor)
+        group.all_reduce(tensor)
+        return torch.cat([gathered, tensor.unsqueeze(0)])
+
+    expected = torch.stack([numbers(group, shape, dtype) for group in groups])
+    found = on_all(groups, both)
+    for each in found:
+        assert torch.equal(each[:-1], expected)
+        assert torch.equal(each[-1], found[0][-1]), "every rank gets the same bits"
+        precision = {"rtol": 0.0, "atol": 16 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(each[-1].double(), expected.double().sum(0), **precision)
+
+
+@pytest.mark.parametrize("yields", [0, 10_000], ids=["asleep", "awake"])
+def test_a_thousand_exchanges_in_a_row_are_never_mixed_up(tmp_path, yields, monkeypatch):
+    """Waiting asleep and waiting awake."""
+    monkeypatch.setattr(collectives, "YIELDS", yields)
+
+    def chain(group: Group) -> Tensor:
+        sums = []
+        for step in range(1000):
+            tensor = torch.full((step % 17 + 1,), float(step * (group.rank + 1)))
+            group.all_reduce(tensor)
+            sums.append(float(tensor.sum()))
+        return torch.tensor(sums)
+
+    steps = torch.arange(1000)
+    for found in on_all(host_groups(tmp_path, 3), chain):
+        assert torch.equal(found, (steps * 6 * (steps % 17 + 1)).float())
+
+
+def test_the_leader_tells_the_others(tmp_path):
+    def told(group: Group) -> Tensor:
+        tensor = torch.tensor([group.rank, 7 - group.rank])
+        group.broadcast(tensor)
+        return tensor
+
+    for found in on_all(host_groups(tmp_path, 3), told):
+        assert found.tolist() == [0, 7]
+
+
+def test_alone_there_is_nobody_to_speak_to():
+    tensor = torch.tensor([1.0, 2.0])
+    Alone().all_reduce(tensor)
+    Alone().broadcast(tensor)
+    assert tensor.tolist() == [1.0, 2.0]
+    assert Alone().all_gather(tensor).tolist() == [[1.0, 2.0]]

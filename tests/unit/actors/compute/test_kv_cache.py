@@ -1,0 +1,33 @@
+"""Pages as memory."""
+
+import torch
+
+from actors.compute.kv_cache import PagedCache
+from cluster.page_allocator import PageCopy
+
+PAGE_SIZE = 4
+
+
+def a_cache(pages: int = 12) -> PagedCache:
+    return PagedCache(pages, PAGE_SIZE, torch.float32, torch.device("cpu"))
+
+
+def test_layers_of_other_shapes_live_beside_each_other():
+    cache = a_cache()
+    for layer, (kv_heads, head_dim) in enumerate([(2, 8), (1, 16)]):
+        assert cache.layer(layer, kv_heads, head_dim).shape[1:] == (2 * kv_heads, head_dim)
+        assert cache.layer(layer, kv_heads, head_dim) is cache.layer(layer, kv_heads, head_dim)
+
+
+def test_whole_pages_are_copied_in_all_layers_and_nothing_else_is_touched():
+    cache = a_cache(pages=5)
+    layers = [cache.layer(index, 1, 2) for index in range(2)]
+    for index, layer in enumerate(layers):
+        layer.copy_(torch.arange(layer.numel()).view_as(layer) + 1000 * index)
+    before = [layer.clone().view(-1, PAGE_SIZE, *layer.shape[1:]) for layer in layers]
+    cache.copy([PageCopy(1, 4), PageCopy(1, 0), PageCopy(3, 1)])  # the last writes what the others were copied from
+    for layer, old in zip(layers, before, strict=True):
+        new = layer.view_as(old)
+        for page, source in enumerate([1, 3, 2, 3, 1]):
+            torch.testing.assert_close(new[page], old[source])
+    cache.copy([])

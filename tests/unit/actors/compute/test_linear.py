@@ -1,0 +1,125 @@
+"""Packed products give what `F.linear` gives; those in 8 bits nearly."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from actors.compute.linear import (
+    EightBitProjection,
+    PackedLinear,
+    PackedProjection,
+    PlainProjection,
+    can_pack,
+    can_round,
+    pack_linears,
+    projection,
+)
+
+DTYPES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
+
+
+def weights(dtype: torch.dtype, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(1)
+    weight = torch.randn(24, 16, dtype=dtype)
+    if not can_pack(weight):
+        pytest.skip(f"this processor has no packed product in {dtype}")
+    return weight, torch.randn(24, dtype=dtype) if with_bias else None
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_a_packed_product_is_the_plain_one(rows, with_bias, dtype, tolerance):
+    weight, bias = weights(dtype, with_bias)
+    packed = projection(weight, bias)
+    assert isinstance(packed, PackedProjection)
+    for shape in ((rows, 16), (1, rows, 16)):
+        x = torch.randn(shape, dtype=dtype)
+        other = torch.randn(*shape[:-1], 24, dtype=dtype)
+        expected = F.linear(x, weight, bias)
+        torch.testing.assert_close(packed(x), expected, atol=tolerance, rtol=tolerance)
+        kept = other.clone()
+        torch.testing.assert_close(packed.plus(x, other), expected + other, atol=3 * tolerance, rtol=tolerance)
+        torch.testing.assert_close(other, kept, msg="what is added to must stay: it may be used again")
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+def test_what_cannot_be_packed_is_multiplied_plainly(with_bias):
+    weight = torch.randn(24, 16, dtype=torch.float64)
+    bias = torch.randn(24, dtype=torch.float64) if with_bias else None
+    plain = projection(weight, bias)
+    assert isinstance(plain, PlainProjection)
+    x = torch.randn(3, 16, dtype=torch.float64)
+    other = torch.randn(3, 24, dtype=torch.float64)
+    torch.testing.assert_close(plain(x), F.linear(x, weight, bias))
+    torch.testing.assert_close(plain.plus(x, other), F.linear(x, weight, bias) + other)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_a_product_in_eight_bits_is_off_by_their_rounding(rows, with_bias):
+    """Each factor is off by at most half a step: 1/254 of the largest of its row, 1/127 with 7 bits."""
+    if not can_round(torch.device("cpu")):
+        pytest.skip("this build of torch has no products in 8 bits")
+    torch.manual_seed(1)
+    weight = torch.randn(24, 16)
+    bias = torch.randn(24) if with_bias else None
+    eight = EightBitProjection(weight, bias)
+    for shape in ((rows, 16), (1, rows, 16)):
+        x = torch.randn(shape)
+        other = torch.randn(*shape[:-1], 24)
+        expected = F.linear(x, weight, bias)
+        kept = other.clone()
+        off_x = x.abs().amax(-1, keepdim=True) / 127
+        off_weight = weight.abs().amax(-1) / 254
+        bound = 16 * (off_x * weight.abs().amax(-1) + x.abs().amax(-1, keepdim=True) * off_weight)
+        assert ((eight(x) - expected).abs() <= bound).all()
+        assert ((eight(x) - expected).norm() / expected.norm()) < 0.03
+        torch.testing.assert_close(eight.plus(x, other), eight(x) + other)
+        torch.testing.assert_close(other, kept)
+
+
+def test_a_large_row_costs_the_others_nothing():
+    """The first token of a prompt is often a hundred times the others."""
+    torch.manual_seed(1)
+    eight = EightBitProjection(torch.randn(24, 16), None)
+    x = torch.randn(3, 16)
+    beside = torch.cat((1000 * x[:1], x))
+    torch.testing.assert_close(eight(beside)[1:], eight(x), atol=0.2, rtol=0.0)
+    assert (eight(beside)[1:] - eight(x)).norm() / eight(x).norm() < 0.01
+
+
+def test_rows_and_weights_of_zeros_give_zeros():
+    eight = EightBitProjection(torch.zeros(24, 16), None)
+    assert not eight(torch.zeros(3, 16)).any()
+    assert not eight(torch.zeros(1, 16)).any()
+
+
+class Special(nn.Linear):
+    """A layer that does something of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+def test_every_plain_linear_of_a_model_is_packed_and_special_ones_are_left_alone():
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 6, bias=False)), Special(6, 4))
+    x = torch.randn(2, 8)
+    expected = model(x)
+    pack_linears(model)
+    assert [type(model[0]), type(model[1][1]), type(model[2])] == [PackedLinear, PackedLinear, Special]
+    assert (model[0].in_features, model[1][1].out_features) == (8, 6)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_packing_leaves_a_tied_embedding_whole():
+    model: Any = nn.ModuleDict({"embedding": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    pack_linears(model)
+    with torch.inference_mode():
+        hidden = model["embedding"](torch.tensor([3, 7]))
+        torch.testing.assert_close(model["head"](hidden), hidden @ model["embedding"].weight.T)

@@ -1,0 +1,170 @@
+"""The target's step: rows of mixed kinds, which logits belong to which row, and what each session was fed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.compute.kv_cache import FeedRow
+from actors.engine.executor import StepExecutor
+from actors.models.toy import ToyRunner
+from cluster.page_allocator import PageCopy
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.messages import Sampling
+from tests.unit.cluster.samples import an_open
+
+VOCABULARY = 8
+NEXT = {token: (token * 3 + 1) % VOCABULARY for token in range(VOCABULARY)}  # greedy: what follows what
+
+
+class SpyRunner(ToyRunner):
+    """Remembers what it was fed."""
+
+    def __init__(self) -> None:
+        table = torch.zeros(VOCABULARY, VOCABULARY)
+        for token, following in NEXT.items():
+            table[token, following] = 1.0
+        super().__init__(table)
+        self.fed: list[list[FeedRow]] = []
+        self.copied: list[tuple[PageCopy, ...]] = []
+
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+        self.fed.append(list(rows))
+        self.copied.append(tuple(copies))
+        return super().forward(rows)
+
+
+def a_row(session: str, tokens: tuple[int, ...], start: int, decide: bool = True, **more: Any) -> Row:
+    return Row(session, tokens, start, decide, pages=(0,), **more)
+
+
+def an_executor() -> StepExecutor:
+    return StepExecutor(SpyRunner(), VOCABULARY)
+
+
+def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
+    """A prefill chunk, a block, a single token and a whole prompt in one forward [test_multiple_sequences]."""
+    runner = SpyRunner()
+    executor = StepExecutor(runner, runner.vocabulary)
+    opens = tuple(an_open(name, tokens=(1, 2, 3)) for name in ("chunk", "block", "single", "prompt"))
+    executor.step(StepPlan((), opens, (a_row("block", (2,), 0, False), a_row("single", (5,), 0, False))))
+    right = (NEXT[4], NEXT[NEXT[4]])
+    rows = (
+        a_row("chunk", (1, 2, 3), 0, decide=False),
+        a_row("block", (4, *right, 6), 1, draft_len=3),
+        a_row("single", (6,), 1),
+        a_row("prompt", (7, 3), 0),
+    )
+    assert executor.step(StepPlan((), (), rows)) == [
+        Outcome("block", 2, NEXT[right[1]]),
+        Outcome("single", 0, NEXT[6]),
+        Outcome("prompt", 0, NEXT[3]),
+    ]
+    assert [row.logits for row in runner.fed[-1]] == [0, 4, 1, 1]
+
+
+def test_an_alternative_that_the_target_would_say_is_accepted_with_what_follows_it():
+    runner = SpyRunner()
+    executor = StepExecutor(runner, runner.vocabulary)
+    right = NEXT[4]
+    wrong = (right + 1) % VOCABULARY
+    row = a_row("s", (4, wrong, 0, 6, right), 2, draft_len=2, alternatives=2)
+    (outcome,) = executor.step(StepPlan((), (an_open("s", tokens=(1, 2, 4)),), (row,)))
+    assert outcome == Outcome("s", 1, NEXT[right], right)
+    assert outcome.tokens_of(row) == (right, NEXT[right])
+    assert runner.fed[-1] == [FeedRow((4, wrong, 0, 6, right), 2, 5, (0,), alternatives=2)]
+
+
+def test_pages_and_copies_reach_the_runner_as_they_were_planned():
+    runner = SpyRunner()
+    executor = StepExecutor(runner, runner.vocabulary)
+    opens = (an_open("a", tokens=(1, 2, 3)), an_open("b", tokens=(1, 2, 3)))
+    rows = (Row("a", (2, 3), 1, True, pages=(4, 0)), Row("b", (1,), 0, False, pages=(7,)))
+    copies = (PageCopy(1, 0), PageCopy(2, 7))
+    executor.step(StepPlan((), opens, rows, copies))
+    assert runner.fed == [[FeedRow((2, 3), 1, 1, (4, 0)), FeedRow((1,), 0, 0, (7,))]]
+    assert runner.copied == [copies]
+
+
+def test_sessions_are_remembered_until_they_are_closed():
+    runner = SpyRunner()
+    executor = StepExecutor(runner, runner.vocabulary)
+    assert executor.step(StepPlan((), (an_open("a"), an_open("b")), ())) == []
+    assert not runner.fed, "without rows nothing is computed"
+    executor.step(StepPlan(("a",), (an_open("c"),), (a_row("b", (1,), 0), a_row("c", (2,), 0))))
+    assert not executor.is_idle
+    executor.step(StepPlan(("b", "c"), (), ()))
+    assert executor.is_idle
+
+
+def test_a_session_that_is_open_cannot_be_opened_nor_an_unknown_one_closed():
+    executor = an_executor()
+    executor.step(StepPlan((), (an_open("a"),), ()))
+    with pytest.raises(AssertionError, match="open already"):
+        executor.step(StepPlan((), (an_open("a"),), ()))
+    with pytest.raises(KeyError):
+        executor.step(StepPlan(("b",), (), ()))
+
+
+def test_a_session_may_be_closed_and_opened_again_in_one_step():
+    executor = an_executor()
+    executor.step(StepPlan((), (an_open("a"),), (a_row("a", (1, 2), 0),)))
+    row = a_row("a", (3,), 0)
+    assert executor.step(StepPlan(("a",), (an_open("a", attempt=2),), (row,))) == [Outcome("a", 0, NEXT[3])]
+
+
+def test_a_row_beyond_what_is_known_of_its_session_is_a_bug_and_says_so():
+    executor = an_executor()
+    with pytest.raises(AssertionError, match="beyond what is cached"):
+        executor.step(StepPlan((), (an_open("a", tokens=(1, 2)),), (a_row("a", (1,), 3),)))
+
+
+def test_a_row_may_begin_where_another_sessions_pages_end_also_after_a_chunk_of_its_own():
+    """A session that lost its pages in the middle of its prompt may find more of them than it had, computed by
+    another session with the same prompt."""
+    executor = an_executor()
+    prompt = (1, 2, 3, 4, 5, 6)
+    executor.step(StepPlan((), (an_open("a", tokens=prompt),), (a_row("a", prompt[:2], 0, False),)))
+    assert executor.step(StepPlan((), (), (a_row("a", prompt[5:], 5),))) == [Outcome("a", 0, NEXT[6])]
+
+
+def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back():
+    """Prompt tokens are free, rejected draft tokens were never generated, reopened tokens still count."""
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0)
+    executor = an_executor()
+    # The prompt is (2,); 7, which follows 2, and 1 were generated before the session was opened here again.
+    opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
+    rejected = a_row("a", (2, 7, 1, 0), 0, draft_len=1)
+    (outcome,) = executor.step(StepPlan((), (opened,), (rejected,)))
+    assert outcome == Outcome("a", 0, NEXT[1])
+    (outcome,) = executor.step(StepPlan((), (), (a_row("a", (NEXT[1], 2), 3),)))
+    assert outcome.next_token == 0, "the lowest id without a penalty: 7 has one, the rejected 0 has none"
+
+
+def test_penalties_of_a_prefix_that_was_not_fed_here_count_all_the_same():
+    """The ledger is known though its pages were computed by another session."""
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0)
+    opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
+    (outcome,) = an_executor().step(StepPlan((), (opened,), (a_row("a", (1,), 2),)))
+    assert outcome.next_token == NEXT[1] == 4
+    opened = an_open("a", tokens=(2, 4, 1), prompt_len=1, sampling=sampling)
+    (outcome,) = an_executor().step(StepPlan((), (opened,), (a_row("a", (1,), 2),)))
+    assert outcome.next_token == 0, "4 was generated before"
+
+
+def test_noise_is_addressed_by_absolute_position():
+    """Reopened with one more token of prompt, or not: the same draws at the same places, others elsewhere."""
+    sampling = Sampling(temperature=1.0)
+
+    def drawn(prompt_len: int, fed: tuple[int, ...]) -> list[int]:
+        executor = StepExecutor(ToyRunner(torch.zeros(VOCABULARY, VOCABULARY)), VOCABULARY)
+        opens = tuple(
+            an_open(str(seed), tokens=fed, prompt_len=prompt_len, sampling=sampling, seed=seed) for seed in range(30)
+        )
+        rows = tuple(a_row(str(seed), fed, 0) for seed in range(30))
+        return [outcome.next_token for outcome in executor.step(StepPlan((), opens, rows))]
+
+    assert drawn(1, (1, 2)) == drawn(2, (1, 2)) == drawn(2, (3, 4))
+    assert drawn(1, (1, 2)) != drawn(1, (1,))

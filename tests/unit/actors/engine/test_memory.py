@@ -1,0 +1,64 @@
+"""How many pages a cache gets, and what is said when that is too few."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from actors.engine import memory
+from actors.engine.memory import GIB, page_bytes, page_count
+from cluster.config import CacheConfig
+from cluster.errors import ModelError
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_a_page_holds_keys_and_values_of_all_layers():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    assert page_bytes(model, page_size=16) == 2 * 3 * 2 * 8 * 16 * 4
+    assert page_bytes(model, page_size=16, ranks=2) == 3 * 2 * 8 * 16 * 4
+    assert page_bytes(model.to(torch.bfloat16), page_size=4) == 2 * 3 * 2 * 8 * 4 * 2
+
+
+def test_heads_of_a_size_of_their_own_and_models_without_shared_ones_are_counted_right():
+    wide = LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=24))
+    assert page_bytes(wide, page_size=1) == 2 * 3 * 2 * 24 * 4
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=32, n_layer=2, n_head=4, n_positions=32))
+    assert page_bytes(gpt, page_size=1) == 2 * 2 * 4 * 8 * 4
+
+
+def test_memory_given_is_memory_used():
+    cache = CacheConfig(page_size=8, gib=0.5)
+    assert page_count(cache, GIB // 64, sessions=1, context=8, device=CPU) == 32
+
+
+@pytest.mark.parametrize(("free", "pages"), [(1000, 30), (50, 25), (20, 10)], ids=["enough", "half", "barely"])
+def test_memory_not_given_is_what_the_sessions_need_or_else_half_of_what_is_free(monkeypatch, free, pages):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    assert page_count(CacheConfig(page_size=8), 1, sessions=3, context=80, device=CPU) == pages
+
+
+@pytest.mark.parametrize("gib", [9.5 / 1024, None], ids=["given", "free"])
+def test_too_little_for_one_session_is_refused_with_what_is_needed(monkeypatch, gib):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 19 * GIB // 1024)
+    with pytest.raises(ModelError, match=r"room for 72 tokens, but a session may have 80: give it at least 0\.01 GiB"):
+        page_count(CacheConfig(page_size=8, gib=gib), GIB // 1024, sessions=4, context=80, device=CPU)
+
+
+def test_a_container_has_no_more_than_its_limit(monkeypatch, tmp_path):
+    whole = memory.free_bytes(CPU)
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "MEMORY_LIMITS", (tmp_path / "missing", limit))
+    limit.write_text("12345\n")
+    assert memory.free_bytes(CPU) == 12345
+    limit.write_text("max\n")
+    assert whole / 2 < memory.free_bytes(CPU) < whole * 2

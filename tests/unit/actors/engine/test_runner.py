@@ -1,0 +1,235 @@
+"""The paged cache and the attention over it, against the same models run plainly by transformers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from actors.attention.batch import Interrupted
+from actors.attention.gathered import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
+from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.engine.runner import ModelRunner
+from cluster.errors import ModelError
+from cluster.page_allocator import PageCopy
+from tests.unit.actors.tiny_models import MODELS, SIZES, WINDOW, jittered, tokens_of
+
+PAGE_SIZE = 4
+SESSION_PAGES = 160
+SESSIONS = 5
+PAGES = SESSION_PAGES * SESSIONS
+
+
+def scattered() -> list[tuple[int, ...]]:
+    """Pages for several sessions, in no order and among each other."""
+    shuffled = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).tolist()
+    return [tuple(shuffled[i::SESSIONS]) for i in range(SESSIONS)]
+
+
+TABLES = scattered()
+
+
+def row(table: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int) -> FeedRow:
+    """With no more pages than it takes: what a row reads beyond them is none of its own."""
+    return FeedRow(tokens, start, logits, table[: -(-(start + len(tokens)) // PAGE_SIZE)])
+
+
+class Plain:
+    """A model as transformers runs it, without any cache, one sequence at a time; and our runner over the same."""
+
+    def __init__(self, make: Callable[[], PreTrainedModel]) -> None:
+        torch.manual_seed(3)
+        self._model = jittered(make())
+        self._model.set_attn_implementation("eager")
+        twin = make()
+        twin.load_state_dict(self._model.state_dict())
+        self.runner = ModelRunner(twin, PAGES, PAGE_SIZE)
+
+    @torch.inference_mode()
+    def logits(self, tokens: tuple[int, ...], last: int) -> Tensor:
+        found: Tensor = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return found[len(tokens) - last :]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def plain(request: pytest.FixtureRequest) -> Plain:
+    return Plain(MODELS[request.param])
+
+
+def check(plain: Plain, rows: list[FeedRow], whole: list[tuple[int, ...]], copies: tuple[PageCopy, ...] = ()) -> None:
+    """The rows' logits are those of plain forwards over the whole sequences."""
+    expected = [plain.logits(tokens, row.logits) for row, tokens in zip(rows, whole, strict=True) if row.logits]
+    torch.testing.assert_close(plain.runner.forward(rows, copies), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_mixed_rows_in_one_forward_give_plain_logits(plain):
+    """A chunk of a prompt, a block to verify, a single token and a whole prompt, in other places and depths."""
+    a = tokens_of(1, 14)
+    b = tokens_of(2, 11)
+    c = tokens_of(3, 9)
+    d = tokens_of(4, 6)
+    at_a, at_b, at_c, at_d, _ = TABLES
+    check(
+        plain,
+        [row(at_a, a[:5], 0, 0), row(at_b, b[:7], 0, 1), row(at_c, c[:8], 0, 2)],
+        [a[:5], b[:7], c[:8]],
+    )
+    check(
+        plain,
+        [row(at_a, a[5:9], 5, 0), row(at_b, b[7:], 7, 4), row(at_c, c[8:], 8, 1), row(at_d, d, 0, 6)],
+        [a[:9], b, c, d],
+    )
+    check(plain, [row(at_a, a[9:], 9, 5)], [a])
+
+
+def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
+    """Short and long rows, each over a short and over a long context, of even and uneven lengths: several groups."""
+    long = 2 * SHORT_CONTEXT + 40
+    short = SHORT_CONTEXT - 100
+    a, b, c, d, e = (tokens_of(20 + i, n) for i, n in enumerate((long, long - 9, short, short - 7, 4 * SHORT_ROW - 3)))
+    whole = [a, b, c, d, e]
+    fed = [1, 4 * SHORT_ROW, 3, 4 * SHORT_ROW, len(e)]
+    begins = [len(tokens) - count for tokens, count in zip(whole, fed, strict=True)]
+    parts = list(zip(TABLES, whole, begins, strict=True))
+    plain.runner.forward([row(table, tokens[:begin], 0, 0) for table, tokens, begin in parts if begin])
+    rows = [row(table, tokens[begin:], begin, min(3, len(tokens) - begin)) for table, tokens, begin in parts]
+    plan = GatheredPlan(rows, PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu")))
+    plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
+    assert len(plan.groups) == 4
+    check(plain, rows, whole)
+
+
+def test_a_long_prompt_fed_in_chunks_gives_plain_logits(plain):
+    tokens = tokens_of(30, 90)
+    for begin in range(0, 80, 16):
+        plain.runner.forward([row(TABLES[0], tokens[begin : begin + 16], begin, 0)])
+    check(plain, [row(TABLES[0], tokens[80:], 80, 10)], [tokens])
+
+
+def test_pages_that_lie_in_a_row_or_backwards_give_plain_logits(plain):
+    """A lone session on neighbouring pages is read without gathering."""
+    tokens = tokens_of(31, 21)
+    for table in (tuple(range(8, 20)), tuple(range(20, 8, -1))):
+        plain.runner.forward([row(table, tokens[:15], 0, 0)])
+        check(plain, [row(table, tokens[15:], 15, 6)], [tokens])
+
+
+def test_a_rollback_leaves_no_trace(plain):
+    """A rejected tail is overwritten or masked; a shorter sequence on used pages sees nothing of the longer."""
+    right = tokens_of(5, 12)
+    wrong = tokens_of(6, 6)
+    table = TABLES[0]
+    plain.runner.forward([row(table, right[:6] + wrong, 0, 1)])
+    check(plain, [row(table, right[6:8], 6, 2)], [right[:8]])
+    check(plain, [row(table, right[8:], 8, 4)], [right])
+    other = tokens_of(7, 3)
+    check(plain, [row(table, other, 0, 3)], [other])
+
+
+def test_alternatives_give_what_each_in_its_place_would_give_and_one_that_is_fed_again_leaves_no_trace(plain):
+    """Beside another row; the accepted one goes to where the rejected block was."""
+    text = tokens_of(40, 17)
+    other = tokens_of(41, 9)
+    decided = text[:11]
+    (first, second, one, two) = text[11:15]
+    further = text[15:]
+    at, beside, *_ = TABLES
+    plain.runner.forward([row(at, decided[:10], 0, 0), row(beside, other[:7], 0, 0)])
+    fed = (decided[10], first, second, one, two)
+    tree = replace(row(at, fed, 10, 5), alternatives=2)
+    found = plain.runner.forward([tree, row(beside, other[7:], 7, 2)])
+    block = plain.logits((*decided, first, second), 3)
+    alone = [plain.logits((*decided, token), 1) for token in (one, two)]
+    expected = torch.cat([block, *alone, plain.logits(other, 2)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    check(plain, [row(at, (two, *further), 11, 3)], [(*decided, two, *further)])
+
+
+def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):
+    """What it had cached by then is overwritten by whatever is fed there next."""
+    wrong = tokens_of(8, 12)
+    right = tokens_of(9, 9)
+    answers = iter((False, True))
+    with pytest.raises(Interrupted):
+        plain.runner.forward([row(TABLES[0], wrong, 0, 1)], interrupted=lambda: next(answers))
+    assert next(answers, None) is None, "two layers have asked"
+    check(plain, [row(TABLES[0], right, 0, 9)], [right])
+
+
+def test_sessions_that_share_pages_and_part_give_plain_logits(plain):
+    """A prompt computed once; each goes on by itself, the page where they part copied for all but one."""
+    prompt = tokens_of(11, 3 * PAGE_SIZE + 2)
+    first = TABLES[0][:5]
+    second = TABLES[1][:5]
+    third = TABLES[2][:5]
+    plain.runner.forward([row(first, prompt, 0, 0)])
+    forks = [(*first[:3], *table[3:]) for table in (first, second, third)]
+    copies = tuple(PageCopy(first[3], table[3]) for table in forks[1:])
+    tails = [tokens_of(12 + i, 2 + i) for i in range(3)]
+    rows = [row(table, tail, len(prompt), len(tail)) for table, tail in zip(forks, tails, strict=True)]
+    check(plain, rows, [prompt + tail for tail in tails], copies)
+    again = [row(table, (7,), len(prompt + tail), 1) for table, tail in zip(forks, tails, strict=True)]
+    check(plain, again, [(*prompt, *tail, 7) for tail in tails])
+
+
+def test_whole_pages_of_another_session_are_as_good_as_its_own(plain):
+    """A prefix hit: nothing of the shared pages is fed again."""
+    tokens = tokens_of(16, 2 * PAGE_SIZE)
+    other = tokens_of(17, 5)
+    plain.runner.forward([row(TABLES[0], tokens + tokens_of(18, 3), 0, 0)])
+    table = (*TABLES[0][:2], *TABLES[3][:2])
+    check(plain, [row(table, other, len(tokens), 5)], [tokens + other])
+
+
+def test_single_tokens_beyond_the_window_see_the_window_only(plain):
+    """The fast way for single tokens needs no mask, except where a window has slid."""
+    tokens = tokens_of(8, 3 * WINDOW)
+    table = TABLES[1]
+    plain.runner.forward([row(table, tokens[:2], 0, 0)])
+    for position in range(2, len(tokens)):
+        check(plain, [row(table, (tokens[position],), position, 1)], [tokens[: position + 1]])
+
+
+def test_single_tokens_of_equal_and_unequal_contexts_give_plain_logits(plain):
+    """Together they need no mask when their contexts are equal, and one when they are not."""
+    whole = [tokens_of(40, 9), tokens_of(41, 9), tokens_of(42, 6)]
+    plain.runner.forward([row(table, tokens[:-1], 0, 0) for table, tokens in zip(TABLES, whole, strict=False)])
+    for count in (2, 3):
+        rows = [row(TABLES[i], whole[i][-1:], len(whole[i]) - 1, 1) for i in range(count)]
+        check(plain, rows, whole[:count])
+
+
+def test_the_order_of_rows_changes_nothing(plain):
+    a = tokens_of(9, 6)
+    b = tokens_of(10, 9)
+    rows = [row(TABLES[0], a, 0, 2), row(TABLES[1], b, 0, 3)]
+    forth = plain.runner.forward(rows)
+    back = plain.runner.forward(rows[::-1])
+    torch.testing.assert_close(torch.cat([back[3:], back[:3]]), forth, atol=1e-4, rtol=1e-4)
+
+
+REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
+    "soft caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)),
+    "sinks": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)),
+    "chunked layers": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SIZES, layer_types=["chunked_attention", "full_attention", "full_attention"])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_run_wrongly_is_refused(name):
+    """Its attention takes arguments that ours does not know: it would run, and give another text than it should."""
+    model = REFUSED[name]()
+    with pytest.raises(ModelError, match=type(model).__name__):
+        ModelRunner(model, PAGES, PAGE_SIZE)

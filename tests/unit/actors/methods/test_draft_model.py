@@ -1,0 +1,339 @@
+"""Drafting with a model: what is fed, what is proposed, and what a proposal may depend on."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from actors.compute.kv_cache import FeedRow
+from actors.methods.outcomes import Choices, offer
+from actors.sampling.processors import process
+from actors.sampling.reference import DrawAddress, draw
+from cluster.page_allocator import PageCopy
+from protos.messages import Acceptance, Sampling
+from tests.unit.actors.methods.drafting import (
+    DRAWN,
+    LOGITS,
+    PAGE_SIZE,
+    VOCABULARY,
+    PrefixRunner,
+    SpyRunner,
+    a_method,
+    a_want,
+    never,
+)
+from tests.unit.cluster.samples import GREEDY
+
+COUPLED, RATIO = Acceptance
+
+
+def greedy(last: int, count: int) -> tuple[int, ...]:
+    tokens = [last]
+    for _ in range(count):
+        tokens.append(int(LOGITS[tokens[-1]].argmax()))
+    return tuple(tokens[1:])
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_after_a_verdict_only_what_is_new_is_fed():
+    """One token after a rejection; two after full acceptance, for the last draft token was never fed."""
+    runner = SpyRunner()
+    method = a_method(runner)
+    (first,) = method.propose([a_want((1, 2))], never)
+    assert [(row.start, len(row.tokens)) for (row,) in runner.fed] == [(0, 2), (2, 1), (3, 1)]
+    bonus = (first.tokens[-1] + 1) % VOCABULARY
+    all_accepted = (1, 2, *first.tokens, bonus)
+    (second,) = method.propose([a_want(all_accepted)], never)
+    assert (runner.fed[3][0].start, runner.fed[3][0].tokens) == (4, all_accepted[4:])
+    one_accepted = (*all_accepted, second.tokens[0], (second.tokens[1] + 1) % VOCABULARY)
+    (third,) = method.propose([a_want(one_accepted)], never)
+    assert (runner.fed[6][0].start, runner.fed[6][0].tokens) == (7, one_accepted[7:])
+    assert third.tokens == greedy(one_accepted[-1], 3), "and what is left in the cache does not show"
+
+
+def test_a_reopened_session_with_other_tokens_feeds_from_where_they_differ():
+    runner = SpyRunner()
+    method = a_method(runner)
+    method.propose([a_want((1, 2, 3), max_tokens=1)], never)
+    (proposal,) = method.propose([a_want((1, 7), max_tokens=1)], never)
+    assert (runner.fed[1][0].start, runner.fed[1][0].tokens) == (1, (7,))
+    assert proposal.tokens == greedy(7, 1)
+    method.propose([a_want((1, 7), max_tokens=1)], never)
+    assert runner.fed[2][0].tokens == (7,), "a full hit still computes one token"
+
+
+def test_sessions_are_drafted_together_and_leave_as_their_blocks_end():
+    runner = SpyRunner()
+    wants = [a_want((1,), 1, "a"), a_want((2, 3), 3, "b"), a_want((4,), 2, "c")]
+    proposals = a_method(runner).propose(wants, never)
+    assert [len(rows) for rows in runner.fed] == [3, 2, 1]
+    assert [p.tokens for p in proposals] == [greedy(1, 1), greedy(3, 3), greedy(4, 2)]
+    assert [(p.session, p.base_len, p.prefix_hash) for p in proposals] == [
+        (want.open.session, len(want.tokens), want.prefix_hash) for want in wants
+    ]
+
+
+def test_pages_come_back_on_close_and_unknown_sessions_are_ignored():
+    runner = SpyRunner()
+    method = a_method(runner, pages=2)
+    method.propose([a_want((1,), session="a"), a_want((2,), session="b")], never)
+    method.close(["a", "unknown"])
+    method.close(["a"])
+    (proposal,) = method.propose([a_want((5, 6), session="c")], never)
+    assert proposal.tokens == greedy(6, 3), "another session's tokens in the page do not show"
+    fed = len(runner.fed)
+    method.propose([a_want((2, *greedy(2, 2)), session="b")], never)
+    assert runner.fed[fed][0].start == 2, "there was room for c without forgetting b"
+    method.close(["b", "c"])
+    assert method.is_idle
+
+
+def test_a_session_that_was_forgotten_for_want_of_pages_begins_anew_and_drafts_the_same():
+    runner = PrefixRunner()
+    method = a_method(runner, pages=3)
+    text = {"a": (1, 2, 3), "b": (4, 5, 6)}
+    for _ in range(6):
+        for name in text:
+            (proposal,) = method.propose([a_want(text[name], session=name)], never)
+            (fresh,) = a_method(PrefixRunner()).propose([a_want(text[name], session=name)], never)
+            assert proposal == fresh
+            text[name] = (*text[name], proposal.tokens[0])
+    assert [rows[0].start for rows in runner.fed].count(0) > 2, "nobody was forgotten, so this showed nothing"
+    method.close(list(text))
+    assert method.is_idle
+
+
+def test_what_finds_no_page_at_all_goes_without_and_the_others_are_drafted():
+    """All are busy: who has most to read goes without this time."""
+    method = a_method(SpyRunner(), pages=3)
+    wants = [a_want((1,) * 7, session="a"), a_want((2, 3), session="b"), a_want((4,), session="c")]
+    proposals = method.propose(wants, never)
+    assert [p.tokens for p in proposals] == [(), greedy(3, 3), greedy(4, 3)]
+    method.close(["a"])
+    (again,) = method.propose([wants[2]], never)
+    assert again.tokens == greedy(4, 3)
+
+
+def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
+    """Whole pages of it: drafts are never shared, for they may be wrong."""
+    runner = SpyRunner()
+    method = a_method(runner)
+    prompt = tuple(i % VOCABULARY for i in range(2 * PAGE_SIZE + 2))
+    method.propose([a_want(prompt, 3 * PAGE_SIZE, "a")], never)
+    fed = len(runner.fed)
+    (proposal,) = method.propose([a_want(prompt, session="b")], never)
+    (row,) = runner.fed[fed]
+    assert (row.start, row.tokens) == (2 * PAGE_SIZE, prompt[2 * PAGE_SIZE :])
+    assert proposal.tokens == greedy(prompt[-1], 3)
+    drafted = runner.read[fed - 1]  # all that a has cached, drafts too
+    method.propose([a_want((*drafted, 1), session="c")], never)
+    assert runner.fed[-3][0].start == 2 * PAGE_SIZE
+
+
+# ---------------------------------------------------------------- what is proposed
+
+
+def test_coupled_drafts_are_the_targets_draws_when_the_models_agree():
+    """Same noise at the same address: any slip in seed, choice or position costs acceptance, not correctness."""
+    for seed in range(20):
+        want = a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3)
+        (proposal,) = a_method(SpyRunner()).propose([want], never)
+        before = torch.tensor([3, *proposal.tokens])
+        assert draw(LOGITS[before], DrawAddress(seed, seed % 3, 3))[:4] == list(proposal.tokens)
+
+
+def test_processing_sees_what_was_generated_and_drafted_but_not_the_prompt():
+    """The drafter penalises as the target will: otherwise its drafts are rejected one after another."""
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
+    want = a_want((1, 2, 2), 5, prompt_len=2, sampling=sampling)
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    generated = [2]
+    for token in proposal.tokens:
+        row = process(LOGITS[[[1, 2, *generated][-1]]], sampling, generated, ())[0]
+        assert token == int(row.argmax())
+        generated.append(token)
+    assert len(set(proposal.tokens)) > 1
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance))
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling):
+    """Ids that the target lacks, however much the draft model likes them."""
+    liked = LOGITS.clone()
+    liked[:, [3, 9]] = 50.0
+    kept = [0, 1, 2, 4, 5, 6, 7, 8]
+    for seed in range(30):
+        want = a_want((1,), 4, sampling=sampling, seed=seed, acceptance=acceptance)
+        (proposal,) = a_method(SpyRunner(liked[:, kept]), kept, top_k=10).propose([want], never)
+        assert not {3, 9} & set(proposal.tokens)
+        if proposal.draft_probs is not None:
+            rows = zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True)
+            assert all(not {3, 9} & {i for i, w in zip(*row, strict=True) if w} for row in rows)
+
+
+@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
+def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, sampling):
+    want = replace(a_want((1,), 5, sampling=sampling, acceptance=acceptance), min_confidence=1.0)
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    assert len(proposal.tokens) == 1
+    assert proposal.draft_probs is None
+    ahead, patient = (
+        a_method(SpyRunner()).propose([replace(want, unverified=(5, 6), min_confidence=least)], never)
+        for least in (1.0, 0.0)
+    )
+    assert {len(block.tokens) for block in ahead} == {1}
+    assert {len(block.tokens) for block in patient} == {4}
+    outcomes = [{block.outcome for block in found} for found in (ahead, patient)]
+    assert outcomes[0] == outcomes[1], "what is under verification is read to its end"
+
+
+@pytest.mark.parametrize("unverified", [None, (), (5, 6)])
+@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
+def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, sampling, unverified):
+    want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
+    want = replace(want, unverified=unverified)
+    lengths = [
+        sum(len(block.tokens) for block in a_method(SpyRunner()).propose([replace(want, least_chance=least)], never))
+        for least in (0.0, 0.1, 0.3, 1.0)
+    ]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] > 0 == lengths[-1]
+
+
+def test_under_ratio_no_token_is_left_out_for_what_it_is():
+    want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=RATIO), least_chance=1.0, min_confidence=1.0)
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    assert len(proposal.tokens) == 5
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance))
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance, sampling):
+    """The target may decide for ids above all that this draft knows: its penalties must not be looked up there."""
+    penalised = replace(sampling, presence_penalty=2.0)
+    want = a_want((1, 9, 9), 3, prompt_len=1, sampling=penalised, acceptance=acceptance)
+    (proposal,) = a_method(SpyRunner(LOGITS[:, :5]), range(5)).propose([want], never)
+    assert len(proposal.tokens) == 3
+    assert max(proposal.tokens) < 5
+
+
+# ---------------------------------------------------------------- ratio's conditions
+
+
+def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **changes: Any) -> Any:
+    want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=RATIO)
+    (proposal,) = a_method(SpyRunner()).propose([replace(want, **changes)], never)
+    return proposal
+
+
+def test_under_ratio_a_blocks_tokens_depend_on_its_prefix_alone():
+    """Redrafted, longer, shorter, or begun one token later: the same tokens and draft_probs, or which of several
+    blocks is used would say something about their tokens, and the text would be biased."""
+    for seed in range(20):
+        whole = ratio_proposal((1, 2), 4, seed)
+        assert ratio_proposal((1, 2), 4, seed) == whole
+        shorter = ratio_proposal((1, 2), 2, seed)
+        assert (shorter.tokens, shorter.draft_probs.weights) == (whole.tokens[:2], whole.draft_probs.weights[:2])
+        later = ratio_proposal((1, 2, whole.tokens[0]), 3, seed)
+        assert (later.tokens, later.draft_probs.token_ids) == (whole.tokens[1:], whole.draft_probs.token_ids[1:])
+    assert len({ratio_proposal((1, 2), 4, seed).tokens for seed in range(20)}) > 5, "but the seed matters"
+
+
+def test_under_ratio_the_length_never_depends_on_the_tokens():
+    """Neither doubt nor a stop id shortens a block: dropping a drawn token for its value biases the text."""
+    lengths = {len(ratio_proposal((1,), 4, seed, min_confidence=0.9).tokens) for seed in range(30)}
+    assert lengths == {4}
+
+
+def test_under_ratio_tokens_follow_the_draft_probs_that_are_sent():
+    """Truncated and rounded first, drawn then: what is sent is no approximation. False alarm: 1e-6."""
+    counts: Counter[int] = Counter()
+    for seed in range(3000):
+        proposal = ratio_proposal((1,), 1, seed)
+        counts[proposal.tokens[0]] += 1
+    (ids,) = proposal.draft_probs.token_ids
+    (weights,) = proposal.draft_probs.weights
+    assert len(ids) == 4
+    assert set(counts) <= set(ids)
+    expected = [3000 * weight / sum(weights) for weight in weights]
+    assert chisquare([counts[token] for token in ids], expected).pvalue > 1e-6
+    probs = torch.softmax(LOGITS[1], -1)[list(ids)]
+    assert torch.allclose(torch.tensor(weights) / sum(weights), probs / probs.sum(), atol=1e-4)
+
+
+def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
+    """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
+    want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=RATIO)
+    (proposal,) = a_method(SpyRunner(), top_k=4).propose([want], never)
+    for ids, weights in zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True):
+        assert len(ids) == len(weights) == 4
+        assert [weight > 0 for weight in weights] == [True, True, False, False]
+        assert max(weights) < 1 << 16
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance))
+def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
+    """One such request used to end the drafting loop, on one drafter after another."""
+    want = a_want((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
+    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    assert proposal.tokens == greedy(1, 3)
+
+
+def test_a_long_prompt_is_read_over_several_passes_and_keeps_nobody_waiting():
+    runner = SpyRunner()
+    method = a_method(runner, pass_tokens=8)
+    long = a_want((1,) * 15 + (2,), session="long")
+    short = a_want((2, 3), session="short")
+    proposals = [method.propose([long, short], never) for _ in range(3)]
+    assert [[p.tokens for p in round_] for round_ in proposals] == [
+        [(), greedy(3, 3)],
+        [(), greedy(3, 3)],
+        [greedy(2, 3), greedy(3, 3)],
+    ]
+    assert max(sum(len(row.tokens) for row in rows) for rows in runner.fed) <= 8
+
+
+def test_a_model_that_computes_nonsense_still_gives_tokens():
+    class Nonsense(SpyRunner):
+        def forward(
+            self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+        ) -> Tensor:
+            return torch.full_like(super().forward(rows, copies), torch.nan)
+
+    for acceptance in (COUPLED, RATIO):
+        want = a_want((1, 2), sampling=DRAWN, acceptance=acceptance)
+        (proposal,) = a_method(Nonsense()).propose([want], never)
+        assert len(proposal.tokens) == 3
+        assert all(0 <= token < VOCABULARY for token in proposal.tokens)
+
+
+# ---------------------------------------------------------------- alternatives
+
+
+def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_are_alternatives():
+    choices = Choices((4, 5, 6, 7), (0.5, 0.4, 0.3, 0.05))
+    assert offer(4, choices, (0.5, 0.45), 4, 0.1) == (2, (5, 6))
+    assert offer(4, choices, (0.5, 0.35), 3, 0.1) == (2, (5,))
+    assert offer(4, choices, (0.5, 0.2), 3, 0.1) == (1, (5, 6))
+    assert offer(4, choices, (0.5, 0.45), 4, 0.35) == (2, (5,)), "what is not worth its verification is not sent"
+    assert offer(4, choices, (0.5,), 1, 0.1) == (1, ()), "the first token itself stays"
+    assert offer(7, choices, (0.05,), 2, 0.1) == (1, (4,)), "whatever it was"
+
+
+def test_a_block_has_alternatives_where_it_may_and_no_more_tokens_than_were_asked_for():
+    want = a_want((1, 2), 3)
+    (plain,) = a_method(SpyRunner()).propose([want], never)
+    (block,) = a_method(SpyRunner()).propose([replace(want, may_branch=True)], never)
+    assert plain.alternatives == ()
+    likeliest = LOGITS[2].softmax(-1).topk(4)
+    assert (plain.tokens[0], *block.alternatives) == tuple(likeliest.indices.tolist())[: 1 + len(block.alternatives)]
+    assert block.tokens == plain.tokens[: len(block.tokens)]
+    assert block.alternatives
+    assert len(block.tokens) + len(block.alternatives) == 3

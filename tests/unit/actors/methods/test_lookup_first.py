@@ -1,0 +1,79 @@
+"""The model is asked exactly where the text itself has no answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from actors.methods import Early, TargetNeeds, dismiss
+from actors.methods.lookup_first import LookupFirst
+from actors.methods.prompt_lookup import PromptLookup
+from cluster.drafting.requests import Proposal, Want
+from protos.messages import Verdict
+from tests.unit.cluster.samples import an_open
+
+REPEATING = (5, 6, 7, 5, 6)
+NEW = (1, 2, 3, 4, 5)
+
+
+class Asked:
+    """A model that remembers what it was asked for."""
+
+    needs = TargetNeeds()
+    tokens_per_forward = 1
+
+    def __init__(self) -> None:
+        self.sessions: list[str] = []
+        self.closed: list[str] = []
+        self.interrupted: Callable[[], bool] | None = None
+
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
+        self.sessions += [want.open.session for want in wants]
+        self.interrupted = interrupted
+        return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (9,), outcome=w.unverified) for w in wants]
+
+    def observe(self, verdict: Verdict) -> None: ...
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self.closed += sessions
+
+
+def never() -> bool:
+    return False
+
+
+def a_want(session: str, tokens: tuple[int, ...]) -> Want:
+    return Want(an_open(session, tokens=tokens), tokens, 1, max_tokens=2)
+
+
+def test_each_session_is_served_by_the_right_one_and_once() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    wants = [a_want("new", NEW), a_want("repeating", REPEATING)]
+    proposals = sorted((p.session, p.tokens) for p in method.propose(wants, never))
+    assert proposals == [("new", (9,)), ("repeating", (7, 5))]
+    assert model.sessions == ["new"]
+    assert method.propose(wants[1:], never)
+    assert model.sessions == ["new"], "it is not even asked when there is nothing to ask it for"
+
+
+def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_be_interrupted() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    copied = a_want("repeating", REPEATING)
+    new = a_want("new", NEW)
+    proposals = method.propose([replace(copied, unverified=(7, 5)), replace(new, unverified=(7,))], never)
+    assert [(p.session, p.outcome) for p in proposals] == [("repeating", (7, 5, 6)), ("new", (7,))]
+    assert model.sessions == ["new"]
+    assert model.interrupted is never
+
+
+def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    (proposal,) = method.propose([replace(a_want("new", NEW), unverified=())], never)
+    assert proposal.tokens == (9,)
+
+
+def test_closing_reaches_the_model() -> None:
+    model = Asked()
+    LookupFirst(PromptLookup(3, 2), model).close(["s"])
+    assert model.closed == ["s"]

@@ -1,0 +1,122 @@
+"""The written-out decoder is the model's own code with fewer operations, and stands in only where it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from actors.attention.batch import RaggedBatch
+from actors.attention.gathered import Gathered
+from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.linear import EightBitProjection
+from actors.models.decoder import (
+    Decoder,
+    LlamaDecoder,
+    MirroredNorm,
+    ModelDecoder,
+    PlainNorm,
+    decoder_for,
+    is_llama_kind,
+)
+from tests.unit.actors.tiny_models import MODELS, SIZES, jittered, tokens_of
+
+LLAMA_KIND = ["llama", "qwen2", "qwen3", "mistral"]
+BFLOAT16_TOLERANCE = 0.03  # of the norm of all logits; bfloat16 keeps 8 bits, and a few roundings add up
+EIGHT_BIT_TOLERANCE = 0.06 if torch.cpu._is_vnni_supported() else 0.12  # of integers: else rows have 7 bits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_architecture_gets_its_decoder(name):
+    model = MODELS[name]()
+    assert is_llama_kind(model) == (name in LLAMA_KIND)
+    assert type(decoder_for(model)) is (LlamaDecoder if name in LLAMA_KIND else ModelDecoder)
+
+
+class Quantised(nn.Linear):
+    """Weights that mean something else than they are."""
+
+
+def with_special_layer() -> PreTrainedModel:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.model.layers[1].mlp.down_proj = Quantised(48, 32, bias=False)
+    return model
+
+
+class Other(LlamaForCausalLM):
+    """Of another name: nobody knows what it changes."""
+
+
+UNLIKE: dict[str, Callable[[], PreTrainedModel]] = {
+    "another activation": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")),
+    "a layer of its own kind": with_special_layer,
+    "another class": lambda: Other(LlamaConfig(**SIZES)),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_differs_in_any_way_is_left_to_the_models_own_code(name):
+    model = UNLIKE[name]()
+    assert not is_llama_kind(model)
+    assert type(decoder_for(model)) is ModelDecoder
+
+
+def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
+    """Two steps over three sessions: prompts, then blocks and a single token."""
+    cache = PagedCache(16, 4, dtype, torch.device("cpu"))
+    a = tokens_of(1, 14)
+    b = tokens_of(2, 9)
+    c = tokens_of(3, 11)
+    at_a = (3, 9, 1, 12)
+    at_b = (0, 14, 2)
+    at_c = (5, 4, 8)
+    prompts = [FeedRow(a[:9], 0, 0, at_a), FeedRow(b[:8], 0, 0, at_b), FeedRow(c[:4], 0, 1, at_c)]
+    further = [FeedRow(a[9:], 9, 5, at_a), FeedRow(b[8:], 8, 1, at_b), FeedRow(c[4:], 4, 7, at_c)]
+    with torch.inference_mode():
+        return torch.cat([decoder(RaggedBatch(rows, cache, Gathered())) for rows in (prompts, further)])
+
+
+def twins(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    torch.manual_seed(5)
+    model = jittered(MODELS[name]())
+    twin = MODELS[name]()
+    twin.load_state_dict(model.state_dict())
+    return model.to(dtype), twin.to(dtype).eval()
+
+
+@pytest.mark.parametrize("name", LLAMA_KIND)
+def test_both_decoders_give_the_same_logits(name):
+    model, twin = twins(name, torch.float32)
+    torch.testing.assert_close(
+        decode(LlamaDecoder(model), torch.float32), decode(ModelDecoder(twin), torch.float32), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
+    """And with roughly the error of the model's own code in bfloat16: the decoder adds none of its own."""
+    exact = decode(decoder_for(twins(name, torch.float32)[0]), torch.float32)
+    rounded, own = twins(name, torch.bfloat16)
+    ours = decode(decoder_for(rounded), torch.bfloat16).float()
+    assert (ours - exact).norm() < BFLOAT16_TOLERANCE * exact.norm()
+    theirs = decode(ModelDecoder(own), torch.bfloat16).float()
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_eight_bits_the_logits_are_those_of_float32_but_for_rounding(name):
+    exact, twin = twins(name, torch.float32)
+    rounded = decode(decoder_for(twin, EightBitProjection), torch.float32)
+    expected = decode(decoder_for(exact), torch.float32)
+    assert 0 < (rounded - expected).norm() < EIGHT_BIT_TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_both_norms_are_the_root_mean_square_norm(dtype, tolerance):
+    x = (3 * torch.randn(5, 4, 32) + 1).to(dtype)
+    weight = torch.randn(32).to(dtype)
+    exact = nn.functional.rms_norm(x.double(), (32,), weight.double(), 1e-5)
+    for norm in (PlainNorm(weight, 1e-5), MirroredNorm(weight, 1e-5)):
+        assert torch.allclose(norm(x).double(), exact, rtol=2 * tolerance, atol=tolerance)

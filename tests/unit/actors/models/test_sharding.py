@@ -1,0 +1,132 @@
+"""Split models compute what whole ones do; what cannot be split is refused by name."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from actors.models.checkpoint import check_tensor_parallel, load
+from actors.models.sharding import RowParallelLinear, VocabularyParallelHead, shard
+from cluster.errors import ModelError
+from tests.unit.actors.groups import Planned, at_once, threads
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "pad_token_id": 0}
+KINDS = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "starcoder2", "olmo2", "phi3", "glm4")
+
+
+def a_model(kind: str, **changes: Any) -> PreTrainedModel:
+    """Random weights, and biases and norms that are not what they start as."""
+    config = AutoConfig.for_model(kind, **{**SIZES, **HEADS, "sliding_window": 4, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
+    return model(input_ids=tokens, use_cache=False, **options).logits
+
+
+def split_logits(folder: Path, ranks: int, tokens: Tensor) -> list[Tensor]:
+    shares = [load(folder, "float32", CPU, group).model for group in threads(ranks)]
+    return at_once([partial(logits, share, tokens) for share in shares])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
+    """32 vocabulary rows do not divide by 3; windows of 4 are shorter than the rows."""
+    model = a_model(kind)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 32, (2, 9))
+    expected = logits(model, tokens)
+    for found in split_logits(tmp_path, ranks, tokens):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(32, 2), (32, 3), (4, 3), (1, 3)])
+def test_a_vocabulary_need_not_divide(tmp_path, vocabulary, ranks, tied):
+    """Of 4 rows over 3 ranks the last has none."""
+    model = a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, vocabulary, (1, 5))
+    for found in split_logits(tmp_path, ranks, tokens):
+        torch.testing.assert_close(found, logits(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_are_added_once(tmp_path):
+    model = a_model("llama", attention_bias=True, mlp_bias=True)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 32, (1, 5))
+    for found in split_logits(tmp_path, 3, tokens):
+        torch.testing.assert_close(found, logits(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_holds_plain_tensors_of_its_share(tmp_path):
+    a_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    share = load(tmp_path, "bfloat16", CPU, Planned(1, 3)).model
+    layer = share.model.layers[0]
+    assert {type(parameter) for parameter in share.parameters()} == {nn.Parameter}
+    assert type(layer.self_attn.q_proj) is nn.Linear
+    assert layer.self_attn.q_proj.weight.shape == (16, 48)
+    assert (layer.self_attn.q_proj.in_features, layer.self_attn.q_proj.out_features) == (48, 16)
+    assert layer.self_attn.k_proj.weight.shape == (8, 48)
+    assert type(layer.self_attn.o_proj) is RowParallelLinear
+    assert layer.self_attn.o_proj.weight.shape == (48, 16)
+    assert layer.mlp.down_proj.weight.shape == (48, 12)
+    assert type(share.lm_head) is VocabularyParallelHead
+    assert share.lm_head.weight.shape == (11, 48)
+    assert share.lm_head.weight.data_ptr() == share.model.embed_tokens.weight[11].data_ptr(), (
+        "tied: no memory of its own"
+    )
+    assert {parameter.dtype for parameter in share.parameters()} == {torch.bfloat16}
+
+
+def test_a_step_speaks_to_the_others_twice_a_layer_and_once_for_the_logits(tmp_path):
+    model = a_model("llama")
+    groups = threads(2)
+    sums = []
+    gathers = []
+    groups[0].all_reduce = sums.append
+    groups[0].all_gather = lambda tensor: gathers.append(tensor) or tensor.expand(2, *tensor.shape)
+    shard(model, groups[0])
+    logits(model, torch.tensor([[1, 2, 3]]), logits_to_keep=1)
+    assert [tuple(tensor.shape) for tensor in sums] == [(1, 3, 48)] * 4
+    assert [tuple(tensor.shape) for tensor in gathers] == [(1, 1, 16)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("mixtral", {"num_local_experts": 2}, r"MixtralForCausalLM.*mlp\.experts.*(moe_tp_experts|packed_colwise)"),
+        ("gpt2", {}, "GPT2LMHeadModel has no tensor-parallel plan"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_at_start_by_name(tmp_path, kind, changes, named):
+    """Before a rank is started: the config alone is enough."""
+    AutoConfig.for_model(kind, **{**SIZES, **HEADS, **changes}).save_pretrained(tmp_path)
+    check_tensor_parallel(tmp_path, 1)
+    with pytest.raises(ModelError, match=named):
+        check_tensor_parallel(tmp_path, 2)
+
+
+def test_a_size_that_does_not_divide_is_never_cut_unevenly():
+    with pytest.raises(ModelError, match="48"):
+        shard(a_model("llama"), Planned(0, 5))

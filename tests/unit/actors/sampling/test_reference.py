@@ -1,0 +1,266 @@
+"""The verdict's arithmetic. Names in brackets are the cases of other systems' suites that these correspond to.
+
+Statistical tests have a false-alarm rate of 1e-6 for a change of the seeds written here.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from torch import Tensor
+
+from actors.sampling.noise import Purpose, key, uniform_scalar
+from actors.sampling.processors import process
+from actors.sampling.reference import BlockDecision, DrawAddress, accept, draw, match
+from protos.messages import Acceptance, Sampling, SparseProbs
+
+COUPLED, RATIO = Acceptance
+FALSE_ALARM = 1e-6
+
+
+def peaks(*tokens: int, vocabulary: int = 10) -> Tensor:
+    """Logits whose likeliest tokens are these."""
+    logits = torch.zeros(len(tokens), vocabulary)
+    logits[range(len(tokens)), tokens] = 5.0
+    return logits
+
+
+def log_probs(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def sparse(*rows: dict[int, int]) -> SparseProbs:
+    return SparseProbs(tuple(tuple(row) for row in rows), tuple(tuple(row.values()) for row in rows))
+
+
+def at(seed: int, position: int = 3) -> DrawAddress:
+    return DrawAddress(seed, 0, position)
+
+
+def p_value(counts: Counter[int], probs: list[float]) -> float:
+    total = sum(counts.values())
+    possible = [token for token, p in enumerate(probs) if p > 0]
+    assert set(counts) <= set(possible)
+    return float(chisquare([counts[t] for t in possible], [probs[t] * total for t in possible]).pvalue)
+
+
+# ---------------------------------------------------------------- greedy
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+@pytest.mark.parametrize(
+    ("own", "draft", "expected"),
+    [
+        ((1, 2, 3, 4), (1, 2, 3), BlockDecision(3, 4)),  # test_perfect_match
+        ((1, 5, 3, 4), (1, 2, 3), BlockDecision(1, 5)),  # test_early_mismatch
+        ((9, 2, 3, 4), (1, 2, 3), BlockDecision(0, 9)),  # first mismatch
+        ((1, 5, 6, 7), (1, 2, 3), BlockDecision(1, 5)),  # test_multiple_mismatches
+        ((1, 2), (1,), BlockDecision(1, 2)),  # test_single_token_sequence
+        ((8,), (), BlockDecision(0, 8)),  # test_empty_sequence
+    ],
+)
+def test_greedy_accepts_what_the_target_would_have_said(rule, own, draft, expected):
+    """With draft_probs or without, and under either rule: the same."""
+    probs = sparse(*({token: 1, 9: 1} for token in draft)) if draft else None
+    for draft_probs in (None, probs):
+        assert accept(rule, True, peaks(*own), draft, draft_probs, at(1)) == expected
+
+
+# ---------------------------------------------------------------- coupled
+
+
+def test_coupled_accepts_exactly_the_targets_own_draws():
+    """For any draft: its output is a prefix of what plain decoding would have drawn."""
+    logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
+    for seed in range(50):
+        own = draw(logits, at(seed))
+        for wrong in range(4):
+            draft = tuple(own[:3]) if wrong == 3 else (*own[:wrong], (own[wrong] + 1) % 10, *own[wrong + 1 : 3])
+            assert accept(COUPLED, False, logits, draft, None, at(seed)) == BlockDecision(wrong, own[wrong])
+
+
+def test_a_draw_depends_on_its_own_position_alone():
+    """Not on where in a block it falls: that is what makes output immune to any schedule."""
+    logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(2))
+    for seed in range(20):
+        one_by_one = [draw(logits[i : i + 1], at(seed, 3 + i))[0] for i in range(5)]
+        assert draw(logits, at(seed)) == one_by_one
+    assert len({tuple(draw(logits, DrawAddress(1, choice, 3))) for choice in range(8)}) > 4, "n = 8 gives other texts"
+
+
+# ---------------------------------------------------------------- ratio
+
+
+def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[int]) -> tuple[Counter[int], int]:
+    """First decided token, and how many drafts stood, over as many seeds as drafts."""
+    counts: Counter[int] = Counter()
+    stood = 0
+    for seed, token in enumerate(drafts):
+        probs = sparse(draft_row) if draft_row else None
+        decision = accept(RATIO, False, logits, (token,), probs, at(seed))
+        stood += decision.accepted
+        counts[token if decision.accepted else decision.next_token] += 1
+    return counts, stood
+
+
+def test_ratio_keeps_the_targets_distribution_under_a_truncated_draft():
+    """The draft lacks two tokens and overrates others: all of that must cancel."""
+    probs = [0.4, 0.1, 0.3, 0.15, 0.05]
+    draft_row = {0: 1, 1: 4, 2: 3}
+    drafts = torch.multinomial(
+        torch.tensor([1.0, 4.0, 3.0]), 6000, replacement=True, generator=torch.Generator().manual_seed(3)
+    ).tolist()
+    counts, stood = first_tokens(log_probs(probs, probs), draft_row, drafts)
+    assert p_value(counts, probs) > FALSE_ALARM
+    overlap = sum(min(probs[t], w / 8) for t, w in draft_row.items())
+    assert p_value(Counter({0: stood, 1: 6000 - stood}), [overlap, 1 - overlap]) > FALSE_ALARM
+
+
+def test_ratio_keeps_the_targets_distribution_under_a_point_mass():
+    """No draft_probs: the token stands with its own probability, and is never its own replacement."""
+    probs = [0.5, 0.3, 0.2]
+    counts, stood = first_tokens(log_probs(probs, probs), None, [1] * 5000)
+    assert p_value(counts, probs) > FALSE_ALARM
+    assert stood == counts[1]
+
+
+def test_the_bonus_token_follows_the_last_position():
+    probs = [0.5, 0.3, 0.2]
+    logits = log_probs([0.0, 0.0, 1.0], probs)
+    decided = [accept(RATIO, False, logits, (2,), None, at(seed)) for seed in range(4000)]
+    assert {decision.accepted for decision in decided} == {1}
+    assert p_value(Counter(decision.next_token for decision in decided), probs) > FALSE_ALARM
+
+
+def test_nothing_after_a_rejection_is_accepted():
+    """Position 0 never stands; position 1 always would."""
+    logits = log_probs([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0])
+    decided = [accept(RATIO, False, logits, (2, 2), None, at(seed)) for seed in range(100)]
+    assert {decision.accepted for decision in decided} == {0}
+    assert {decision.next_token for decision in decided} == {0, 1}
+
+
+def test_a_token_that_the_target_excludes_is_rejected_and_never_recovered():
+    """A drafter that does not know the mask proposes it: -inf at the target, any weight at the drafter."""
+    logits = process(log_probs([0.25] * 4, [0.25] * 4), Sampling(top_k=2), (), (3,))
+    for seed in range(200):
+        decision = accept(RATIO, False, logits, (3,), sparse({3: 1, 0: 1}), at(seed))
+        assert decision.accepted == 0
+        assert decision.next_token in {0, 1}
+
+
+def test_a_token_that_the_target_holds_likelier_than_the_drafter_always_stands():
+    logits = log_probs([0.5, 0.5], [0.5, 0.5])
+    for seed in range(200):
+        assert accept(RATIO, False, logits, (1,), sparse({0: 1, 1: 1}), at(seed)).accepted == 1
+        assert accept(RATIO, False, logits, (1,), sparse({0: 3, 1: 1}), at(seed)).accepted == 1
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=4, max_size=4).filter(any),
+    st.lists(st.integers(0, 8), min_size=4, max_size=4).filter(any),
+    st.integers(0, 2**64 - 1),
+)
+def test_a_recovered_token_has_positive_residual(target, drafted, seed):
+    """A replacement that the drafter already had its full share of would be counted twice."""
+    total = sum(target)
+    draft_total = sum(drafted)
+    logits = log_probs(*[[weight / total for weight in target]] * 2)
+    for token, weight in enumerate(drafted):
+        if weight == 0:
+            continue
+        decision = accept(RATIO, False, logits, (token,), sparse(dict(enumerate(drafted))), at(seed))
+        if decision.accepted == 0:
+            new = decision.next_token
+            assert target[new] * draft_total > drafted[new] * total
+
+
+def test_acceptance_noise_is_the_addressed_one():
+    """Pins the rule at its edge: stands while noise x draft probability is below the target's."""
+    seed = 11
+    position = 3
+    noise = uniform_scalar(key(seed, 0, position, Purpose.ACCEPT))
+    for target_prob, accepted in ((noise * 1.001, 1), (noise * 0.999, 0)):
+        logits = log_probs(*[[target_prob, 1 - target_prob]] * 2)
+        assert accept(RATIO, False, logits, (0,), None, at(seed, position)).accepted == accepted
+
+
+def test_a_rejection_where_rounding_leaves_no_residual_still_draws_from_the_target(monkeypatch):
+    """Equal distributions: a rejection is a rounding accident, and must not divide by nothing."""
+    monkeypatch.setattr("actors.sampling.reference.uniform_scalar", lambda _: 1.0)
+    probs = [0.5, 0.25, 0.25]
+    logits = log_probs(probs, probs)
+    for seed in range(20):
+        decision = accept(RATIO, False, logits, (0,), sparse({0: 2, 1: 1, 2: 1}), at(seed))
+        assert decision.next_token in {0, 1, 2}
+
+
+# ---------------------------------------------------------------- the edges of the vocabulary
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+@pytest.mark.parametrize("vocabulary", [100, 8193])
+def test_the_last_token_of_the_vocabulary_can_be_drawn_recovered_and_accepted(rule, vocabulary):
+    """[test_sample_recovered_tokens_vocab_boundary]: kernels that work in blocks lose the tail."""
+    last = vocabulary - 1
+    logits = torch.full((2, vocabulary), -torch.inf)
+    logits[:, last] = 0.0
+    assert accept(rule, False, logits, (last,), None, at(1)) == BlockDecision(1, last)
+    assert accept(rule, False, logits, (0,), sparse({0: 1}), at(1)) == BlockDecision(0, last)
+    assert accept(rule, False, logits[:1], (), None, at(1)) == BlockDecision(0, last)
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_model_that_computes_nonsense_still_gives_tokens_of_the_vocabulary(rule, value):
+    """[test_all_nan_target_logits_in_range]: an id out of range would end the next forward, and the replica."""
+    logits = torch.full((2, 10), value)
+    decision = accept(rule, False, logits, (3,), None, at(1))
+    assert 0 <= decision.next_token < 10
+
+
+@pytest.mark.parametrize("rule", list(Acceptance))
+@pytest.mark.parametrize(
+    ("sampling", "size"), [(Sampling(top_k=5), 5), (Sampling(top_p=0.5), 4), (Sampling(top_k=1), 1)]
+)
+def test_decided_tokens_stay_in_the_allowed_set_though_margins_are_tiny(rule, sampling, size):
+    """[test_top_k, test_top_p] for accepted, recovered and bonus tokens alike."""
+    raw = torch.zeros(3, 8) - torch.arange(8) * 1e-5
+    logits = process(raw, sampling, (), (0, 7))
+    seen: set[int] = set()
+    for seed in range(300):
+        decision = accept(rule, False, logits, (0, 7), sparse({0: 1, 7: 1}, {7: 1, 0: 1}), at(seed))
+        seen |= {*(0, 7)[: decision.accepted], decision.next_token}
+    assert seen == set(range(size))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([5, 6, 7, 8, 9], BlockDecision(2, 7)),  # the block itself
+        ([5, 1, 7, 8, 9], BlockDecision(1, 1)),
+        ([3, 6, 7, 8, 9], BlockDecision(1, 8, 3)),  # an alternative, and what follows it
+        ([4, 6, 7, 8, 9], BlockDecision(1, 9, 4)),
+        ([2, 6, 7, 8, 9], BlockDecision(0, 2)),  # neither
+    ],
+)
+def test_an_alternative_stands_where_the_targets_own_token_is_that_one(own, expected):
+    assert match(own, (5, 6), (3, 4)) == expected
+
+
+def test_an_alternative_that_is_the_first_token_again_changes_nothing():
+    assert match([5, 6, 7, 9], (5, 6), (5,)) == BlockDecision(2, 7)
+
+
+def test_what_follows_an_alternative_is_drawn_as_a_second_token():
+    """With the noise of its place, as it would be drawn had it been drafted first."""
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))  # after the prefix, two drafts, and another
+    at = DrawAddress(seed=11, choice=0, position=5)
+    own = draw(logits[:1], at)[0]
+    wrong = ((own + 1) % 9, 0)
+    found = accept(Acceptance.COUPLED, False, logits, wrong, None, at, (own,))
+    as_first = accept(Acceptance.COUPLED, False, logits[[0, 3]], (own,), None, at)
+    assert found == BlockDecision(1, as_first.next_token, own)

@@ -1,0 +1,146 @@
+"""All blocks of a step decided at once: the same as each of them by itself, by the specification."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actors.sampling.processors import process
+from actors.sampling.reference import BlockDecision, DrawAddress, accept
+from actors.sampling.rejection_sampler import PendingBlock, decide
+from protos.messages import Acceptance, Sampling, SparseProbs
+
+VOCABULARY = 12
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.0, frequency_penalty=0.7, presence_penalty=0.3),
+    Sampling(),
+    Sampling(temperature=0.6, presence_penalty=1.5),
+    Sampling(top_k=3),
+    Sampling(temperature=1.3, top_p=0.7),
+    Sampling(min_p=0.2),
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05),
+]
+tokens = st.integers(0, VOCABULARY - 1)
+
+
+@st.composite
+def draft_probs(draw: st.DrawFn, draft: tuple[int, ...]) -> SparseProbs | None:
+    if not draft or draw(st.booleans()):
+        return None
+    width = draw(st.integers(2, 4))
+    ids = []
+    weights = []
+    for token in draft:
+        others = draw(st.permutations([t for t in range(VOCABULARY) if t != token]))
+        padding = draw(st.integers(0, width - 1))
+        ids.append((token, *others[: width - 1 - padding], *[0] * padding))
+        weights.append((*draw(st.tuples(*[st.integers(1, 9)] * (width - padding))), *[0] * padding))
+    return SparseProbs(tuple(ids), tuple(weights))
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> PendingBlock:
+    draft = tuple(draw(st.lists(tokens, max_size=4)))
+    rule = draw(st.sampled_from(Acceptance))
+    sampling = draw(st.sampled_from(SAMPLINGS))
+    may_branch = (rule is Acceptance.COUPLED or sampling.greedy) and not sampling.penalised
+    return PendingBlock(
+        rule=rule,
+        sampling=sampling,
+        draft=draft,
+        draft_probs=draw(draft_probs(draft)),
+        generated=draw(st.lists(tokens, max_size=5)),
+        at=DrawAddress(draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 3)), draw(st.integers(0, 999))),
+        alternatives=tuple(draw(st.lists(tokens, max_size=3))) if draft and may_branch else (),
+    )
+
+
+def one_by_one(step: list[PendingBlock], logits: Tensor) -> list[BlockDecision]:
+    found = []
+    for block, part in zip(step, logits.split([block.positions for block in step]), strict=True):
+        processed = process(part, block.sampling, block.generated, (*block.draft, *block.alternatives))
+        greedy = block.sampling.greedy
+        told = (block.draft_probs, block.at, block.alternatives)
+        found.append(accept(block.rule, greedy, processed, block.draft, *told))
+    return found
+
+
+def some_logits(step: list[PendingBlock], seed: int) -> Tensor:
+    """Likes the drafts, so that they stand often; coarse, so that some tie."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(sum(block.positions for block in step), VOCABULARY, generator=generator) * 4).round() / 4
+    begin = 0
+    for block in step:
+        for offset, token in enumerate(block.draft):
+            logits[begin + offset, token] += 1.5
+        begin += block.positions
+    return logits
+
+
+@given(st.lists(blocks(), min_size=1, max_size=6), st.integers(0, 2**16))
+def test_a_step_is_decided_as_its_blocks_one_by_one(step, seed):
+    logits = some_logits(step, seed)
+    assert decide(step, logits) == one_by_one(step, logits)
+
+
+@given(st.lists(blocks(), min_size=1, max_size=4), st.integers(0, 2**16))
+def test_where_candidates_do_not_suffice_the_block_is_decided_thoroughly(step, seed):
+    """With three candidates of twelve that is often so, for some blocks of a step and not for others."""
+    logits = some_logits(step, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.sampling.processors.CANDIDATES", 3)
+        found = decide(step, logits)
+    assert found == one_by_one(step, logits)
+
+
+def test_nothing_to_decide_is_no_decision():
+    """A step of prompt chunks alone."""
+    assert decide([], torch.empty(0, VOCABULARY)) == []
+
+
+def a_block(sampling: Sampling, rule: Acceptance = Acceptance.COUPLED, draft: tuple[int, ...] = (1, 2)) -> PendingBlock:
+    return PendingBlock(rule, sampling, draft, None, (), DrawAddress(1, 0, 3))
+
+
+def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
+    """The host waits for the device once, whatever kinds of requests are in the step."""
+    copies = 0
+
+    class Counted(Tensor):
+        """Every way for numbers to reach the host."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            nonlocal copies
+            reads = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.nonzero)
+            copies += function in reads
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    step = [a_block(sampling, rule) for sampling in SAMPLINGS for rule in Acceptance]
+    logits = torch.randn(3 * len(step), VOCABULARY, generator=torch.Generator().manual_seed(1))  # no ties
+    found = decide(step, logits.as_subclass(Counted))
+    assert copies == 1
+    assert found == one_by_one(step, logits)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_nonsense_is_decided_like_anything_else_and_harms_no_other_block(value):
+    sane = a_block(Sampling(top_k=3))
+    insane = a_block(Sampling(top_k=3), Acceptance.RATIO)
+    step = [sane, insane, a_block(Sampling()), a_block(Sampling(top_p=0.9), Acceptance.RATIO), sane]
+    logits = some_logits(step, 2)
+    logits[3:12] = value
+    found = decide(step, logits)
+    assert (found[0], found[4]) == (one_by_one([sane], logits[:3])[0], one_by_one([sane], logits[12:])[0])
+    assert all(0 <= decision.next_token < VOCABULARY for decision in found)
+
+
+def test_what_is_worked_on_in_parts_is_decided_the_same(monkeypatch):
+    step = [a_block(Sampling(), draft=(1, 2, 3, 4)) for _ in range(3)]
+    logits = some_logits(step, 3)
+    whole = decide(step, logits)
+    monkeypatch.setattr("actors.sampling.rejection_sampler.AT_ONCE", {"cpu": 6 * VOCABULARY})
+    monkeypatch.setattr("actors.sampling.noise.NOISE_AT_ONCE", {"cpu": 2 * VOCABULARY + 1})
+    assert decide(step, logits) == whole

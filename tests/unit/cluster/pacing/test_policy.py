@@ -1,0 +1,203 @@
+"""When drafts pay: how long to wait, how far to draft, when to stop and when to try again."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from cluster.costs import ForwardCost
+from cluster.pacing.acceptance import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    TRIED_ONE_IN,
+    Arrivals,
+    ReplicaStats,
+    SessionStats,
+    Trials,
+)
+from cluster.pacing.load import Load
+from cluster.pacing.policy import ASK_AGAIN, TRIAL_ROUNDS, Adaptive, Ask, Awaited, LockStep
+from cluster.pacing.step_cost import StepCost
+from tests.unit.cluster.pacing.pacing_samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
+
+PACING = Adaptive()
+SLOW = ReplicaStats(delay=a_delay([(1, 0.20), (4, 0.30)] * 20))
+
+
+def with_hits(blocks: SessionStats, hits: float) -> SessionStats:
+    return replace(blocks, arrivals=replace(blocks.arrivals, hits=hits))
+
+
+def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaStats = NOBODY) -> Ask:
+    return PACING.ask(blocks, replica, limit, load)[0]
+
+
+# ---------------------------------------------------------------- how long to wait
+
+
+def test_a_step_waits_for_what_brings_more_than_the_time_of_all_is_worth():
+    hold_for_s = PACING.hold_for_s
+    assert hold_for_s([Awaited(0.6, in_s=0.03)], LOAD) == pytest.approx(0.6 / 15)
+    assert hold_for_s([Awaited(0.6, in_s=0.05)], LOAD) == 0.0, "it comes too late"
+    assert hold_for_s([Awaited(0.6, in_s=0.03)], replace(LOAD, gain=3.0)) == 0.0, "time is worth more"
+    assert hold_for_s([Awaited(0.6, in_s=0.03)], replace(LOAD, sessions=8)) == 0.0, "seven others would wait too"
+    assert hold_for_s([Awaited(0.6, in_s=-0.1)], LOAD) > 0, "it may come at any time"
+    assert hold_for_s([], LOAD) == 0.0
+
+
+def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not():
+    pair = [Awaited(0.3, in_s=0.03), Awaited(0.3, in_s=0.03)]
+    assert PACING.hold_for_s(pair[:1], LOAD) == 0.0
+    assert PACING.hold_for_s(pair, LOAD) == pytest.approx(0.6 / 15)
+    late = Awaited(0.3, in_s=1.0)
+    assert PACING.hold_for_s([late, *pair], LOAD) == PACING.hold_for_s(pair, LOAD)
+
+
+def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
+    quick = ReplicaStats(delay=a_delay([(1, 0.011), (4, 0.014)] * 20))
+    much = with_hits(a_yield(*[0.98] * 8), 0.0)
+    many = replace(LOAD, sessions=4)
+    ask = asked(much, 8, many, quick)
+    assert (ask.waits, ask.skip_steps) == (True, True)
+    assert PACING.skip_for_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
+    little = asked(with_hits(a_yield(0.9), 0.0), 8, many, quick)
+    assert (little.waits, little.skip_steps) == (True, False)
+    assert PACING.skip_for_s(little, many) == 0.0
+    assert not asked(with_hits(much, 0.9), 8, many, quick).skip_steps, "there will be a block after the step anyway"
+
+
+def test_a_dead_drafter_costs_a_few_short_waits():
+    """The sum over all vain rounds, not only each: patience must not be paid for ever."""
+    waited = with_hits(a_yield(0.9, 0.8), 0.0)
+    total = 0.0
+    first = asked(waited, 2).worth
+    for _ in range(100):
+        total += asked(waited, 2).worth
+        waited = waited.after_plain_round()
+    assert total <= 2 * first
+    assert asked(waited.after_arrival(0.01), 2).worth == first, "the drafter is back"
+
+
+# ---------------------------------------------------------------- how far to draft
+
+
+def test_each_token_is_asked_for_as_long_as_it_is_likely_enough():
+    assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 4).tokens == 4
+    assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 2).tokens == 2
+    assert asked(a_yield(0.9, 0.5, 0.01, 0.001), 4).tokens == 2
+
+
+def test_a_token_that_costs_more_than_it_brings_is_not_wanted_at_all():
+    """What one more token costs a step is what its chance has to be worth."""
+    ask = asked(a_yield(0.9, 0.8), 2)
+    assert ask.least_chance == pytest.approx(15 * 0.001)
+    assert asked(a_yield(0.9, 0.8), 2, replace(LOAD, sessions=20)).least_chance > 5 * ask.least_chance
+
+
+def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
+    """In full steps a rejected token takes the place of one that is sure."""
+    blocks = a_yield(0.6, 0.36, 0.22, 0.13)
+    full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
+    lengths = [asked(blocks, 4, Load(full, sessions), ReplicaStats()).tokens for sessions in (1, 8, 100)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 4
+    assert lengths[-1] == 0
+
+
+def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
+    ask = asked(a_yield(0.5, 0.25), 2, replica=SLOW)
+    assert (ask.tokens, ask.waits) == (2, False)
+    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, replica=SLOW).tokens == 0, "none ever is"
+    assert asked(a_yield(0.5, 0.25), 2, replica=ReplicaStats()).waits, "quick ones are"
+
+
+def test_what_is_never_waited_for_is_timed_again_now_and_then():
+    blocks = a_yield(0.5, 0.25)
+    waits = []
+    for _ in range(3 * ASK_AGAIN):
+        ask, blocks = PACING.ask(blocks, SLOW, 2, LOAD)
+        waits.append(ask.waits)
+    assert 2 <= sum(waits) <= 3
+
+
+def test_nothing_is_asked_for_where_speculation_is_known_to_lose():
+    good = a_yield(0.9, 0.8)
+    assert PACING.ask(good, NOBODY, 2, replace(LOAD, speculates=False)) == (Ask(), good)
+
+
+def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
+    blocks = a_yield(0.001, 0.0)
+    lengths = []
+    for _ in range(3000):
+        ask, blocks = PACING.ask(blocks, NOBODY, 4, LOAD)
+        lengths.append(ask.tokens)
+    trials = [i for i, length in enumerate(lengths) if length and not lengths[i - 1]]
+    assert trials[0] == FIRST_PAUSE
+    gaps = [b - a for a, b in itertools.pairwise(trials)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] <= LONGEST_PAUSE + TRIAL_ROUNDS
+    assert sum(map(bool, lengths)) < len(lengths) / 100
+
+
+def test_of_many_sessions_few_try_what_does_not_pay():
+    """What a trial costs, all pay."""
+    sessions = [a_yield(0.001, 0.0)] * 50
+    replica = NOBODY
+    trials = 0
+    rounds = 0
+    for _ in range(100):
+        for index, blocks in enumerate(sessions):
+            ask, sessions[index] = PACING.ask(blocks, replica, 4, LOAD)
+            replica = replica.after_round(is_trial=ask.tokens > 0)
+            trials = trials + bool(ask.tokens)
+            rounds = rounds + 1
+    assert 0.5 * rounds / TRIED_ONE_IN < trials <= rounds / TRIED_ONE_IN + TRIAL_ROUNDS
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    """A trial goes on while its tokens are accepted, until that is enough."""
+    bad = SessionStats(arrivals=Arrivals(delay_s=0.03, hits=0.1))
+    for _ in range(40):
+        bad = bad.after_block(2, 2, 0)
+    replica = ReplicaStats(bad.chances, delay=DRAFT)
+    ask, blocks = PACING.ask(bad, replica, 2, LOAD)
+    assert ask.tokens == 0
+    rounds = 0
+    while not (ask.tokens and not blocks.trials.paused):
+        ask, blocks = PACING.ask(blocks, replica, 2, LOAD)
+        if ask.tokens:
+            blocks = blocks.after_block(ask.tokens, ask.tokens, ask.tokens)
+        rounds += 1
+        assert rounds < 4 * FIRST_PAUSE
+    assert ask.tokens >= 1
+
+
+def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
+    """With half of the blocks accepted, three rejections in a row are an everyday thing."""
+    blocks = SessionStats(arrivals=Arrivals(delay_s=0.03))
+    for _ in range(10):
+        blocks = blocks.after_block(2, 2, 1).after_block(2, 2, 0)
+    replica = ReplicaStats(blocks.chances, delay=DRAFT)
+    for _ in range(4):
+        blocks = blocks.after_block(2, 2, 0)
+    assert asked(blocks, 2, replica=replica).tokens > 0
+
+
+def test_the_edge_between_drafting_and_not_has_two_sides():
+    """Or noise would switch it to and fro."""
+    chances = [step / 1000 for step in range(1, 1000)]
+    gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
+    takes_up = min(c for c in chances if asked(replace(a_yield(c), trials=Trials(paused=1)), 1).tokens == 1)
+    assert gives_up < takes_up
+
+
+# ---------------------------------------------------------------- lock-step
+
+
+def test_lock_step_waits_for_all_and_asks_for_all():
+    pacing = LockStep(patience=2.0)
+    ask, _ = pacing.ask(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False))
+    assert (ask.tokens, ask.waits) == (4, True)
+    assert pacing.skip_for_s(ask, LOAD) == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
+    gone, _ = pacing.ask(a_yield(0.5).after_plain_round(), NOBODY, 4, LOAD)
+    assert pacing.skip_for_s(gone, LOAD) == pacing.hold_for_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0

@@ -1,0 +1,55 @@
+"""The choice of a replica."""
+
+from cluster.routing.balancing import Candidate, Peers, choose, turn
+
+
+def test_the_least_loaded_is_chosen_and_equals_by_address():
+    assert choose([Candidate("b", 1), Candidate("c", 0), Candidate("a", 0)]) == "a"
+    assert choose([Candidate("a", 3), Candidate("b", 1)]) == "b"
+
+
+def test_routers_that_know_nothing_of_each_other_do_not_all_begin_with_the_same_replica():
+    addresses = ("a", "b", "c", "d")
+    first = {choose(Candidate(a, 0, turn(f"router-{number}", a)) for a in addresses) for number in range(32)}
+    assert first == set(addresses)
+    assert choose([Candidate("a", 1, 0), Candidate("b", 0, 9)]) == "b", "load comes first"
+
+
+def test_a_failed_replica_is_the_last_resort():
+    busy = Candidate("b", 9)
+    assert choose([Candidate("a", 0), busy], avoid=frozenset({"a"})) == "b"
+    assert choose([Candidate("a", 0)], avoid=frozenset({"a"})) == "a"
+
+
+def test_assigning_counts_at_once():
+    """Many sessions placed in one go must not all go to the replica that was idle before."""
+    peers = Peers("router")
+    for address in "abc":
+        peers.up(address)
+    chosen = []
+    for _ in range(6):
+        chosen.append(peers.choose(lambda _: True))
+        peers.moved(None, chosen[-1])
+    assert sorted(map(str, chosen[:3])) == sorted(map(str, chosen[3:])) == ["a", "b", "c"]
+
+
+def test_who_comes_back_still_has_its_sessions():
+    peers = Peers("router")
+    peers.up("a")
+    peers.moved(None, "a")
+    peers.down("a")
+    assert not peers
+    assert peers.choose(lambda _: True) is None
+    peers.up("b")
+    peers.up("a")
+    assert peers.choose(lambda _: True) == "b"
+    peers.moved("a", None)
+    peers.moved(None, "b")
+    assert peers.choose(lambda _: True) == "a"
+    assert peers.choose(lambda address: address != "a") == "b"
+    assert peers.choose(lambda _: True, avoid=frozenset({"a"})) == "b"
+    assert peers.choose(lambda address: address != "b", avoid=frozenset({"a"})) == "a"
+
+
+def test_nobody_is_nobody():
+    assert choose([]) is None

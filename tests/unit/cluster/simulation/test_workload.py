@@ -1,0 +1,15 @@
+"""What a second is worth."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.pacing.load import Load
+from tests.unit.cluster.pacing.pacing_samples import LOAD
+
+
+def test_the_rate_follows_the_number_of_sessions_at_once():
+    assert LOAD.rate == pytest.approx(15.0)
+    assert replace(LOAD, sessions=11).rate == pytest.approx(1.5 * 11 / 0.110)
+    assert replace(LOAD, gain=0.5).rate == pytest.approx(10.0), "a second is worth plain decoding at least"
+    assert Load().rate == 0.0

@@ -1,0 +1,564 @@
+"""The pages of a paged cache: nothing lost, nothing shared wrongly, nothing recomputed that is known."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from cluster.page_allocator import PageAllocator, PageCopy, page_hash
+
+KEY = b"a key of the pool"
+SIZE = 4
+
+
+def a_book(pages: int = 8) -> PageAllocator:
+    return PageAllocator(pages, SIZE, KEY)
+
+
+def a_computed(allocator: PageAllocator, session: str, tokens: Sequence[int]) -> int:
+    """A session all of whose tokens are cached and whose whole pages are published; returns what was cached before."""
+    cached = allocator.open(session, tokens)
+    assert allocator.reserve(session, cached, len(tokens)) == []
+    allocator.publish(session, tokens, len(tokens))
+    return cached
+
+
+def test_a_session_gets_pages_as_it_grows_and_not_before():
+    allocator = a_book(pages=8)
+    assert allocator.open("s", range(9)) == 0
+    assert (allocator.table("s"), allocator.available) == ((), 8)
+    assert allocator.reserve("s", 0, 5) == []
+    first = allocator.table("s")
+    assert (len(first), allocator.available) == (2, 6)
+    assert allocator.reserve("s", 5, 8) == []
+    assert allocator.table("s") == first, "there was room in the last page"
+    assert allocator.reserve("s", 8, 9) == []
+    assert allocator.table("s")[:2] == first
+    assert len(set(allocator.table("s"))) == 3
+
+
+@pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_how_many_pages_a_length_takes(length, pages):
+    assert a_book().pages_for(length) == pages
+
+
+def test_with_too_few_pages_nothing_changes():
+    """Neither the pages beyond the table nor the copies that are needed for them may be half there."""
+    allocator = a_book(pages=4)
+    a_computed(allocator, "s", range(6))
+    allocator.fork("s", "fork", 6)
+    assert allocator.available == 2
+    table = allocator.table("fork")
+    assert allocator.reserve("fork", 6, 13) is None, "two more pages, and one instead of the shared one"
+    assert (allocator.table("fork"), allocator.available, allocator.cached_pages) == (table, 2, 1)
+    allocator.check()
+    assert allocator.reserve("fork", 6, 12) == [PageCopy(table[1], allocator.table("fork")[1])], "one page less will do"
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (4, 1), (5, 2), (12, 3), (20, 3)])
+def test_a_rollback_gives_back_what_lies_wholly_beyond_at_once(length, kept):
+    allocator = a_book(pages=3)
+    allocator.open("s", ())
+    allocator.reserve("s", 0, 12)
+    table = allocator.table("s")
+    allocator.truncate("s", length)
+    assert (allocator.table("s"), allocator.available) == (table[:kept], 3 - kept)
+    allocator.check()
+
+
+def test_closing_gives_everything_back():
+    allocator = a_book(pages=3)
+    allocator.open("s", ())
+    allocator.reserve("s", 0, 12)
+    allocator.close("s")
+    assert (allocator.available, allocator.cached_pages) == (3, 0)
+    with pytest.raises(KeyError):
+        allocator.table("s")
+    allocator.check()
+
+
+def test_two_sessions_of_one_name_are_a_mistake():
+    allocator = a_book()
+    allocator.open("s", ())
+    with pytest.raises(AssertionError, match="s is open already"):
+        allocator.open("s", ())
+    with pytest.raises(AssertionError, match="s is open already"):
+        allocator.fork("s", "s", 0)
+
+
+def test_what_is_not_there_is_not_written_behind_shared_or_published():
+    allocator = a_book()
+    allocator.open("s", ())
+    allocator.reserve("s", 0, 4)
+    for beyond in (
+        lambda: allocator.reserve("s", 5, 6),
+        lambda: allocator.fork("s", "fork", 5),
+        lambda: allocator.publish("s", range(5), 5),
+    ):
+        with pytest.raises(AssertionError, match="s does not reach position 5"):
+            beyond()
+    with pytest.raises(AssertionError, match="s has 3 tokens, not 4"):
+        allocator.publish("s", range(3), 4)
+    with pytest.raises(AssertionError, match="nothing to write"):
+        allocator.reserve("s", 2, 2)
+
+
+# ------------------------------------------------------------ sharing by content
+
+PROMPT = tuple(range(12))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached"),
+    [
+        ((*PROMPT, 12), 12),
+        (PROMPT, 8),  # its last token has to be computed
+        (PROMPT[:9], 8),
+        (PROMPT[:8], 4),
+        (PROMPT[:4], 0),
+        ((), 0),
+        ((*PROMPT[:8], 99, *PROMPT[9:], 12), 8),
+        ((99, *PROMPT[1:], 12), 0),  # the second page is the same, but not what comes before it
+        (PROMPT[4:], 0),
+    ],
+)
+def test_a_session_finds_the_whole_pages_it_begins_with(tokens, cached):
+    allocator = a_book()
+    a_computed(allocator, "first", PROMPT)
+    assert allocator.open("second", tokens) == cached
+    assert allocator.table("second") == allocator.table("first")[: cached // SIZE]
+    assert allocator.available == 8 - 3
+    allocator.check()
+
+
+def test_only_whole_pages_among_the_first_length_positions_are_published():
+    allocator = a_book()
+    allocator.open("first", PROMPT)
+    allocator.reserve("first", 0, 12)
+    for length, cached in ((3, 0), (7, 4), (12, 12)):
+        allocator.publish("first", PROMPT, length)
+        assert allocator.cached_pages == cached // SIZE
+        assert allocator.open("second", (*PROMPT, 12)) == cached
+        allocator.close("second")
+
+
+def test_published_pages_outlive_their_session_and_are_there_for_others_to_take():
+    allocator = a_book()
+    a_computed(allocator, "first", PROMPT[:10])
+    table = allocator.table("first")
+    allocator.close("first")
+    assert (allocator.available, allocator.cached_pages) == (8, 2)
+    assert allocator.open("second", PROMPT) == 8
+    assert allocator.table("second") == table[:2]
+    assert allocator.available == 6
+    allocator.check()
+
+
+def test_what_two_sessions_computed_at_the_same_time_is_kept_once():
+    allocator = a_book()
+    for session in ("first", "second"):
+        allocator.open(session, PROMPT)
+        allocator.reserve(session, 0, 12)
+    assert allocator.available == 2
+    allocator.publish("first", PROMPT, 8)
+    allocator.publish("second", PROMPT, 12)
+    assert allocator.table("first")[:2] == allocator.table("second")[:2]
+    assert (allocator.available, allocator.cached_pages) == (4, 3), "and the second goes on where the first stopped"
+    allocator.check()
+
+
+def test_the_same_tokens_after_others_are_another_page():
+    allocator = a_book()
+    for session, token in (("first", 0), ("second", 1)):
+        a_computed(allocator, session, (*[token] * SIZE, *PROMPT[:4]))
+    assert allocator.cached_pages == 4
+    for session, token in (("third", 0), ("fourth", 1)):
+        assert allocator.open(session, (*[token] * SIZE, *PROMPT[:5])) == 8
+    assert allocator.table("third") + allocator.table("fourth") == allocator.table("first") + allocator.table("second")
+
+
+def test_each_page_is_published_once_however_often_publish_is_called():
+    hashed: list[tuple[int, ...]] = []
+
+    def counting(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+        hashed.append(tuple(tokens))
+        return page_hash(key, parent, tokens)
+
+    allocator = PageAllocator(8, SIZE, KEY, counting)
+    allocator.open("s", ())
+    allocator.reserve("s", 0, 12)
+    for length in range(13):
+        allocator.publish("s", PROMPT, length)
+    assert hashed == [PROMPT[:4], PROMPT[4:8], PROMPT[8:]]
+    allocator.fork("s", "fork", 10)
+    allocator.publish("fork", PROMPT, 10)
+    assert len(hashed) == 3, "what its parent published is not looked at again"
+    allocator.open("like", PROMPT)
+    allocator.publish("like", PROMPT, 8)
+    assert len(hashed) == 5, "what was found is not looked at again"
+
+
+def test_a_page_that_was_rolled_back_is_published_with_its_new_tokens():
+    allocator = a_book()
+    a_computed(allocator, "first", PROMPT[:8])
+    allocator.truncate("first", 4)
+    again = (*PROMPT[:4], 50, 51, 52, 53)
+    assert allocator.reserve("first", 4, 8) == []
+    allocator.publish("first", again, 8)
+    assert allocator.open("second", (*again, 1)) == 8
+    assert allocator.open("third", (*PROMPT[:8], 1)) == 8, "the old one is still known"
+    assert allocator.table("second")[1] != allocator.table("third")[1]
+    allocator.check()
+
+
+def test_one_hash_for_everything_shares_nothing_that_differs():
+    allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: b"the same")
+    a_computed(allocator, "first", PROMPT)
+    assert allocator.cached_pages == 1, "what comes later to a hash that is taken stays private"
+    assert allocator.open("other", (99, *PROMPT[1:])) == 0
+    assert allocator.open("same", PROMPT) == SIZE
+    allocator.check()
+
+
+def test_a_page_is_not_taken_for_another_after_other_tokens_even_if_the_hash_says_so():
+    """Tokens alone do not make a page: what is cached depends on all before it."""
+    allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: bytes(tokens))  # forgets the parent
+    a_computed(allocator, "first", (0, 0, 0, 0, 1, 1, 1, 1))
+    a_computed(allocator, "second", (2, 2, 2, 2))
+    assert allocator.open("third", (2, 2, 2, 2, 1, 1, 1, 1, 3)) == 4
+    assert allocator.open("fourth", (0, 0, 0, 0, 1, 1, 1, 1, 3)) == 8
+
+
+def test_the_hash_is_keyed_and_covers_the_page_and_all_before_it():
+    plain = page_hash(KEY, b"parent", (1, 2))
+    assert len(plain) == 16
+    others = (
+        page_hash(b"other", b"parent", (1, 2)),
+        page_hash(KEY, b"other", (1, 2)),
+        page_hash(KEY, b"parent", (2, 1)),
+    )
+    assert len({plain, *others}) == 4
+
+
+# ------------------------------------------------------------ copy on write
+
+
+def a_fork(length: int, shared: int, **limits: int) -> PageAllocator:
+    """An allocator with a `parent` of so many positions and its `fork`, which has the first `shared` of them."""
+    allocator = a_book(**limits)
+    allocator.open("parent", ())
+    allocator.reserve("parent", 0, length)
+    allocator.fork("parent", "fork", shared)
+    return allocator
+
+
+def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
+    allocator = a_fork(6, shared=6)
+    shared = allocator.table("parent")
+    assert (allocator.table("fork"), allocator.available) == (shared, 6)
+    copies = allocator.reserve("fork", 6, 7)
+    assert copies == [PageCopy(shared[1], allocator.table("fork")[1])]
+    assert allocator.table("fork")[0] == shared[0]
+    assert allocator.table("fork")[1] not in shared
+    assert allocator.reserve("parent", 6, 7) == [], "nobody else has it any more"
+    assert allocator.table("parent") == shared
+    allocator.check()
+
+
+def test_a_fork_reaches_no_further_than_asked():
+    allocator = a_fork(12, shared=4)
+    assert allocator.table("fork") == allocator.table("parent")[:1]
+    assert allocator.reserve("fork", 4, 5) == []
+    assert allocator.table("fork")[1] not in allocator.table("parent")
+
+
+def test_what_a_fork_has_is_not_given_away_when_its_parent_goes():
+    allocator = a_fork(8, shared=6, pages=3)
+    allocator.close("parent")
+    assert allocator.available == 1
+    assert allocator.reserve("fork", 6, 8) == [], "it is the only one now"
+    allocator.close("fork")
+    assert allocator.available == 3
+    allocator.check()
+
+
+def test_a_page_that_is_wholly_rewritten_is_replaced_but_not_copied():
+    allocator = a_fork(12, shared=12)
+    shared = allocator.table("parent")
+    assert allocator.reserve("fork", 4, 12) == [], "nothing before position 4 is in those pages"
+    assert allocator.table("fork")[0] == shared[0]
+    assert not set(allocator.table("fork")[1:]) & set(shared)
+    assert allocator.reserve("fork", 2, 12) == [PageCopy(shared[0], allocator.table("fork")[0])]
+    assert not set(allocator.table("fork")) & set(shared)
+    allocator.check()
+
+
+def test_a_published_page_is_never_written():
+    allocator = a_book()
+    a_computed(allocator, "s", PROMPT[:8])
+    before = allocator.table("s")
+    assert allocator.reserve("s", 6, 8) == [PageCopy(before[1], allocator.table("s")[1])]
+    assert allocator.table("s")[1] not in before
+    assert allocator.open("other", (*PROMPT[:8], 1)) == 8
+    assert allocator.table("other") == before
+    allocator.check()
+
+
+# ------------------------------------------------------------ eviction
+
+
+def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use():
+    allocator = a_book(pages=3)
+    prompts = {name: (token,) * SIZE for token, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        a_computed(allocator, name, prompt)
+        allocator.close(name)
+    assert allocator.open("again", (*prompts["a"], 1)) == 4
+    allocator.close("again")
+    allocator.open("new", ())
+    assert allocator.reserve("new", 0, 8) == []
+    assert allocator.cached_pages == 1
+    assert allocator.open("hit", (*prompts["a"], 1)) == 4
+    allocator.check()
+
+
+def test_a_chain_is_evicted_from_its_end():
+    """Without its first page the others would be cached in vain."""
+    allocator = a_book(pages=3)
+    a_computed(allocator, "s", PROMPT)
+    allocator.close("s")
+    allocator.open("new", ())
+    allocator.reserve("new", 0, 1)
+    assert allocator.open("hit", (*PROMPT, 1)) == 8
+
+
+def test_free_pages_are_used_before_cached_ones_are_evicted():
+    allocator = a_book(pages=3)
+    a_computed(allocator, "s", PROMPT[:4])
+    allocator.close("s")
+    allocator.open("new", ())
+    allocator.reserve("new", 0, 8)
+    assert allocator.cached_pages == 1
+    allocator.reserve("new", 8, 12)
+    assert allocator.cached_pages == 0
+    allocator.check()
+
+
+def test_what_somebody_uses_is_not_evicted():
+    allocator = a_book(pages=3)
+    a_computed(allocator, "s", PROMPT[:8])
+    allocator.open("new", ())
+    assert allocator.reserve("new", 0, 8) is None
+    assert allocator.reserve("new", 0, 4) == []
+    assert allocator.cached_pages == 2
+
+
+# ------------------------------------------------------------ integrity
+
+DAMAGE: dict[str, Callable[[PageAllocator], object]] = {
+    "a page that is lost": lambda a: a._free.pop(),
+    "a page that is free twice": lambda a: a._free.append(a._free[0]),
+    "a page that is free and used": lambda a: a._free.append(a.table("s")[0]),
+    "a page that is free and evictable": lambda a: a._free.append(next(iter(a._evictable))),
+    "a page that is published and free": lambda a: a._free.append(a._evictable.popitem()[0]),
+    "a reference too many": lambda a: a._acquire(a.table("s")[2]),
+    "a reference too few": lambda a: a._release(a.table("s")[2]),
+    "a page that is in a table twice": lambda a: a._sessions["s"].table.append(a.table("s")[0]),
+    "a page that is in a table twice, and counted": lambda a: (
+        allocator._sessions["s"].table.append(allocator.table("s")[2]),
+        allocator._acquire(allocator.table("s")[2]),
+    ),
+    "a used page that is evictable": lambda a: a._evictable.update({a.table("s")[0]: None}),
+    "an unused page that cannot be evicted": lambda a: a._evictable.popitem(),
+    "a hash that is forgotten": lambda a: a._index.popitem(),
+    "a hash of another page": lambda a: a._index.update({b"other": next(iter(allocator._index.values()))}),
+    "a published page that is forgotten": lambda a: a._published.popitem(),
+    "a chain that is not published": lambda a: setattr(a._sessions["s"], "published", 3),
+    "a chain that is out of order": lambda a: a._sessions["s"].table.insert(0, allocator._sessions["s"].table.pop(1)),
+    "a chain beyond the table": lambda a: setattr(a._sessions["whole"], "published", 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_the_check_finds(damage):
+    allocator = a_book()
+    a_computed(allocator, "gone", (9,) * 4)
+    allocator.close("gone")
+    a_computed(allocator, "s", PROMPT[:10])
+    a_computed(allocator, "whole", (8,) * 4)
+    allocator.check()
+    damage(allocator)
+    with pytest.raises(AssertionError):
+        allocator.check()
+
+
+# ------------------------------------------------------------ against a model
+
+
+def weak_hash(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Collides all the time."""
+    return bytes([page_hash(key, parent, tokens)[0] % 16])
+
+
+@dataclass
+class Pool:
+    """A pool that holds, for each position, a value of all tokens up to it, as a cache does."""
+
+    allocator: PageAllocator
+    random: Random
+    cells: list[list[int]] = field(init=False)
+    sessions: dict[str, list[int]] = field(default_factory=dict)  # tokens that are cached, in the order of opening
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.cells = [[0] * self.allocator.page_size for _ in range(self.allocator.pages)]
+
+    # ---------------------------------------------------------- operations
+
+    def open(self) -> None:
+        """With a prompt that may begin like another session, whose end may be the same or not."""
+        name = f"s{self.seen['opened']}"
+        self.seen["opened"] += 1
+        like = self.random.choice([[], *self.sessions.values()])
+        prompt = [*like[: self.random.randint(0, len(like))], *self._tokens()]
+        cached = self.allocator.open(name, prompt)
+        self.seen["hits"] += cached > 0
+        assert cached % self.allocator.page_size == 0
+        assert cached < len(prompt)
+        self.sessions[name] = prompt[:cached]
+        self._write(name, cached, prompt[cached:])
+
+    def extend(self, name: str) -> None:
+        self._write(name, len(self.sessions[name]), self._tokens())
+
+    def rewrite(self, name: str) -> None:
+        self._write(name, self._length_of(name), self._tokens())
+
+    def reserve_ahead(self, name: str) -> None:
+        length = len(self.sessions[name])
+        self._reserve(name, length, length + self.random.randint(1, 12))
+
+    def roll_back(self, name: str) -> None:
+        length = self._length_of(name)
+        self.allocator.truncate(name, length)
+        del self.sessions[name][length:]
+        assert len(self.allocator.table(name)) == self.allocator.pages_for(length)
+
+    def publish(self, name: str) -> None:
+        self.allocator.publish(name, self.sessions[name], self._length_of(name))
+
+    def fork(self, name: str) -> None:
+        length = self._length_of(name)
+        child = f"s{self.seen['opened']}"
+        self.seen["opened"] += 1
+        self.allocator.fork(name, child, length)
+        self.sessions[child] = self.sessions[name][:length]
+
+    def close(self, name: str) -> None:
+        self.allocator.close(name)
+        del self.sessions[name]
+
+    def step(self) -> None:
+        """Any of the operations, on any session."""
+        if not self.sessions or (len(self.sessions) < 8 and self.random.random() < 0.15):
+            return self.open()
+        act = self.random.choices(
+            (self.extend, self.rewrite, self.reserve_ahead, self.roll_back, self.publish, self.fork, self.close),
+            (30, 5, 5, 10, 20, 10 if len(self.sessions) < 8 else 0, 10),
+        )[0]
+        return act(self.random.choice([*self.sessions]))
+
+    # ---------------------------------------------------------- what must hold
+
+    def verify(self) -> None:
+        self.allocator.check()
+        used = {page for name in self.sessions for page in self.allocator.table(name)}
+        assert self.allocator.available == self.allocator.pages - len(used)
+        for name, tokens in self.sessions.items():
+            table = self.allocator.table(name)
+            size = self.allocator.page_size
+            read = [self.cells[table[n // size]][n % size] for n in range(len(tokens))]
+            assert read == values(tokens), f"{name} does not read what it wrote"
+
+    # ---------------------------------------------------------- helpers
+
+    def _tokens(self) -> list[int]:
+        return self.random.choices((0, 1), k=self.random.randint(1, 9))
+
+    def _length_of(self, name: str) -> int:
+        """Mostly near the end, sometimes anywhere."""
+        length = len(self.sessions[name])
+        return length - min(self.random.choice((0, 0, 1, 3, self.random.randint(0, length))), length)
+
+    def _write(self, name: str, start: int, tokens: list[int]) -> None:
+        """Computes `tokens` from position `start` on, if there is room."""
+        if not self._reserve(name, start, start + len(tokens)):
+            return
+        whole = [*self.sessions[name][:start], *tokens]
+        table = self.allocator.table(name)
+        size = self.allocator.page_size
+        for n, value in list(enumerate(values(whole)))[start:]:
+            self.cells[table[n // size]][n % size] = value
+        self.sessions[name] = whole
+
+    def _reserve(self, name: str, start: int, end: int) -> bool:
+        """Asks for room, makes the copies, and ruins what is writable and not kept."""
+        allocator = self.allocator
+        before = self.allocator.table(name)
+        cached = self.allocator.cached_pages
+        available = allocator.available
+        size = allocator.page_size
+        first = start // size
+        last = allocator.pages_for(end)
+        others = {page for other in self.sessions if other != name for page in allocator.table(other)}
+        missing = max(0, last - len(before))
+        needed = missing + sum(page in others or page in allocator._published for page in before[first:last])
+        copies = allocator.reserve(name, start, end)
+        assert (copies is None) == (needed > available)
+        if copies is None:
+            self.seen["refused"] += 1
+            assert (allocator.table(name), allocator.available, allocator.cached_pages) == (before, available, cached)
+            return False
+        self.seen["copies"] += len(copies)
+        self.seen["evicted"] += cached - allocator.cached_pages
+        after = allocator.table(name)
+        assert after[:first] == before[:first]
+        assert len(after) == max(last, len(before))
+        assert not others.intersection(after[first:last]), "writes what others read"
+        for copy in copies:
+            self.cells[copy.to] = list(self.cells[copy.source])
+        for n in range(start, end):
+            self.cells[after[n // size]][n % size] = -1
+        return True
+
+
+def values(tokens: Sequence[int]) -> list[int]:
+    """At each position a value of all tokens so far."""
+    found = []
+    state = 0
+    for token in tokens:
+        state = hash((state, token))
+        found.append(state)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seed", "pages", "page_size", "hash_page"),
+    [(1, 16, 4, page_hash), (2, 40, 2, page_hash), (3, 24, 3, weak_hash), (4, 50, 5, weak_hash)],
+)
+def test_ten_thousand_random_operations_lose_no_page_and_share_none_wrongly(seed, pages, page_size, hash_page):
+    pool = Pool(PageAllocator(pages, page_size, KEY, hash_page), Random(seed))
+    for _ in range(10_000):
+        pool.step()
+        pool.verify()
+    for name in list(pool.sessions):
+        pool.close(name)
+    allocator = pool.allocator
+    allocator.check()
+    assert allocator.available == pages
+    assert all(pool.seen[event] > 100 for event in ("hits", "refused", "copies", "evicted")), pool.seen
+    allocator.open("all", ())
+    assert allocator.reserve("all", 0, pages * page_size) == []
+    assert (sorted(allocator.table("all")), allocator.cached_pages) == (list(range(pages)), 0)

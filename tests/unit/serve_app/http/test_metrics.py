@@ -1,0 +1,49 @@
+"""What is counted."""
+
+from itertools import count
+
+import pytest
+
+from cluster.routing.session import Emit
+from serve_app.http.metrics import CLIENT_LEFT, Metrics
+
+
+def test_verdicts_are_counted() -> None:
+    metrics = Metrics()
+    metrics.committed(Emit((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
+    metrics.committed(Emit((1,), accepted=0, drafted=0), 0.1, first=False)
+    sample = metrics.registry.get_sample_value
+    counted = {
+        name: sample(f"slipstream_{name}_total")
+        for name in ("completion_tokens", "draft_tokens", "accepted_tokens", "blocks", "verifies")
+    }
+    expected = {"completion_tokens": 4, "draft_tokens": 5, "accepted_tokens": 2, "blocks": 1, "verifies": 2}
+    assert counted == expected
+
+
+def test_a_request_is_running_until_it_is_counted() -> None:
+    metrics = Metrics(clock=count().__next__)
+    sample = metrics.registry.get_sample_value
+    with metrics.request("chat") as record:
+        assert sample("slipstream_running_requests") == 1
+        record.status = 200
+    assert sample("slipstream_running_requests") == 0
+    assert sample("slipstream_requests_total", {"endpoint": "chat", "status": "200"}) == 1
+    assert sample("slipstream_request_seconds_sum") == 1
+
+
+def test_a_request_that_breaks_off_counts_as_left() -> None:
+    metrics = Metrics()
+    with pytest.raises(KeyboardInterrupt), metrics.request("chat"):
+        raise KeyboardInterrupt
+    assert metrics.registry.get_sample_value(
+        "slipstream_requests_total", {"endpoint": "chat", "status": str(CLIENT_LEFT)}
+    )
+
+
+def test_instances_share_nothing() -> None:
+    one = Metrics()
+    other = Metrics()
+    one.prompt(3)
+    assert b"slipstream_prompt_tokens_total 3.0" in one.exposition()
+    assert b"slipstream_prompt_tokens_total 0.0" in other.exposition()

@@ -1,0 +1,156 @@
+"""What a request may say, and how a refusal names what it may not."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.errors import RequestError
+from serve_app.http.resolution import parse
+from serve_app.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+
+COMPLETION = {"model": "toy", "prompt": "hello"}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def parsed(fields: dict[str, Any]) -> GenerationRequest:
+    schema = ChatRequest if "messages" in fields else CompletionRequest
+    return parse(schema, json.dumps(fields).encode())
+
+
+def prompts(prompt: object) -> object:
+    request = parsed(COMPLETION | {"prompt": prompt})
+    assert isinstance(request, CompletionRequest)
+    return request.prompt
+
+
+def test_defaults_are_openais() -> None:
+    request = parsed(COMPLETION)
+    assert (request.temperature, request.top_p, request.n, request.stream) == (1.0, 1.0, 1, False)
+    assert (request.stop, request.seed, request.default_max_tokens) == ((), None, 16)
+    assert parsed(CHAT).default_max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["a", [1]], ("a", (1,))),
+    ],
+)
+def test_a_prompt_is_a_list_of_prompts(given: object, taken: object) -> None:
+    assert prompts(given) == taken
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = parsed(CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert isinstance(request, ChatRequest)
+    assert request.messages[0].text == "ab"
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert parsed(COMPLETION | {"stop": "x"}).stop == ("x",)
+
+
+@pytest.mark.parametrize("base", [COMPLETION, CHAT])
+def test_null_means_not_given(base: dict[str, Any]) -> None:
+    optional = ("temperature", "top_p", "stop", "n", "seed", "stream", "stream_options", "speculation", "max_tokens")
+    assert parsed(base | dict.fromkeys(optional)) == parsed(base)
+
+
+@pytest.mark.parametrize(
+    ("base", "fields"),
+    [
+        (COMPLETION, {"logprobs": None, "echo": False, "best_of": 1, "suffix": "", "logit_bias": {}}),
+        (CHAT, {"logprobs": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}),
+    ],
+)
+def test_what_is_not_served_may_be_asked_not_to_happen(base: dict[str, Any], fields: dict[str, Any]) -> None:
+    asked = parsed(base | fields)
+    plainly = parsed(base)
+    assert asked.model_dump(exclude=set(fields)) == plainly.model_dump(exclude=set(fields)), "it changes nothing else"
+
+
+def test_an_answers_message_may_be_sent_back() -> None:
+    answer = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "audio": None}
+    sent_back = parsed(CHAT | {"messages": [*CHAT["messages"], answer]})
+    assert sent_back.messages[-1].role == "assistant"
+    assert [part.text for part in sent_back.messages[-1].content] == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "field"),
+    [
+        (COMPLETION, {"temprature": 1}, "temprature"),
+        (COMPLETION, {"unknown": None}, "unknown"),
+        (COMPLETION, {"temperature": -0.1}, "temperature"),
+        (COMPLETION, {"temperature": 2.1}, "temperature"),
+        (COMPLETION, {"temperature": "1"}, "temperature"),
+        (COMPLETION, {"temperature": True}, "temperature"),
+        (COMPLETION, {"top_p": 0}, "top_p"),
+        (COMPLETION, {"min_p": 1.5}, "min_p"),
+        (COMPLETION, {"top_k": 1.5}, "top_k"),
+        (COMPLETION, {"frequency_penalty": 3}, "frequency_penalty"),
+        (COMPLETION, {"seed": "1"}, "seed"),
+        (COMPLETION, {"seed": 1.0}, "seed"),
+        (COMPLETION, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETION, {"n": 0}, "n"),
+        (COMPLETION, {"n": 129}, "n"),
+        (COMPLETION, {"stop": list("abcde")}, "stop"),
+        (COMPLETION, {"stop": ["a", ""]}, "stop[1]"),
+        (COMPLETION, {"stop": "x" * 257}, "stop[0]"),
+        (COMPLETION, {"stream": "yes"}, "stream"),
+        (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (COMPLETION, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        (COMPLETION, {"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        (COMPLETION, {"speculation": {"acceptance": "always"}}, "speculation.acceptance"),
+        (COMPLETION, {"speculation": {"trace": True}}, "speculation"),
+        (COMPLETION, {"prompt": ""}, "prompt[0].text"),
+        (COMPLETION, {"prompt": []}, "prompt"),
+        (COMPLETION, {"prompt": None}, "prompt"),
+        (COMPLETION, {"prompt": [[]]}, "prompt[0].token_ids"),
+        (COMPLETION, {"prompt": [-1]}, "prompt[0].token_ids[0]"),
+        (COMPLETION, {"prompt": {"text": "a"}}, "prompt"),
+        (COMPLETION, {"logprobs": 1}, "logprobs"),
+        (COMPLETION, {"logprobs": 0}, "logprobs"),
+        (COMPLETION, {"echo": True}, "echo"),
+        (COMPLETION, {"best_of": 2}, "best_of"),
+        (COMPLETION, {"suffix": "x"}, "suffix"),
+        (COMPLETION, {"logit_bias": {"1": 5}}, "logit_bias"),
+        (COMPLETION, {"max_completion_tokens": 5}, "max_completion_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (CHAT, {"logprobs": True}, "logprobs"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"prompt": "x"}, "prompt"),
+    ],
+)
+def test_a_refusal_names_the_field(base: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parsed(base | fields)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parsed({name: value for name, value in COMPLETION.items() if name != missing})
+    assert caught.value.field == missing
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"model": "\xff"}', b'{"temperature": NaN}', b"[" * 100_000, b'{"model": "\\ud800"}', b"[]", b"1"],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError, match="body"):
+        parse(CompletionRequest, body)

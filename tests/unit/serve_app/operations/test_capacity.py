@@ -1,0 +1,35 @@
+"""What the pools need, and what a machine must offer."""
+
+from typing import Any
+
+import pytest
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.errors import ConfigError
+from serve_app.operations.capacity import check_resources, demand
+
+
+def config(**target: Any) -> SlipstreamConfig:
+    draft = {"method": "prompt_lookup", "replicas": {"min": 1, "max": 3}, "resources": {"num_cpus": 0.5}}
+    return validated({"model": {"target": "t"}, "target": target, "draft": draft})
+
+
+def test_demand_counts_ranks_coordinators_drafters_and_routers() -> None:
+    pools = config(tensor_parallel=3, replicas={"min": 1, "max": 2})
+    assert demand(pools, lambda replicas: replicas.min) == {"CPU": pytest.approx(3 + 0.1 + 0.5 + 0.1)}
+    assert demand(pools, lambda replicas: replicas.max) == {"CPU": pytest.approx(2 * 3.1 + 3 * 0.5 + 0.1)}
+
+
+def test_enough_is_enough() -> None:
+    check_resources(config(resources_per_rank={"num_gpus": 0.5}), {"CPU": 2.0, "GPU": 0.5})
+
+
+def test_what_is_missing_is_named_with_what_there_is() -> None:
+    pools = config(tensor_parallel=2, resources_per_rank={"num_gpus": 1, "custom": {"fast_disk": 1}})
+    with pytest.raises(ConfigError, match="2 GPU where there is 1, 2 fast_disk where there is 0"):
+        check_resources(pools, {"CPU": 8.0, "GPU": 1.0})
+
+
+def test_labels_need_a_real_cluster() -> None:
+    with pytest.raises(ConfigError, match="labels"):
+        check_resources(config(resources_per_rank={"labels": {"pool": "target"}}), {"CPU": 8.0})

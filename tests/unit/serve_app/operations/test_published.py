@@ -1,0 +1,107 @@
+"""A running fleet's costs: one model out of what replicas publish."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.costs import CostModel, DraftCost, ForwardCost
+from cluster.pacing.acceptance_counts import AcceptanceCounts
+from cluster.telemetry import Actor, Event, Recording
+from serve_app.operations.published import cost_model
+from serve_app.operations.ray_cluster import ClusterError, check_reachable
+
+NO_BLOCKS = AcceptanceCounts()
+
+
+def a_target(base_s: float, counts: AcceptanceCounts = NO_BLOCKS) -> dict[str, Any]:
+    drafts = ForwardCost.linear(base_s, per_token_s=0.001)
+    plain = ForwardCost.linear(0.9 * base_s)
+    costs = {"costs": drafts.model_dump_json(), "plain_costs": plain.model_dump_json()}
+    return costs | {"acceptance": asdict(counts)}
+
+
+def a_drafter(token_s: float) -> dict[str, str]:
+    return {"costs": DraftCost(forward=ForwardCost.linear(token_s), per_pass_s=0.0005).model_dump_json()}
+
+
+def test_the_replica_in_the_middle_speaks_for_its_pool():
+    costs = cost_model([a_target(0.3), a_target(0.1), a_target(0.2)], [a_drafter(0.002)], [])
+    assert costs.target == ForwardCost.linear(0.2, per_token_s=0.001)
+    assert costs.plain_s(4) == pytest.approx(0.9 * 0.2), "of the same replica"
+    assert costs.draft.seconds(4, 3) == pytest.approx(0.0005 + 3 * 0.002)
+    assert costs.hop_s == CostModel.model_fields["hop_s"].default, "no message has been timed"
+
+
+def test_a_target_that_made_no_plain_step_yet_publishes_no_cost_of_it():
+    costs = cost_model([a_target(0.1) | {"plain_costs": None}], [a_drafter(0.002)], [])
+    assert costs.plain is None
+    assert costs.plain_s(1) == costs.target.seconds(1, 1)
+
+
+def test_messages_are_as_slow_as_the_timelines_say():
+    sent = Recording(0.0, (Event(0, 1.0, "sent", ("s",)),))
+    heard = Recording(0.0, (Event(0, 1.002, "block", ("s",)),))
+    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
+    assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
+
+
+def test_blocks_that_leave_during_a_pass_are_no_slower_than_others():
+    passes = [(0, 1.0, "drafted"), (1, 2.0, "draft ahead"), (2, 2.03, "sent"), (3, 2.1, "drafted")]
+    sent = Recording(0.0, tuple(Event(order, at, name, ("s",)) for order, at, name in passes))
+    heard = Recording(0.0, (Event(0, 2.032, "block", ("s",)),))
+    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
+    assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
+
+
+def test_what_lies_between_two_steps_is_part_of_a_step():
+    """The shortest gaps: in the others a block was waited for, or there was nothing to do."""
+    times = [(1.0, 1.1), (1.103, 1.2), (1.203, 1.3), (1.4, 1.5), (2.5, 2.6)]
+    events = [(at, name) for began, ended in times for at, name in ((began, "verify"), (ended, "decided"))]
+    recorded = tuple(Event(order, at, name, ("s",)) for order, (at, name) in enumerate(events))
+    costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [Actor("target", "target 1", Recording(0.0, recorded))])
+    assert costs.target.seconds(1, 1) == pytest.approx(0.101 + 0.003)
+    assert costs.plain_s(1) == pytest.approx(0.09), "plain steps were timed with what lies between them"
+
+
+def test_acceptance_is_that_of_all_blocks_of_all_targets():
+    known = AcceptanceCounts(reached=(60, 30), accepted=(30, 30)), AcceptanceCounts(reached=(40, 10), accepted=(10, 0))
+    costs = cost_model([a_target(0.1, counts) for counts in known], [a_drafter(0.1)], [])
+    assert costs.acceptance == (0.4, 0.75)
+
+
+def test_before_enough_blocks_were_verified_nothing_is_said_of_acceptance():
+    few = AcceptanceCounts(reached=(3,), accepted=(3,))
+    assert cost_model([a_target(0.1, few)], [a_drafter(0.1)], []).acceptance is None
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [([], [a_drafter(1)]), ([a_target(1)], [])])
+def test_a_pool_without_replicas_is_named(targets, drafters):
+    with pytest.raises(ClusterError, match="no replica has published"):
+        cost_model(targets, drafters, [])
+
+
+def test_what_is_saved_is_what_the_planner_reads(tmp_path: Path):
+    counts = AcceptanceCounts(reached=(300, 100), accepted=(100, 70))
+    costs = cost_model([a_target(0.1, counts)], [a_drafter(0.1)], [])
+    assert costs.acceptance == (1 / 3, 0.7)
+    costs.save(tmp_path / "costs.json")
+    assert CostModel.load(tmp_path / "costs.json") == costs
+
+
+def test_files_of_costs_alone_are_read_as_before(tmp_path: Path):
+    path = tmp_path / "costs.json"
+    costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [])
+    path.write_text(costs.model_dump_json(exclude={"acceptance"}))
+    assert CostModel.load(path) == costs
+
+
+@pytest.mark.parametrize("address", ["nowhere", ":6379", "host:", "host:port"])
+def test_what_is_no_address_is_refused_at_once(address):
+    with pytest.raises(ClusterError, match="expected host:port"):
+        check_reachable(address)
+
+
+def test_ray_finds_its_own_cluster():
+    check_reachable("auto")

@@ -1,0 +1,45 @@
+"""What `slipstream status` shows of the replicas."""
+
+from typing import Any
+
+from serve_app.operations.status import replicas_table
+
+
+def a_target(**changes: Any) -> dict[str, Any]:
+    nothing = {"accepted_tokens": 0, "wasted_tokens": 0, "step_s": 0.0, "idle_s": 0.0, "rebased": 0, "desyncs": 0}
+    return {**nothing, "dropped": {}} | changes
+
+
+def shown_rows(targets: list[dict[str, Any]], drafters: list[dict[str, Any]]) -> dict[str, str]:
+    table = replicas_table(targets, drafters)
+    names, values = (list(column.cells) for column in table.columns)
+    return {str(name): str(value) for name, value in zip(names, values, strict=True)}
+
+
+def test_replicas_are_summed_up() -> None:
+    targets = [
+        a_target(accepted_tokens=30, wasted_tokens=10, step_s=6.0, dropped={"late": 2, "stale": 1}, desyncs=1),
+        a_target(accepted_tokens=30, wasted_tokens=30, idle_s=2.0, dropped={"late": 3}, rebased=4),
+    ]
+    drafters = [
+        {"counts": {"guess_hit": 6, "guess_miss": 1, "passes": 5}},
+        {"counts": {"guess_miss": 1, "passes_ahead": 15}},
+    ]
+    assert shown_rows(targets, drafters) == {
+        "drafting passes ahead of a verdict": "0.75 (15 of 20)",
+        "guess hit rate": "0.75 (6 of 8)",
+        "wasted draft tokens": "0.40 (40 of 100)",
+        "late blocks of use": "4",
+        "dropped blocks": "6",
+        "of them late": "5",
+        "of them stale": "1",
+        "desyncs": "1",
+        "target idle": "0.25",
+    }
+
+
+def test_where_nothing_has_happened_there_are_no_rates() -> None:
+    rows = shown_rows([a_target()], [{"counts": {}}])
+    assert rows["guess hit rate"] == "- (0 of 0)"
+    assert rows["target idle"] == "-"
+    assert rows["dropped blocks"] == "0"

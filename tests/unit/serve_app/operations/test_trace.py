@@ -1,0 +1,97 @@
+"""The trace: spans as Perfetto reads them, and as a picture."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from cluster.telemetry import Actor, Event, Recording, Span, spans
+from serve_app.operations.trace import TraceError, chrome_trace, gantt_picture, stages_table, window, write_trace
+from serve_app.svg import Bar, gantt
+
+SVG = "{http://www.w3.org/2000/svg}"
+SPANS = [
+    Span("drafter 7", "drafter", "draft", 100.0, 100.5, ("a", "b")),
+    Span("target 8", "target", "verify", 100.25, 101.0, ("c",)),
+    Span("drafter 7", "drafter", "send", 100.5, 100.6, ("a",)),
+]
+
+
+def actors() -> list[Actor]:
+    drafter = Recording(90.0, (Event(0, 10.0, "draft", ("a",)), Event(1, 10.5, "drafted", ("a",))))
+    target = Recording(0.0, (Event(0, 100.25, "verify", ("b",)), Event(1, 101.0, "decided", ("b",))))
+    return [Actor("drafter", "drafter 7", drafter), Actor("target", "target 8", target)]
+
+
+def test_a_process_for_each_actor_and_a_track_for_each_kind():
+    events = chrome_trace(SPANS)["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["drafter 7", "target 8"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(names[e["pid"]], tracks[e["pid"], e["tid"]], e["name"]) for e in spans] == [
+        ("drafter 7", "draft", "draft"),
+        ("target 8", "verify", "verify"),
+        ("drafter 7", "send", "send"),
+    ]
+
+
+def test_times_are_microseconds_from_the_first_span():
+    spans = [event for event in chrome_trace(SPANS)["traceEvents"] if event["ph"] == "X"]
+    assert [event["ts"] for event in spans] == pytest.approx([0, 250_000, 500_000])
+    assert [event["dur"] for event in spans] == pytest.approx([500_000, 750_000, 100_000])
+    assert spans[0]["args"] == {"sessions": ["a", "b"]}
+
+
+def test_the_window_ends_with_the_trace_or_earlier():
+    assert window(SPANS, 0.5) == (100.5, 101.0)
+    assert window(SPANS, 0.5, 0.25) == (100.25, 100.75)
+
+
+def test_no_span_is_no_picture():
+    with pytest.raises(TraceError, match="send a request first"):
+        window([], 1.0)
+    with pytest.raises(TraceError, match="ask for another one"):
+        gantt_picture(SPANS, 0.0, 1.0)
+
+
+def test_the_picture_shows_overlap():
+    picture = ElementTree.fromstring(gantt_picture(SPANS, 100.0, 101.0))
+    bars = {bar[0].text: bar.attrib for bar in picture.iter(f"{SVG}rect") if len(bar)}
+    draft = bars["draft: a b"]
+    verify = bars["verify: c"]
+    assert float(verify["x"]) < float(draft["x"]) + float(draft["width"]), "drafting one overlaps verifying another"
+    assert float(verify["y"]) > float(draft["y"]), "on lines of their own"
+    assert draft["fill"] != verify["fill"]
+
+
+def test_bars_are_cut_at_the_window():
+    picture = ElementTree.fromstring(gantt([Bar("t", "k", -5.0, 50.0, "long")], 0.0, 10.0, "ms", width=1000))
+    (bar,) = [bar.attrib for bar in picture.iter(f"{SVG}rect") if len(bar)]
+    assert float(bar["x"]) == 190.0
+    assert float(bar["x"]) + float(bar["width"]) == 980.0
+
+
+def test_names_are_escaped():
+    picture = ElementTree.fromstring(gantt([Bar("<t>", "k&k", 0.0, 1.0, "<&>")], 0.0, 1.0, "ms"))
+    assert {"<t>", "k&k", "<&>"} <= {text.strip() for text in picture.itertext()}
+
+
+def test_both_files_are_written(tmp_path: Path):
+    write_trace(spans(actors()), tmp_path / "trace.json", tmp_path / "trace.svg", seconds=2.0, ends_before_s=0.0)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2
+    ElementTree.fromstring((tmp_path / "trace.svg").read_text())
+
+
+def test_each_stage_has_its_times_in_the_order_of_a_round():
+    slower = [Span("target 8", "target", "verify", 0.0, 0.001 * ms, ("c",)) for ms in (4, 1, 2, 3)]
+    columns = {column.header: list(column.cells) for column in stages_table([*SPANS, *slower]).columns}
+    assert columns == {
+        "stage": ["draft", "send", "verify"],
+        "spans": ["1", "1", "5"],
+        "median, ms": ["500.00", "100.00", "3.00"],
+        "90 % below, ms": ["500.00", "100.00", "750.00"],
+        "longest, ms": ["500.00", "100.00", "750.00"],
+    }
