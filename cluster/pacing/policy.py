@@ -22,13 +22,13 @@ TAKEN_UP = 1.15
 
 
 @value
-class Ask:
+class DraftingDecision:
     """What a drafter is asked for after a verdict, and what is expected of it."""
 
     tokens: int = 0  # longest block
     worth: float = 0.0  # tokens that the block brings, less what its verification costs
     least_chance: float = 0.0  # of a token to be accepted, below which it is not worth verifying
-    waits: bool = False  # whether a step may wait for it; if not, what is there in time is used
+    hold_step: bool = False  # whether a step may wait for it; if not, what is there in time is used
     skip_steps: bool = False  # whether the session had better wait for the block while others go on
 
 
@@ -43,11 +43,13 @@ class Awaited:
 class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
-    def ask(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> tuple[Ask, SessionStats]:
+    def decide(
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load
+    ) -> tuple[DraftingDecision, SessionStats]:
         """How long a block to ask for next, up to `limit`, and what to remember of the decision."""
         ...
 
-    def skip_for_s(self, ask: Ask, load: Load) -> float:
+    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
         """How long a session stays out of steps for its block."""
         ...
 
@@ -59,19 +61,21 @@ class Pacing(Protocol):
 class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
-    def ask(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> tuple[Ask, SessionStats]:
+    def decide(
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load
+    ) -> tuple[DraftingDecision, SessionStats]:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
         What does not pay is tried again after a pause, by few tokens and for as long as they are accepted; of many
         sessions few try.
         """
         if not load.speculates:
-            return Ask(), stats
-        ask = self._paying(stats, replica, limit, load)
-        if ask.tokens:
-            return ask, stats.after_paying(ask.waits)
+            return DraftingDecision(), stats
+        decision = self._paying(stats, replica, limit, load)
+        if decision.tokens:
+            return decision, stats.after_paying(decision.hold_step)
         if not stats.trials.is_on or (replica.too_soon and not stats.trials.rounds):
-            return Ask(), stats.after_losing(stats.trials.after_pause())
+            return DraftingDecision(), stats.after_losing(stats.trials.after_pause())
         if stats.trials.rounds < TRIAL_ROUNDS:
             length = min(TRIAL_TOKENS, limit)
             worth = sum(
@@ -80,12 +84,14 @@ class Adaptive:
                     for p_accepted, exploration_bonus, _ in stats.chances.outlook(replica.chances, length)
                 ]
             )
-            return Ask(length, worth, waits=True), stats.after_trial()
-        return Ask(), stats.after_losing(stats.trials.after_failure())
+            return DraftingDecision(length, worth, hold_step=True), stats.after_trial()
+        return DraftingDecision(), stats.after_losing(stats.trials.after_failure())
 
-    def skip_for_s(self, ask: Ask, load: Load) -> float:
+    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
         """As long as the session's own time is worth less than what the block brings: others go on meanwhile."""
-        return ask.worth * load.sessions / load.rate if ask.skip_steps else 0.0
+        if not decision.skip_steps or not load.rate:
+            return 0.0  # nothing is waited before a step was measured: no second has a price yet
+        return decision.worth * load.sessions / load.rate
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         """As long as the time of all is worth less than what the blocks bring that are worth waiting for.
@@ -99,9 +105,9 @@ class Adaptive:
             if gain > best:
                 best = gain
                 worth = total
-        return worth / load.rate if worth and load.rate else 0.0  # nothing is waited before a step was measured
+        return worth / load.rate if worth and load.rate else 0.0  # as in skip_for_s
 
-    def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> Ask:
+    def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
         """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
 
         Each token brings its chance to be accepted and costs its part of the step; a wait is shared by those that wait.
@@ -128,12 +134,16 @@ class Adaptive:
             tokens = tokens + 1
             worth = worth + brings
         if arrivals.unawaited >= ASK_AGAIN and tokens:
-            return Ask(tokens, worth, least_chance, waits=True)
+            return DraftingDecision(tokens, worth, least_chance, hold_step=True)
         if gain > 0:
             return self._awaited(waited_for, waited_worth, least_chance, arrivals, load)
-        return Ask(tokens, worth, least_chance) if arrivals.hits * worth > LEAST_GAIN else Ask()
+        return (
+            DraftingDecision(tokens, worth, least_chance) if arrivals.hits * worth > LEAST_GAIN else DraftingDecision()
+        )
 
-    def _awaited(self, tokens: int, worth: float, least_chance: float, arrivals: Arrivals, load: Load) -> Ask:
+    def _awaited(
+        self, tokens: int, worth: float, least_chance: float, arrivals: Arrivals, load: Load
+    ) -> DraftingDecision:
         """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
 
         A session that stays out of a step loses a token now; one that goes along without a block may have none after
@@ -141,7 +151,7 @@ class Adaptive:
         """
         worth *= 0.5**arrivals.missed_rounds
         skip_steps = (1 - arrivals.hits) * worth > 1 - load.rate * load.row_s
-        return Ask(tokens, worth, least_chance, True, skip_steps)
+        return DraftingDecision(tokens, worth, least_chance, True, skip_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +163,15 @@ class LockStep:
 
     patience: float = 2.0
 
-    def ask(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> tuple[Ask, SessionStats]:
-        return Ask(limit, worth=float(stats.arrivals.missed_rounds == 0), waits=True, skip_steps=True), stats
+    def decide(
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load
+    ) -> tuple[DraftingDecision, SessionStats]:
+        return DraftingDecision(
+            limit, worth=float(stats.arrivals.missed_rounds == 0), hold_step=True, skip_steps=True
+        ), stats
 
-    def skip_for_s(self, ask: Ask, load: Load) -> float:
-        return self.patience if ask.worth else 0.0
+    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
+        return self.patience if decision.worth else 0.0
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         return self.patience if any(block.worth for block in awaited) else 0.0

@@ -8,18 +8,16 @@ are handed in.
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send, peer_of
 from cluster.drafting.requests import max_block_len
-from cluster.pacing.acceptance import ReplicaStats, out_of_step
+from cluster.pacing.acceptance import out_of_step
 from cluster.pacing.acceptance_counts import AcceptanceCounts
-from cluster.pacing.draft_delay import DraftDelay
-from cluster.pacing.gate import SpeculationGate
-from cluster.pacing.load import Load
+from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
-from cluster.pacing.step_cost import StepCost, octave
+from cluster.pacing.step_cost import StepCost
 from cluster.page_allocator import PageAllocator, PageCopy
 from cluster.routing.circuit_breaker import SilentDrafters
 from cluster.verification.admission import Admission
@@ -67,23 +65,16 @@ class VerificationScheduler:
         self, limits: VerificationLimits, pacing: Pacing | None = None, step_cost: ForwardCost | None = None
     ) -> None:
         self._limits = limits
-        self._pacing = pacing or Adaptive()
+        policy = pacing or Adaptive()
+        self._pacer = Pacer(policy, step_cost)
         self._silent = SilentDrafters()
-        self._timing = StepTiming(self._pacing, self._silent)
+        self._timing = StepTiming(policy, self._silent)
         self._pages = PageAllocator(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._admission = Admission(limits.max_sessions, self._pages)
         self._counts = BlockCounts()
         self._unopened = EarlyMessages(limits.buffer, self._counts)
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._decoding = 0  # sessions that the latest step could have decided for: those in it, and those that waited
-        self._decides_all = False  # whether the latest step decides for all of its rows, and none feeds a prompt
-        self._is_drafted_for = False  # whether drafters were asked for blocks for it
-        self._load = Load(StepCost.profiled(step_cost))
-        self._replica_stats = ReplicaStats()
-        self._delays: dict[int, DraftDelay] = {}  # of blocks, by octaves of sessions other than now
-        self._record = SpeculationGate()
-        self.acceptance = AcceptanceCounts()  # of all blocks since the beginning
-        self._busy_until = 0.0  # end of the latest step after which there was more to do
+        self._step_shape = StepShape()  # of the latest step
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.step_s = 0.0  # in steps
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
@@ -161,8 +152,8 @@ class VerificationScheduler:
             accepted=0,
             drafted=0,
             draft_tokens=session.asked,
-            waits=session.ask.waits,
-            least_chance=session.ask.least_chance,
+            waits=session.drafting.hold_step,
+            least_chance=session.drafting.least_chance,
             alternatives=self._may_branch(session.open),
         )
         return [(drafter, catch_up)]
@@ -215,7 +206,7 @@ class VerificationScheduler:
         assert not self._in_step, "a step is planned while another is under way"
         self._unopened.expire(now)
         copies: list[PageCopy] = []
-        dues, start = self._timing.dues(self._admission.running, self._load)
+        dues, start = self._timing.dues(self._admission.running, self._pacer.load)
         if start <= now:
             copies = self._fill_step(dues, now)
         closes, opens = self._admission.take_changes()
@@ -227,7 +218,7 @@ class VerificationScheduler:
     def next_due(self) -> float | None:
         """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
         admitted = self._admission.running
-        dues = [self._timing.dues(admitted, self._load)[1]] if admitted else []
+        dues = [self._timing.dues(admitted, self._pacer.load)[1]] if admitted else []
         expiry = self._unopened.next_expiry()
         return min(dues if expiry is None else [*dues, expiry], default=None)
 
@@ -250,7 +241,7 @@ class VerificationScheduler:
             if self._admission.running.get(row.session) is session:
                 self._pages.truncate(row.session, session.cached_len)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
-        self._measure(outcomes, seconds, now)
+        self._pacer.step_made(self._step_shape, sum(outcome.accepted + 1 for outcome in outcomes), seconds, now)
         self._in_step = []
         self.step_s += seconds
         self._free_since = now
@@ -306,20 +297,25 @@ class VerificationScheduler:
         return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
 
     @property
+    def acceptance(self) -> AcceptanceCounts:
+        """Of all blocks since the beginning, by position."""
+        return self._pacer.acceptance
+
+    @property
     def speculation(self) -> dict[str, float]:
         """What pacing goes by: plain tokens a second, the gain over them, and whether drafts are asked for."""
-        load = self._load
+        load = self._pacer.load
         return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
 
     @property
     def step_cost(self) -> StepCost:
         """What steps cost by now."""
-        return self._load.step
+        return self._pacer.load.step
 
     @property
     def is_drafted_for(self) -> bool:
         """Whether blocks were wanted for the latest step: then drafters, where there are any, were at work."""
-        return self._is_drafted_for
+        return self._step_shape.is_drafted_for
 
     # ------------------------------------------------------------ helpers
 
@@ -358,7 +354,7 @@ class VerificationScheduler:
         delay_s = session.delay_of(answer, now)
         if delay_s is not None and is_read:
             session.stats = session.stats.after_arrival(delay_s)
-            self._replica_stats = self._replica_stats.after_arrival(tokens, delay_s)
+            self._pacer.block_arrived(tokens, delay_s)
 
     def _forget(self, name: str) -> None:
         self._unopened.ended(name)
@@ -390,41 +386,25 @@ class VerificationScheduler:
             self._in_step.append((session, row.in_pages(self._pages.table(name))))
             self._admission.order.remove(name)
             self._admission.order.append(name)
-        self._decoding = sum(session.is_decoding for session in self._admission.running.values())
-        self._decides_all = all(row.decide and session.is_decoding for session, row in self._in_step)
-        self._is_drafted_for = any(session.asked for session, _ in self._in_step)
+        self._step_shape = self._shape()
         return copies
 
-    def _measure(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
-        """What the step cost and brought; steps that fed prompts say nothing of the rate."""
-        if not self._in_step:
-            return
-        if self._decides_all:
-            took_s = now - max(self._busy_until, now - 2 * seconds)  # with the wait before it, if it was one
-            self._note_step(sum(outcome.accepted + 1 for outcome in outcomes), seconds, took_s)
-        self._busy_until = now
-
-    def _note_step(self, committed: int, seconds: float, took_s: float) -> None:
-        """Has pacing learn from a step that decided for all of its rows."""
-        load = self._load
-        rows = len(self._in_step)
-        took_s = max(1e-6, took_s)
-        if self._is_drafted_for:
-            tokens = sum(len(row.tokens) for _, row in self._in_step)
-            if plain_s := load.step.plain_s(self._decoding):
-                self._record.step(load.sessions, committed, took_s / plain_s * self._decoding)
-            self._load = replace(load, step=load.step.after_drafts(rows, tokens, seconds))
-        else:
-            if any(session.open.max_draft_tokens for session, _ in self._in_step):
-                self._record.plain_step(load.sessions)
-            self._load = replace(load, step=load.step.after_plain(rows, took_s))
+    def _shape(self) -> StepShape:
+        """Of the step that is about to be made, for pacing to learn from its time."""
+        return StepShape(
+            rows=len(self._in_step),
+            tokens=sum(len(row.tokens) for _, row in self._in_step),
+            decoding=sum(session.is_decoding for session in self._admission.running.values()),
+            decides_all=all(row.decide and session.is_decoding for session, row in self._in_step),
+            is_drafted_for=any(session.asked for session, _ in self._in_step),
+            is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in self._in_step),
+        )
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
         if row.draft_len > 0 or (session.has_no_draft and session.asked):
-            self._replica_stats = self._replica_stats.after_block(session.asked, row.drafted, outcome.accepted)
             room = max_block_len(session.open, session.prefix.length)
-            self.acceptance = self.acceptance.after(min(session.asked, room), outcome.accepted)
+            self._pacer.block_verified(session.asked, room, row.drafted, outcome.accepted)
         decision = session.decide(row, outcome, now)
         self._ask(session)
         verdict = Verdict(
@@ -438,8 +418,8 @@ class VerificationScheduler:
             decision.finish,
             session.asked,
             answer=session.answer,
-            waits=session.ask.waits,
-            least_chance=session.ask.least_chance,
+            waits=session.drafting.hold_step,
+            least_chance=session.drafting.least_chance,
             alternatives=self._may_branch(session.open),
         )
         sends: list[Send] = []
@@ -454,23 +434,9 @@ class VerificationScheduler:
     def _ask(self, session: TargetSession) -> None:
         """Decides how long a block the drafter is asked for next."""
         limit = session.open.max_draft_tokens - session.uncached_accepted  # so that a row never has more tokens
-        sessions = max(1, len(self._admission.running))
-        record = self._record
-        load = self._load
-        gain = record.gain(sessions)
-        speculates = record.is_on(sessions)
-        if (sessions, gain, speculates) != (load.sessions, load.gain, load.speculates):
-            self._change_delay(octave(load.sessions), octave(sessions))
-            self._load = load = replace(load, sessions=sessions, gain=gain, speculates=speculates)
         if limit > 0:
-            session.ask, session.stats = self._pacing.ask(session.stats, self._replica_stats, limit, load)
-            self._replica_stats = self._replica_stats.after_round(session.asked > 0 and session.stats.trials.is_on)
-
-    def _change_delay(self, before: int, now: int) -> None:
-        """How long blocks take is known for each octave of sessions: drafters draft for all of them together."""
-        if before != now:
-            self._delays[before] = self._replica_stats.delay
-            self._replica_stats = self._replica_stats.with_delay(self._delays.get(now, DraftDelay()))
+            sessions = max(1, len(self._admission.running))
+            session.drafting, session.stats = self._pacer.decide(session.stats, limit, sessions)
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
         """Has a drafter begin the session anew whose blocks were good and are all rejected now."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.pacing.acceptance import SessionStats
-from cluster.pacing.policy import Ask
+from cluster.pacing.policy import DraftingDecision
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.messages import Block, DraftAnswer, Finish, NoDraft, Open, Verdict
@@ -43,7 +43,7 @@ class TargetSession:
     drafter: str | None = None
     sent_len: int = 0  # length that the drafter knows of
     paused: bool = False  # whether it knows that nothing is asked of it
-    ask: Ask = Ask()  # what the drafter was asked for
+    drafting: DraftingDecision = DraftingDecision()  # what the drafter was asked for
     is_read: bool = False  # whether its drafter has answered at all: before that it had to read the prompt
     has_answered: bool = False  # whether the drafter has answered since the latest verdict, with whatever
     no_draft_len: int = -1  # length after which the drafter has no block to offer
@@ -55,7 +55,7 @@ class TargetSession:
     @property
     def asked(self) -> int:
         """Longest block that the drafter was asked for."""
-        return self.ask.tokens
+        return self.drafting.tokens
 
     @property
     def is_decoding(self) -> bool:
@@ -70,7 +70,7 @@ class TargetSession:
     @property
     def _wants_block(self) -> bool:
         length = self.prefix.length
-        if self.ask.tokens == 0 or self.no_draft_len == length:
+        if self.drafting.tokens == 0 or self.no_draft_len == length:
             return False
         return length + 1 < self.open.max_len and self.is_decoding
 
@@ -101,15 +101,15 @@ class TargetSession:
         self.drafter = drafter
         self.sent_len = self.prefix.length
         self.is_read = False
-        self.paused = not self.ask.tokens
+        self.paused = not self.drafting.tokens
 
     def for_drafter(self, verdict: Verdict) -> Verdict | None:
         """What the drafter is told of a verdict, and all that it was not told before; nothing while it paused."""
-        if self.paused and not self.ask.tokens and verdict.finish is Finish.NONE:
+        if self.paused and not self.drafting.tokens and verdict.finish is Finish.NONE:
             return None
         sent_len = self.sent_len
         self.sent_len = self.prefix.length
-        self.paused = not self.ask.tokens
+        self.paused = not self.drafting.tokens
         if sent_len == verdict.base_len:
             return verdict
         prefix_hash = self.prefix.hash_at(sent_len)
@@ -127,13 +127,13 @@ class TargetSession:
         self.answer = DraftAnswer.NOT_ASKED
         if len(tail) > budget:
             return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
-        block = self.ready_block() if self.ask.tokens else None
+        block = self.ready_block() if self.drafting.tokens else None
         if block is not None or self.has_no_draft:
             self.answer = DraftAnswer.GIVEN
-        elif self._wants_block and (self.ask.waits or self.stats.arrivals.missed_rounds >= MISSED_ROUNDS):
+        elif self._wants_block and (self.drafting.hold_step or self.stats.arrivals.missed_rounds >= MISSED_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
-        block = block.first(self.ask.tokens) if block is not None else None
+        block = block.first(self.drafting.tokens) if block is not None else None
         if block is None or len(tail) + block.size > max(budget, len(tail)):
             return Row(name, tail, self.cached_len, decide=True, pages=())
         tokens = tail + block.tokens + block.alternatives
@@ -149,9 +149,9 @@ class TargetSession:
         tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
         if row.draft_len > 0:
             self.buffer.take(base_len, base_hash)
-            self.stats = self.stats.after_block(self.ask.tokens, row.drafted, outcome.accepted)
-        elif self.has_no_draft and self.ask.tokens:
-            self.stats = self.stats.after_nothing(self.ask.tokens)
+            self.stats = self.stats.after_block(self.drafting.tokens, row.drafted, outcome.accepted)
+        elif self.has_no_draft and self.drafting.tokens:
+            self.stats = self.stats.after_nothing(self.drafting.tokens)
         elif row.known == 1 + self.uncached_accepted and self.drafter is not None and not self.has_answered:
             self.stats = self.stats.after_plain_round()
         self.has_answered = False
@@ -161,7 +161,7 @@ class TargetSession:
         self.uncached_accepted = int(outcome.alternative is not None)
         self.cached_len = base_len + min(outcome.accepted - self.uncached_accepted, len(tokens))
         hit = self.buffer.move_on(self.prefix, accepted, now)
-        if self.ask.tokens:
+        if self.drafting.tokens:
             self.stats = self.stats.after_verdict(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 

@@ -34,13 +34,13 @@ class StepTiming:
                 dues[name] = max(session.waiting_since, session.buffer.ready_since)
             else:
                 dues[name] = session.waiting_since + self._patience_s(session, load)
-                if session.ask.waits and not self._is_silent(session):
+                if session.drafting.hold_step and not self._is_silent(session):
                     awaited.append(session)
         first = min(dues.values(), default=math.inf)
         if not awaited:
             return dues, first
         blocks = [
-            Awaited(session.ask.worth, session.waiting_since + session.stats.arrivals.delay_s - first)
+            Awaited(session.drafting.worth, session.waiting_since + session.stats.arrivals.delay_s - first)
             for session in awaited
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)
@@ -48,9 +48,9 @@ class StepTiming:
     def _patience_s(self, session: TargetSession, load: Load) -> float:
         """How long it stays out of steps for its block."""
         if not self._is_silent(session):
-            return self._pacing.skip_for_s(session.ask, load)
+            return self._pacing.skip_for_s(session.drafting, load)
         assert session.drafter is not None
-        is_probed = session.ask.waits and self._silent.is_probed(session.drafter)
+        is_probed = session.drafting.hold_step and self._silent.is_probed(session.drafter)
         return load.step.plain_s(load.sessions) if is_probed else 0.0
 
     def _is_silent(self, session: TargetSession) -> bool:

@@ -367,16 +367,16 @@ DAMAGE: dict[str, Callable[[PageAllocator], object]] = {
     "a reference too few": lambda a: a._release(a.table("s")[2]),
     "a page that is in a table twice": lambda a: a._sessions["s"].table.append(a.table("s")[0]),
     "a page that is in a table twice, and counted": lambda a: (
-        allocator._sessions["s"].table.append(allocator.table("s")[2]),
-        allocator._acquire(allocator.table("s")[2]),
+        a._sessions["s"].table.append(a.table("s")[2]),
+        a._acquire(a.table("s")[2]),
     ),
     "a used page that is evictable": lambda a: a._evictable.update({a.table("s")[0]: None}),
     "an unused page that cannot be evicted": lambda a: a._evictable.popitem(),
     "a hash that is forgotten": lambda a: a._index.popitem(),
-    "a hash of another page": lambda a: a._index.update({b"other": next(iter(allocator._index.values()))}),
+    "a hash of another page": lambda a: a._index.update({b"other": next(iter(a._index.values()))}),
     "a published page that is forgotten": lambda a: a._published.popitem(),
     "a chain that is not published": lambda a: setattr(a._sessions["s"], "published", 3),
-    "a chain that is out of order": lambda a: a._sessions["s"].table.insert(0, allocator._sessions["s"].table.pop(1)),
+    "a chain that is out of order": lambda a: a._sessions["s"].table.insert(0, a._sessions["s"].table.pop(1)),
     "a chain beyond the table": lambda a: setattr(a._sessions["whole"], "published", 2),
 }
 

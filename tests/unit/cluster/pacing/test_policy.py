@@ -16,7 +16,7 @@ from cluster.pacing.acceptance import (
     Trials,
 )
 from cluster.pacing.load import Load
-from cluster.pacing.policy import ASK_AGAIN, TRIAL_ROUNDS, Adaptive, Ask, Awaited, LockStep
+from cluster.pacing.policy import ASK_AGAIN, TRIAL_ROUNDS, Adaptive, Awaited, DraftingDecision, LockStep
 from cluster.pacing.step_cost import StepCost
 from tests.unit.cluster.pacing.pacing_samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
 
@@ -28,8 +28,8 @@ def with_hits(blocks: SessionStats, hits: float) -> SessionStats:
     return replace(blocks, arrivals=replace(blocks.arrivals, hits=hits))
 
 
-def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaStats = NOBODY) -> Ask:
-    return PACING.ask(blocks, replica, limit, load)[0]
+def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaStats = NOBODY) -> DraftingDecision:
+    return PACING.decide(blocks, replica, limit, load)[0]
 
 
 # ---------------------------------------------------------------- how long to wait
@@ -58,12 +58,22 @@ def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on(
     much = with_hits(a_yield(*[0.98] * 8), 0.0)
     many = replace(LOAD, sessions=4)
     ask = asked(much, 8, many, quick)
-    assert (ask.waits, ask.skip_steps) == (True, True)
+    assert (ask.hold_step, ask.skip_steps) == (True, True)
     assert PACING.skip_for_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
     little = asked(with_hits(a_yield(0.9), 0.0), 8, many, quick)
-    assert (little.waits, little.skip_steps) == (True, False)
+    assert (little.hold_step, little.skip_steps) == (True, False)
     assert PACING.skip_for_s(little, many) == 0.0
     assert not asked(with_hits(much, 0.9), 8, many, quick).skip_steps, "there will be a block after the step anyway"
+
+
+def test_nobody_waits_before_a_step_was_measured():
+    """A second has no price yet, whatever blocks are expected to bring."""
+    unmeasured = Load(sessions=4)
+    assert unmeasured.rate == 0.0
+    decision = asked(with_hits(a_yield(*[0.98] * 8), 0.0), 8, unmeasured, ReplicaStats())
+    assert decision.skip_steps
+    assert PACING.skip_for_s(decision, unmeasured) == 0.0
+    assert PACING.hold_for_s([Awaited(decision.worth, in_s=0.01)], unmeasured) == 0.0
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
@@ -106,30 +116,30 @@ def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
 
 def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
     ask = asked(a_yield(0.5, 0.25), 2, replica=SLOW)
-    assert (ask.tokens, ask.waits) == (2, False)
+    assert (ask.tokens, ask.hold_step) == (2, False)
     assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, replica=SLOW).tokens == 0, "none ever is"
-    assert asked(a_yield(0.5, 0.25), 2, replica=ReplicaStats()).waits, "quick ones are"
+    assert asked(a_yield(0.5, 0.25), 2, replica=ReplicaStats()).hold_step, "quick ones are"
 
 
 def test_what_is_never_waited_for_is_timed_again_now_and_then():
     blocks = a_yield(0.5, 0.25)
     waits = []
     for _ in range(3 * ASK_AGAIN):
-        ask, blocks = PACING.ask(blocks, SLOW, 2, LOAD)
-        waits.append(ask.waits)
+        ask, blocks = PACING.decide(blocks, SLOW, 2, LOAD)
+        waits.append(ask.hold_step)
     assert 2 <= sum(waits) <= 3
 
 
 def test_nothing_is_asked_for_where_speculation_is_known_to_lose():
     good = a_yield(0.9, 0.8)
-    assert PACING.ask(good, NOBODY, 2, replace(LOAD, speculates=False)) == (Ask(), good)
+    assert PACING.decide(good, NOBODY, 2, replace(LOAD, speculates=False)) == (DraftingDecision(), good)
 
 
 def test_what_does_not_pay_pauses_and_is_tried_more_and_more_rarely():
     blocks = a_yield(0.001, 0.0)
     lengths = []
     for _ in range(3000):
-        ask, blocks = PACING.ask(blocks, NOBODY, 4, LOAD)
+        ask, blocks = PACING.decide(blocks, NOBODY, 4, LOAD)
         lengths.append(ask.tokens)
     trials = [i for i, length in enumerate(lengths) if length and not lengths[i - 1]]
     assert trials[0] == FIRST_PAUSE
@@ -147,7 +157,7 @@ def test_of_many_sessions_few_try_what_does_not_pay():
     rounds = 0
     for _ in range(100):
         for index, blocks in enumerate(sessions):
-            ask, sessions[index] = PACING.ask(blocks, replica, 4, LOAD)
+            ask, sessions[index] = PACING.decide(blocks, replica, 4, LOAD)
             replica = replica.after_round(is_trial=ask.tokens > 0)
             trials = trials + bool(ask.tokens)
             rounds = rounds + 1
@@ -160,11 +170,11 @@ def test_drafting_comes_back_when_it_pays_again():
     for _ in range(40):
         bad = bad.after_block(2, 2, 0)
     replica = ReplicaStats(bad.chances, delay=DRAFT)
-    ask, blocks = PACING.ask(bad, replica, 2, LOAD)
+    ask, blocks = PACING.decide(bad, replica, 2, LOAD)
     assert ask.tokens == 0
     rounds = 0
     while not (ask.tokens and not blocks.trials.paused):
-        ask, blocks = PACING.ask(blocks, replica, 2, LOAD)
+        ask, blocks = PACING.decide(blocks, replica, 2, LOAD)
         if ask.tokens:
             blocks = blocks.after_block(ask.tokens, ask.tokens, ask.tokens)
         rounds += 1
@@ -196,8 +206,8 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
 
 def test_lock_step_waits_for_all_and_asks_for_all():
     pacing = LockStep(patience=2.0)
-    ask, _ = pacing.ask(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False))
-    assert (ask.tokens, ask.waits) == (4, True)
+    ask, _ = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False))
+    assert (ask.tokens, ask.hold_step) == (4, True)
     assert pacing.skip_for_s(ask, LOAD) == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
-    gone, _ = pacing.ask(a_yield(0.5).after_plain_round(), NOBODY, 4, LOAD)
+    gone, _ = pacing.decide(a_yield(0.5).after_plain_round(), NOBODY, 4, LOAD)
     assert pacing.skip_for_s(gone, LOAD) == pacing.hold_for_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0

@@ -14,7 +14,7 @@ from cluster.dispatch import Send
 from cluster.pacing.acceptance import PROOF, ReplicaStats, SessionStats
 from cluster.pacing.acceptance_counts import AcceptanceCounts
 from cluster.pacing.load import Load
-from cluster.pacing.policy import Ask, Awaited
+from cluster.pacing.policy import Awaited, DraftingDecision
 from cluster.routing.circuit_breaker import FIRST_PROBE_STEPS, TRIP_STEPS
 from cluster.verification.early_messages import BufferLimits
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
@@ -69,12 +69,15 @@ class Steady:
     waits: bool = True
     asked_next: Callable[[], int] | None = None
 
-    def ask(self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load) -> tuple[Ask, SessionStats]:
+    def decide(
+        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load
+    ) -> tuple[DraftingDecision, SessionStats]:
         tokens = self.asked_next() if self.asked_next else self.asked
-        return Ask(limit if tokens is None else tokens, self.patience(blocks), waits=self.waits), blocks
+        wanted = limit if tokens is None else tokens
+        return DraftingDecision(wanted, self.patience(blocks), hold_step=self.waits), blocks
 
-    def skip_for_s(self, ask: Ask, load: Load) -> float:
-        return ask.worth
+    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
+        return decision.worth
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         return self.hold
@@ -1508,9 +1511,11 @@ def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
     told: list[ReplicaStats] = []
 
     class Telling(Steady):
-        def ask(self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load) -> tuple[Ask, SessionStats]:
+        def decide(
+            self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load
+        ) -> tuple[DraftingDecision, SessionStats]:
             told.append(fleet)
-            return super().ask(blocks, fleet, limit, load)
+            return super().decide(blocks, fleet, limit, load)
 
     desk = Desk(**limits)
     desk.scheduler = VerificationScheduler(desk.limits, Telling(lambda _: 0.0))
