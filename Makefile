@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-DEMO := examples/smollm2.yaml
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
@@ -51,4 +50,4 @@ check: setup
 	$(BIN)/python -m protos.regenerate --check
 
 bench: models
-	taskset --cpu-list 1 $(BIN)/slipstream bench $(DEMO) --generate $(PINNED)
+	taskset --cpu-list 1 $(BIN)/slipstream bench --generate $(PINNED)

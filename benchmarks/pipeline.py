@@ -37,10 +37,11 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
 from serve_app.bench.baseline import Reference
 from serve_app.bench.client import ChatEndpoint, ChatQuestion
-from serve_app.bench.experiment import DEFAULT_PROMPTS, WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
+from serve_app.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
 from serve_app.bench.measures import Batch, Tally, TimedAnswer
 from serve_app.bench.tables import sheet, shown, speedups_table
 from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.demo_data import BENCH_PROMPTS
 
 # ---------------------------------------------------------------- what is compared
 
@@ -297,7 +298,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--arms", help=f"comma-separated; default: all but control; of the pipeline {_names(PIPELINE)}")
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help='JSON lines {"kind", "prompt"}')
+    parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help='JSON lines {"kind", "prompt"}')
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
     arguments = parser.parse_args()
     known = {arm.name: arm for arm in TABLES[arguments.table]}

@@ -41,10 +41,11 @@ from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.workload import ClosedLoop, Workload
 from cluster.simulation.world import Mode, Setting, SpeculationSetting, World
 from serve_app.bench.client import ChatEndpoint, ChatQuestion, Piece
-from serve_app.bench.experiment import DEFAULT_PROMPTS, Prompt, read_prompts
+from serve_app.bench.experiment import Prompt, read_prompts
 from serve_app.bench.measures import Tally
 from serve_app.bench.tables import shown
 from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.planning.plan import roomy_fleet
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
@@ -353,7 +354,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--calibrate", type=int, default=12, help="prompts that acceptance is measured on")
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS)
+    parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     parser.add_argument("--json", type=Path, help="write inputs, results and every batch here, after each round")
     return parser.parse_args()
 

@@ -1,30 +1,42 @@
-"""Pictures as SVG text: rectangles, lines and words, and two ways to arrange them.
+"""Pictures as SVG text: rectangles, lines and words, a Gantt picture and curves over a few points.
 
-Enough for a Gantt picture and for curves over a few points, without a plotting library. Knows nothing of what is
-shown.
+No plotting library is needed.
 """
 
+import colorsys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
-COLOURS = ("#4878a8", "#e49444", "#6a9f58", "#d1615d", "#85b6b2", "#967662", "#a87c9f", "#7d7d7d")
+COLOURS = ("#4878a8", "#e49444", "#6a9f58", "#d1615d", "#85b6b2", "#967662", "#a87c9f")
+GREY = "#b0b0b0"
+GOLDEN_ANGLE = 0.381966  # of a full turn: any number of hues by this step stay apart
 FONT = 'font-family="sans-serif" fill="#333"'
+LETTER_WIDTH = 7
 LINE_HEIGHT = 20
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """One each, in order; they repeat when there are too many names."""
-    return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    """One colour each, in order; no two names share one."""
+    return {name: COLOURS[index] if index < len(COLOURS) else _further(index) for index, name in enumerate(names)}
+
+
+def _further(index: int) -> str:
+    channels = colorsys.hls_to_rgb(index * GOLDEN_ANGLE % 1, 0.38, 0.6)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 class Drawing:
     """Collects shapes; `str` gives the picture."""
 
-    def __init__(self, width: float, height: float) -> None:
+    def __init__(self, width: float, height: float = 0.0) -> None:
         self._width = width
         self._height = height
         self._shapes: list[str] = []
+
+    def end_at(self, height: float) -> None:
+        """Sets the height, where it is known only once all is drawn."""
+        self._height = height
 
     def rect(self, x: float, y: float, width: float, height: float, colour: str, title: str = "") -> None:
         tip = f"<title>{escape(title)}</title>" if title else ""
@@ -40,12 +52,18 @@ class Drawing:
         place = f'x="{x:.2f}" y="{y:.2f}" font-size="12" text-anchor={quoteattr(anchor)}'
         self._shapes.append(f"<text {place} {FONT}>{escape(words)}</text>")
 
-    def legend(self, x: float, y: float, colours: Mapping[str, str]) -> None:
-        """Names beside their colours, in a row."""
+    def legend(self, x: float, y: float, colours: Mapping[str, str]) -> float:
+        """Names beside their colours, in as many rows as they need; returns the last row's baseline."""
+        left = x
         for name, colour in colours.items():
+            wide = 32 + LETTER_WIDTH * len(name)
+            if x > left and x + wide > self._width:
+                x = left
+                y += LINE_HEIGHT
             self.rect(x, y - 10, 12, 12, colour)
             self.text(x + 16, y, name)
-            x += 32 + 7 * len(name)
+            x += wide
+        return y
 
     def __str__(self) -> str:
         size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
@@ -57,6 +75,13 @@ class Drawing:
 
 
 # ---------------------------------------------------------------- a Gantt picture
+
+LEFT = 190.0  # of the window, unless a track's name is longer
+RIGHT = 20.0  # from the window's end to the picture's
+TOP = 40.0
+LEAST_LANE = 4.0  # height of a bar
+LEAST_LISTED = 2.0  # width of a bar from which on its kind can be told by its colour
+TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +95,79 @@ class Bar:
     title: str = ""
 
 
-def gantt(bars: Sequence[Bar], begins: float, ends: float, unit: str, width: float = 1200) -> str:
-    """A line for each track, in order of appearance; bars are cut at the window's ends."""
-    tracks = list(dict.fromkeys(bar.track for bar in bars))
-    left = 190.0
-    top = 40.0
-    colours = colours_of(sorted({bar.kind for bar in bars}))
-    scale = (width - left - 20) / (ends - begins)
-    bottom = top + LINE_HEIGHT * len(tracks)
-    drawing = Drawing(width, bottom + 30)
-    drawing.legend(left, 20, colours)
-    for index, track in enumerate(tracks):
-        drawing.text(left - 8, top + LINE_HEIGHT * index + 14, track, anchor="end")
-    for bar in bars:
-        x0 = max(bar.began, begins)
-        x1 = min(bar.ended, ends)
-        if x1 >= x0:
-            y = top + LINE_HEIGHT * tracks.index(bar.track) + 2
-            drawing.rect(
-                left + (x0 - begins) * scale,
-                y,
-                max(1.0, (x1 - x0) * scale),
-                LINE_HEIGHT - 4,
-                colours[bar.kind],
-                bar.title,
-            )
-    for tick in range(6):
-        value = (ends - begins) * tick / 5
-        drawing.text(left + value * scale, bottom + 18, f"{value:.4g} {unit}", anchor="middle")
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The part of time that is shown, and where it lies in the picture."""
+
+    begins: float
+    ends: float
+    left: float
+    width: float
+
+    def x(self, moment: float) -> float:
+        return self.left + (min(max(moment, self.begins), self.ends) - self.begins) / self.length * self.width
+
+    @property
+    def length(self) -> float:
+        return self.ends - self.begins
+
+    def width_of(self, bar: Bar) -> float:
+        return self.x(bar.ended) - self.x(bar.began)
+
+
+def gantt(bars: Sequence[Bar], begins: float, ends: float, unit: str, *, grey: str = "", width: float = 1200) -> str:
+    """A line for each track, in order of appearance; bars are cut at the window's ends.
+
+    Bars of one track that overlap lie below each other. The legend names each kind that can be seen, the kind `grey`
+    last and in that colour.
+    """
+    tracks = _tracks([bar for bar in bars if bar.ended >= begins and bar.began <= ends])
+    left = max(LEFT, 20 + LETTER_WIDTH * max(map(len, tracks), default=0))
+    window = _Window(begins, ends, left, width - left - RIGHT)
+    shown = sorted((bar for lanes in tracks.values() for lane in lanes for bar in lane), key=lambda bar: bar.began)
+    kinds = list(dict.fromkeys(bar.kind for bar in shown if bar.kind != grey))
+    colours = {**colours_of(kinds), grey: GREY}
+    listed = {bar.kind for bar in shown if window.width_of(bar) >= LEAST_LISTED}
+    drawing = Drawing(width)
+    y = drawing.legend(left, 20, {kind: colour for kind, colour in colours.items() if kind in listed}) + TOP - 20
+    for track, lanes in tracks.items():
+        drawing.text(left - 8, y + 14, track, anchor="end")
+        y = _draw_track(drawing, lanes, y, window, colours)
+    _draw_axis(drawing, y + 18, window, unit)
+    drawing.end_at(y + 30)
     return str(drawing)
+
+
+def _tracks(bars: Sequence[Bar]) -> dict[str, list[list[Bar]]]:
+    """By track: its bars in lanes, in none of which two overlap."""
+    tracks: dict[str, list[list[Bar]]] = {bar.track: [] for bar in bars}
+    for bar in sorted(bars, key=lambda bar: bar.began):
+        lanes = tracks[bar.track]
+        free = next((lane for lane in lanes if lane[-1].ended <= bar.began), None)
+        if free is None:
+            lanes.append([bar])
+        else:
+            free.append(bar)
+    return tracks
+
+
+def _draw_track(
+    drawing: Drawing, lanes: Sequence[Sequence[Bar]], y: float, window: _Window, colours: Mapping[str, str]
+) -> float:
+    """Draws the track from `y` on; returns where the next one begins."""
+    height = max(LEAST_LANE, (LINE_HEIGHT - 4) / len(lanes))
+    for index, lane in enumerate(lanes):
+        for bar in lane:
+            wide = max(1.0, window.width_of(bar))
+            drawing.rect(window.x(bar.began), y + 2 + index * height, wide, height, colours[bar.kind], bar.title)
+    return y + 4 + height * len(lanes)
+
+
+def _draw_axis(drawing: Drawing, y: float, window: _Window, unit: str) -> None:
+    for tick in range(TICKS + 1):
+        value = window.length * tick / TICKS
+        anchor = "end" if tick == TICKS else "middle"  # the last one would be cut
+        drawing.text(window.x(window.begins + value), y, f"{value:.4g} {unit}", anchor=anchor)
 
 
 # ---------------------------------------------------------------- curves

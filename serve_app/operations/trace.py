@@ -19,6 +19,7 @@ from serve_app.svg import Bar, gantt
 
 DEPLOYMENTS = ("Router", "Drafter", "Target")
 MICRO = 1e6
+SEVERAL = "several"  # requests in one span
 
 
 class TraceError(SlipstreamError):
@@ -82,24 +83,27 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
 
 
 def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
-    """What was under way in a window: a line for each actor and kind of span, a colour for each request."""
+    """What was under way in a window: a line for each actor and kind of span, a colour for each request.
+
+    Requests are numbered as they appear by themselves; what several went through together is grey.
+    """
     inside = [span for span in found if span.ended_s > begins and span.began_s < ends]
     if not inside:
         raise TraceError("no span lies in the window: ask for another one")
+    alone = [span.sessions[0] for span in sorted(inside, key=lambda span: span.began_s) if len(span.sessions) == 1]
+    number = {session: index for index, session in enumerate(dict.fromkeys(alone), start=1)}
     inside.sort(key=lambda span: (span.actor, span.name, span.began_s))
-    requests = sorted({session for span in inside for session in span.sessions})
-    number = {session: index for index, session in enumerate(requests, start=1)}
     bars = [
         Bar(
             f"{span.actor} {span.name}",
-            f"request {number[span.sessions[0]]}" if len(span.sessions) == 1 else "several",
+            f"request {number[span.sessions[0]]}" if len(span.sessions) == 1 else SEVERAL,
             span.began_s * 1e3,
             span.ended_s * 1e3,
             f"{span.name}: {' '.join(span.sessions)}",
         )
         for span in inside
     ]
-    return gantt(bars, begins * 1e3, ends * 1e3, "ms")
+    return gantt(bars, begins * 1e3, ends * 1e3, "ms", grey=SEVERAL)
 
 
 def write_trace(

@@ -7,17 +7,17 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from scipy.stats import chi2_contingency
 
+from serve_app.demo_data import BENCH_PROMPTS
 from tests.integration.serving import Reference, Served, demo_served
 
 MODEL = "SmolLM2-135M-Instruct"
 MAX_TOKENS = 96
 CONCURRENCIES = (1, 8)
-LINES = (Path(__file__).parents[2] / "examples" / "bench_prompts.jsonl").read_text().splitlines()
+LINES = BENCH_PROMPTS.read_text().splitlines()
 DRAWS = 400
 LEAST_COUNT = 10
 PROMPTS = [json.loads(line)["prompt"] for line in LINES][:20]

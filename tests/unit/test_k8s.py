@@ -415,7 +415,8 @@ class TestDockerfile:
 
     def test_it_copies_what_the_build_needs(self, copied: set[str]) -> None:
         packages = {pattern.rstrip("*") for pattern in pyproject()["tool"]["setuptools"]["packages"]["find"]["include"]}
-        assert packages | {"pyproject.toml", pyproject()["project"]["readme"]} <= copied
+        project = pyproject()["project"]
+        assert packages | {"pyproject.toml", project["readme"], *project["license-files"]} <= copied
 
     def test_the_ignore_file_lets_through_what_is_copied(self, copied: set[str]) -> None:
         lines = (K8S / "Dockerfile.dockerignore").read_text().splitlines()

@@ -127,3 +127,7 @@ def test_eight_bits_are_for_draft_models_on_cpus(draft):
     with pytest.raises(ConfigError, match="quantization int8 is for a draft model on CPUs"):
         validated(SMALLEST | {"draft": draft})
     assert validated(SMALLEST | {"draft": {"model": "org/draft", "quantization": "int8"}}).draft.quantization == "int8"
+
+
+def test_the_example_to_copy_is_right() -> None:
+    assert load_config(Path(__file__).parents[3] / "examples" / "llama.yaml").target.tensor_parallel == 4

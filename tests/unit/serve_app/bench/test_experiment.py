@@ -9,7 +9,6 @@ import pytest
 from cluster.errors import ConfigError
 from serve_app.bench.client import ChatQuestion, Counters
 from serve_app.bench.experiment import (
-    DEFAULT_PROMPTS,
     GENERATE,
     PLAIN,
     SPECULATIVE,
@@ -23,6 +22,7 @@ from serve_app.bench.experiment import (
     write_json,
 )
 from serve_app.bench.measures import Tally, TimedAnswer
+from serve_app.demo_data import BENCH_PROMPTS
 
 ARMS = (SPECULATIVE, PLAIN)
 PROMPTS = tuple(Prompt(kind="chat", prompt=f"prompt {number}") for number in range(5))
@@ -100,7 +100,7 @@ async def test_report_and_file_hold_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_default_prompts_are_four_of_each_kind() -> None:
-    kinds = Counter(prompt.kind for prompt in read_prompts(DEFAULT_PROMPTS))
+    kinds = Counter(prompt.kind for prompt in read_prompts(BENCH_PROMPTS))
     assert kinds == dict.fromkeys(("chat", "code", "mathematics", "summary", "rewriting", "lists"), 4)
 
 

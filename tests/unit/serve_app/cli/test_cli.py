@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import ray
 from typer.testing import CliRunner
 
 from cluster.config import SlipstreamConfig
-from serve_app.cli.demo_models import CONFIG
 from serve_app.cli.main import app, main
+from serve_app.demo_data import CONFIG
 
 VALID = "model: {target: some/model}\ndraft: {method: prompt_lookup}\n"
 
@@ -35,6 +36,12 @@ def test_schema_is_that_of_the_config() -> None:
     result = CliRunner().invoke(app, ["config", "schema"])
     assert result.exit_code == 0
     assert json.loads(result.stdout) == SlipstreamConfig.model_json_schema()
+
+
+def test_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    assert (result.exit_code, result.stdout) == (0, f"slipstream {project['version']}\n")
 
 
 def test_right_config_passes(config_file: Path) -> None:

@@ -1,12 +1,14 @@
 """Preparing the demo's target: found without importing the wheel, made whole or not at all."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from cluster.errors import ConfigError, ModelError
-from serve_app.cli.demo_models import Step, demo_config, find_gguf, make_folder, prepare_target
+from cluster.errors import ModelError
+from serve_app.cli.demo_models import Step, demo_config, find_gguf, make_folder, prepare_target, require_reader
+from serve_app.demo_data import FOLDER
 
 
 def install_wheel(site: Path, *files: str) -> None:
@@ -85,6 +87,21 @@ def test_demo_config_names_both_models_by_absolute_folders() -> None:
     assert config.server.port == 0
 
 
-def test_demo_outside_a_checkout_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="runs from a checkout"):
-        demo_config(config=tmp_path / "smollm2.yaml")
+def test_absent_reader_is_refused_with_the_way_to_install_it() -> None:
+    require_reader("json")
+    with pytest.raises(ModelError, match="pip install no_such_reader"):
+        require_reader("no_such_reader")
+
+
+def test_everything_that_the_demo_reads_is_installed_with_the_package() -> None:
+    """An editable install finds files that no wheel holds."""
+    root = FOLDER.parents[1]
+    package_data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    installed = {path for pattern in package_data["serve_app"] for path in (root / "serve_app").glob(pattern)}
+    data = {path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
+    assert {"smollm2.yaml", "bench_prompts.jsonl", "model.safetensors", "config.json"} <= {path.name for path in data}
+    assert data <= installed
+
+
+def test_the_demo_obeys_the_environment_as_other_commands_do() -> None:
+    assert demo_config(environment={"SLIPSTREAM__SPECULATION__MAX_DRAFT_TOKENS": "2"}).speculation.max_draft_tokens == 2

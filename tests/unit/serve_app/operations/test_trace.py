@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,66 @@ def test_bars_are_cut_at_the_window():
     (bar,) = [bar.attrib for bar in picture.iter(f"{SVG}rect") if len(bar)]
     assert float(bar["x"]) == 190.0
     assert float(bar["x"]) + float(bar["width"]) == 980.0
+
+
+def bars_of(picture: str) -> dict[str, dict[str, str]]:
+    """By title: where each bar lies and its colour."""
+    return {str(bar[0].text): bar.attrib for bar in ElementTree.fromstring(picture).iter(f"{SVG}rect") if len(bar)}
+
+
+def legend_of(picture: str) -> dict[str, str]:
+    """By name: its colour. A name follows the square of its colour."""
+    shapes = list(ElementTree.fromstring(picture))
+    squares = [(a, b) for a, b in pairwise(shapes) if a.get("width") == a.get("height") == "12.00"]
+    return {str(name.text): str(square.get("fill")) for square, name in squares}
+
+
+def test_what_several_go_through_has_a_colour_that_no_request_has():
+    alone = [Span("drafter", "drafter", "send", index, index + 1.0, (f"session {index}",)) for index in range(20)]
+    together = Span("target", "target", "verify", 0.0, 20.0, ("session 0", "session 1"))
+    picture = gantt_picture([*alone, together], 0.0, 20.0)
+    legend = legend_of(picture)
+    assert len(legend) == 21
+    assert len(set(legend.values())) == 21
+    assert list(legend)[-1] == "several"
+    assert bars_of(picture)["verify: session 0 session 1"]["fill"] == legend["several"]
+
+
+def test_the_legend_names_requests_in_the_order_in_which_they_are_seen():
+    late = Span("drafter", "drafter", "draft", 6.0, 9.0, ("a",))
+    early = Span("target", "target", "verify", 1.0, 4.0, ("z",))
+    picture = gantt_picture([late, early], 0.0, 10.0)
+    legend = legend_of(picture)
+    assert list(legend) == ["request 1", "request 2"]
+    assert bars_of(picture)["verify: z"]["fill"] == legend["request 1"]
+
+
+def test_the_legend_leaves_out_what_cannot_be_seen():
+    seen = Span("target", "target", "verify", 0.0, 50.0, ("a",))
+    too_short = Span("drafter", "drafter", "send", 10.0, 10.001, ("b",))
+    batched = Span("drafter", "drafter", "draft", 20.0, 30.0, ("c", "d"))
+    assert list(legend_of(gantt_picture([seen, too_short, batched], 0.0, 100.0))) == ["request 1", "several"]
+
+
+def test_bars_of_one_track_that_overlap_do_not_cover_each_other():
+    bars = [Bar("t", f"k{index}", 0.0, 10.0 + index, f"b{index}") for index in range(6)]
+    drawn = bars_of(gantt([*bars, Bar("u", "k", 0.0, 1.0, "next")], 0.0, 20.0, "ms"))
+    lanes = sorted((float(bar["y"]), float(bar["height"])) for bar in drawn.values())
+    assert all(upper + height <= lower for (upper, height), (lower, _) in pairwise(lanes))
+    assert max(drawn, key=lambda title: float(drawn[title]["y"])) == "next"
+
+
+def test_every_word_lies_within_the_picture():
+    many = [Bar("a track with a name far longer than usual", f"request {n}", n, n + 5.0) for n in range(30)]
+    picture = ElementTree.fromstring(gantt(many, 0.0, 123.45678, "ms"))
+    width = float(picture.attrib["width"])
+    height = float(picture.attrib["height"])
+    for word in picture.iter(f"{SVG}text"):
+        long = 7 * len(str(word.text))
+        x = float(word.attrib["x"])
+        begins = x - {"start": 0.0, "middle": long / 2, "end": long}[word.attrib["text-anchor"]]
+        assert 0 <= begins <= begins + long <= width, word.text
+        assert 0 < float(word.attrib["y"]) <= height, word.text
 
 
 def test_names_are_escaped():
