@@ -3,16 +3,16 @@
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
-from actors.sampling.reference import DrawAddress
+from actors.sampling.reference import BlockDecision, DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from cluster.verification.step import Outcome, Row, StepPlan
-from protos.messages import Open
+from protos.messages import DraftTree, Open
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,7 @@ class StepExecutor:
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]
         decisions = decide([self._block(row) for row in rows], logits[:, : self._vocabulary])
-        return [
-            Outcome(row.session, decision.accepted, decision.next_token, decision.alternative)
-            for row, decision in zip(rows, decisions, strict=True)
-        ]
+        return [_outcome(row, decision) for row, decision in zip(rows, decisions, strict=True)]
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]
@@ -67,9 +64,18 @@ class StepExecutor:
         return PendingBlock(
             rule=request.acceptance,
             sampling=request.sampling,
-            draft=row.draft,
-            draft_probs=row.draft_probs,
+            draft=_tree(row),
             generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
             at=DrawAddress(request.seed, request.choice, base_len),
-            alternatives=row.to_first,
         )
+
+
+def _tree(row: Row) -> DraftTree:
+    chain = DraftTree.chain(row.draft, row.draft_probs)
+    return replace(chain, tokens=row.draft + row.to_first, parents=(*chain.parents, *[-1] * row.alternatives))
+
+
+def _outcome(row: Row, decision: BlockDecision) -> Outcome:
+    path = decision.path
+    other = row.to_first[path[0] - row.draft_len] if path and path[0] >= row.draft_len else None
+    return Outcome(row.session, len(path), decision.next_token, other)

@@ -385,7 +385,7 @@ class DraftModel:
         whole = logits.new_full((self._runner.vocabulary,), -torch.inf)
         whole[self._token_ids[: len(logits)]] = logits  # a recurrent head may choose among fewer
         generated = draft.generated if request.sampling.penalised else ()
-        row = process(whole.unsqueeze(0), request.sampling, generated, ())[0]
+        row = process(whole.unsqueeze(0), request.sampling, generated)[0]
         if draft.ratio:
             token, ids, weights = self._draw_by_ratio(draft, row)
             self._append(draft, token, _choices(row), state, ids, weights)

@@ -1,7 +1,7 @@
 """From raw logits to the distribution that a request asked for, position by position.
 
-Every position of a block sees the draft tokens before it, as it would in plain decoding. Knows nothing of
-acceptance.
+After every node of a draft tree the tokens on the way to it count as generated, as they would in plain decoding.
+Knows nothing of acceptance.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.to_device import to_device
-from protos.messages import Sampling
+from protos.messages import NO_TREE, DraftTree, Sampling
 
 CANDIDATES = 1024  # tokens that top-k and top-p look at before they sort everything
 
@@ -30,11 +30,11 @@ class Restricted:
     candidates: Tensor | None
 
 
-def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: Sequence[int]) -> Tensor:
+def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: DraftTree = NO_TREE) -> Tensor:
     """Scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
 
-    Row i is the distribution after `generated` and the first i of `draft`. Softmax of a row is the request's
-    distribution; excluded tokens are -inf. Greedy requests are not scaled: only their argmax counts.
+    Row 0 is the distribution after `generated`, row 1 + i the one after node i of `draft`. Softmax of a row is the
+    request's distribution; excluded tokens are -inf. Greedy requests are not scaled: only their argmax counts.
     """
     logits = logits.to(torch.float32)
     if sampling.penalised:
@@ -72,15 +72,19 @@ def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Rest
     return Restricted(logits, sure, candidates)
 
 
-def penalise(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: Sequence[int]) -> Tensor:
-    """Frequency and presence penalties as OpenAI defines them, over generated tokens only."""
+def penalise(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: DraftTree) -> Tensor:
+    """Frequency and presence penalties as OpenAI defines them, over generated tokens only; rows as for `process`."""
     counts = torch.zeros_like(logits)  # (positions, vocabulary)
     if generated:
         seen = Counter(generated)
         ids, times = to_device([list(seen), list(seen.values())], logits.device)
         counts[:, ids] = times.to(counts)
-    for position, token in enumerate(draft, start=1):
-        counts[position:, token] += 1
+    if len(draft):
+        paths = draft.paths
+        rows = [node + 1 for node, path in enumerate(paths) for _ in path]
+        tokens = [draft.tokens[node] for path in paths for node in path]
+        at, ids = to_device([rows, tokens], logits.device)
+        counts.index_put_((at, ids), counts.new_ones(len(tokens)), accumulate=True)
     return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
 
 

@@ -3,23 +3,25 @@
 Two exact rules; greedy is the special case of both.
 
 coupled: the target draws every position itself, as argmax(logits + Gumbel noise), with noise that the drafter
-    used too. A draft token stands where it equals the target's own draw. The output is a function of prefix,
-    parameters and seed alone (Daliri et al. 2024, arXiv 2408.07978).
+    used too. A draft token stands where it equals the target's own draw, so a tree of them is walked down from the
+    prefix, each time to the child that the target says. The output is a function of prefix, parameters and seed
+    alone (Daliri et al. 2024, arXiv 2408.07978).
 ratio: a draft token x stands with probability min(1, target_probs[x] / draft_probs[x]); after a rejection the
     recovered token is drawn from normalised max(target_probs - draft_probs, 0) (Leviathan et al. 2023,
-    arXiv 2211.17192). Without draft_probs a draft token is a point mass.
+    arXiv 2211.17192). Without probabilities a draft token is a point mass. It decides about chains.
 
-This is the specification, one block at a time; a step decides all of its blocks together (`decisions.py`). Knows
-nothing of sessions' ends: what follows a stop id is cut elsewhere.
+This is the specification, one block at a time; a step decides all of its blocks together (`rejection_sampler.py`).
+Knows nothing of sessions' ends: what follows a stop id is cut elsewhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actors.sampling.noise import Purpose, gumbel_argmax, key, uniform_scalar
-from protos.messages import Acceptance, SparseProbs
+from protos.messages import Acceptance, DraftTree, SparseProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,69 +38,56 @@ class DrawAddress:
 
 @dataclass(frozen=True, slots=True)
 class BlockDecision:
-    """`accepted` draft tokens stand; `next_token` is the recovered or bonus token.
+    """The nodes on `path` stand, each after the one before; `next_token` is the recovered or bonus token."""
 
-    With `alternative`, the accepted token is this one, in the place of the first that was drafted.
-    """
-
-    accepted: int
+    path: tuple[int, ...]
     next_token: int
-    alternative: int | None = None
 
 
-def accept(
-    rule: Acceptance,
-    greedy: bool,
-    logits: Tensor,
-    draft: tuple[int, ...],
-    draft_probs: SparseProbs | None,
-    at: DrawAddress,
-    alternatives: tuple[int, ...] = (),
-) -> BlockDecision:
-    """Decides one block; `logits` are processed, shape (len(draft) + 1 + len(alternatives), vocabulary).
-
-    Those after an alternative to the first draft token come last. There are none under ratio.
-    """
+def accept(rule: Acceptance, greedy: bool, logits: Tensor, draft: DraftTree, at: DrawAddress) -> BlockDecision:
+    """Decides one block; `logits` are processed, (1 + nodes, vocabulary): after the prefix and after each node."""
     if greedy:
-        return match(logits.argmax(dim=-1).tolist(), draft, alternatives)
+        return match(logits.argmax(dim=-1).tolist(), draft)
     if rule is Acceptance.COUPLED:
-        return match(draw(logits, at, len(alternatives)), draft, alternatives)
-    return _accept_by_ratio(logits, draft, draft_probs, at)
+        return match(draw(logits, draft, at), draft)
+    return _accept_by_ratio(logits, draft, at)
 
 
-def offsets(positions: int, alternatives: int) -> list[int]:
-    """Of the tokens to draw from the first one: what follows an alternative has the place of a second token."""
-    return [*range(positions - alternatives), *[1] * alternatives]
+def offsets(draft: DraftTree) -> list[int]:
+    """Of the tokens to draw, from the first one on: whatever comes after a node has the place after its own."""
+    return [0, *[depth + 1 for depth in draft.depths]]
 
 
-def draw(logits: Tensor, at: DrawAddress, alternatives: int = 0) -> list[int]:
-    """The target's own token at each position, shape (positions, vocabulary) -> positions."""
-    places = offsets(len(logits), alternatives)
-    return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in zip(places, logits, strict=True)]
+def draw(logits: Tensor, draft: DraftTree, at: DrawAddress) -> list[int]:
+    """The target's own token after the prefix and after each node, shape (1 + nodes, vocabulary) -> 1 + nodes."""
+    drawn = zip(offsets(draft), logits, strict=True)
+    return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in drawn]
 
 
-def match(own: list[int], draft: tuple[int, ...], alternatives: tuple[int, ...] = ()) -> BlockDecision:
-    """The target's own tokens decide: the draft stands as far as it equals them, or an alternative does."""
-    if own[0] in alternatives and own[0] != draft[0]:
-        return BlockDecision(1, own[len(draft) + 1 + alternatives.index(own[0])], own[0])
-    accepted = 0
-    while accepted < len(draft) and draft[accepted] == own[accepted]:
-        accepted += 1
-    return BlockDecision(accepted, own[accepted])
+def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
+    """The target's own tokens decide: from each node that stands on to the child that has the token after it."""
+    path: list[int] = []
+    last = -1
+    for node, parent in enumerate(draft.parents):  # a node's children come after it
+        if parent == last and draft.tokens[node] == own[last + 1]:
+            path.append(node)
+            last = node
+    return BlockDecision(tuple(path), own[last + 1])
 
 
-def _accept_by_ratio(
-    logits: Tensor, draft: tuple[int, ...], draft_probs: SparseProbs | None, at: DrawAddress
-) -> BlockDecision:
+def _accept_by_ratio(logits: Tensor, draft: DraftTree, at: DrawAddress) -> BlockDecision:
+    assert draft.is_chain, "the ratio rule decides about chains"
+    count = len(draft)
+    path = tuple(range(count))
     target_probs = torch.softmax(logits.to(torch.float64), dim=-1)
-    drafted = target_probs[range(len(draft)), draft].tolist()  # the target's probability of each draft token
-    for offset, token in enumerate(draft):
-        draft_row = distribution(draft_probs, offset, token)
+    drafted = target_probs[range(count), draft.tokens].tolist()  # the target's probability of each draft token
+    for offset, token in enumerate(draft.tokens):
+        draft_row = distribution(draft.probs, offset, token)
         if uniform_scalar(at.key(offset, Purpose.ACCEPT)) * draft_row[token] < drafted[offset]:
             continue
         residual = _residual(target_probs[offset], draft_row)
-        return BlockDecision(offset, _draw_from(residual, at.key(offset, Purpose.RECOVER)))
-    return BlockDecision(len(draft), _draw_from(target_probs[len(draft)], at.key(len(draft), Purpose.DRAW)))
+        return BlockDecision(path[:offset], _draw_from(residual, at.key(offset, Purpose.RECOVER)))
+    return BlockDecision(path, _draw_from(target_probs[count], at.key(count, Purpose.DRAW)))
 
 
 def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:

@@ -1,6 +1,6 @@
 """The decisions of a step, for all its blocks together and where the logits are: one copy to the host.
 
-`acceptance.accept` says the same of one block at a time, which is easier to read; tests hold the two to equality.
+`reference.accept` says the same of one block at a time, which is easier to read; tests hold the two to equality.
 Knows nothing of sessions' ends.
 """
 
@@ -16,7 +16,7 @@ from actors.compute.to_device import to_device
 from actors.sampling.noise import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
 from actors.sampling.processors import Restricted, penalise, restrict
 from actors.sampling.reference import BlockDecision, DrawAddress, distribution, match, offsets
-from protos.messages import Acceptance, Sampling, SparseProbs
+from protos.messages import Acceptance, DraftTree, Sampling
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers that are worked on together: what stays in a cache, what has room
 
@@ -27,19 +27,13 @@ class PendingBlock:
 
     rule: Acceptance
     sampling: Sampling
-    draft: tuple[int, ...]
-    draft_probs: SparseProbs | None
+    draft: DraftTree  # under ratio a chain
     generated: Sequence[int]  # before the draft; only penalties look at them
     at: DrawAddress
-    alternatives: tuple[int, ...] = ()  # to the first of `draft`; none under ratio, nor with penalties
 
     @property
     def positions(self) -> int:
-        return len(self.draft) + 1 + len(self.alternatives)
-
-    @property
-    def offsets(self) -> list[int]:
-        return offsets(self.positions, len(self.alternatives))
+        return len(self.draft) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +111,7 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool
     restricted = restrict(logits.to(torch.float32), sampling, thorough)
     if blocks[0].rule is Acceptance.RATIO:
         return _accept_by_ratio(blocks, restricted)
-    keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in block.offsets]
+    keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
     return _match(blocks, own, restricted.sure)
 
@@ -130,7 +124,7 @@ def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
 
 
 def _match(blocks: Sequence[PendingBlock], own: Tensor, sure: Tensor | None) -> _OnDevice:
-    """The target's own tokens decide, (positions,): the draft stands as far as it equals them."""
+    """The target's own tokens decide, (positions,): the drafts stand as far as they have them."""
     total = len(own)
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
@@ -139,7 +133,7 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, sure: Tensor | None) -> 
         for block in blocks:
             end = begin + block.positions
             is_sure = all(numbers[total + begin : total + end])  # of nothing, where all are
-            found.append(match(numbers[begin:end], block.draft, block.alternatives) if is_sure else None)
+            found.append(match(numbers[begin:end], block.draft) if is_sure else None)
             begin = end
         return found
 
@@ -159,11 +153,12 @@ class _Grid:
             for begin, block in zip(begins, blocks, strict=False)
             for i in range(self.drafts + 1)
         ]
-        self.tokens = [token for b in blocks for token in (*b.draft, *[0] * (self.drafts - len(b.draft)))]
+        self.tokens = [token for b in blocks for token in (*b.draft.tokens, *[0] * (self.drafts - len(b.draft)))]
 
 
 def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted) -> _OnDevice:
     """Accepts with min(1, target_probs / draft_probs); only the one position that decides is drawn at."""
+    assert all(block.draft.is_chain for block in blocks), "the ratio rule decides about chains"
     device = target.logits.device
     grid = _Grid(blocks)
     told = _RatioInputs(blocks)
@@ -188,7 +183,7 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted) -> _OnD
     def read(numbers: list[int]) -> list[BlockDecision | None]:
         count = grid.rows
         columns = zip(numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True)
-        return [BlockDecision(accepted, token) if sure else None for accepted, token, sure in columns]
+        return [BlockDecision(tuple(range(stood)), token) if sure else None for stood, token, sure in columns]
 
     return _OnDevice(torch.cat([accepted, token, sure]), read)
 
@@ -206,11 +201,12 @@ class _RatioInputs:
         self.keys: list[int] = []
         rows: list[dict[int, float]] = []
         for block in blocks:
-            count = len(block.draft)
-            beyond = drafts - len(block.draft)
-            own = [distribution(block.draft_probs, offset, token) for offset, token in enumerate(block.draft)]
+            draft = block.draft
+            count = len(draft)
+            beyond = drafts - count
+            own = [distribution(draft.probs, offset, token) for offset, token in enumerate(draft.tokens)]
             uniforms = [uniform_scalar(block.at.key(offset, Purpose.ACCEPT)) for offset in range(count)]
-            self.bounds += [u * row[token] for u, row, token in zip(uniforms, own, block.draft, strict=True)]
+            self.bounds += [u * row[token] for u, row, token in zip(uniforms, own, draft.tokens, strict=True)]
             self.bounds += [torch.inf] * beyond
             self.keys += [block.at.key(offset, Purpose.RECOVER) for offset in range(count)]
             self.keys += [block.at.key(count, Purpose.DRAW)] * (beyond + 1)

@@ -20,7 +20,7 @@ from actors.engine.runner import ModelRunner
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from cluster.verification.step import Row, StepPlan
-from protos.messages import Acceptance, Sampling, SparseProbs
+from protos.messages import Acceptance, DraftTree, Sampling, SparseProbs
 from tests.unit.actors.tiny_models import MODELS, jittered, tokens_of
 from tests.unit.cluster.samples import an_open
 
@@ -87,10 +87,11 @@ SAMPLINGS = [
 def some_blocks() -> list[PendingBlock]:
     probs = SparseProbs(((1, 5, 9), (2, 6, 0)), ((30, 5, 1), (9, 9, 0)))
     return [
-        PendingBlock(
-            rule, sampling, (1, 2), probs if rule is Acceptance.RATIO else None, (4, 4, 7), DrawAddress(seed, 0, 50)
+        PendingBlock(rule, sampling, draft, (4, 4, 7), DrawAddress(seed, 0, 50))
+        for rule, draft in (
+            (Acceptance.RATIO, DraftTree.chain((1, 2), probs)),
+            (Acceptance.COUPLED, DraftTree((1, 2), (-1, -1))),
         )
-        for rule in Acceptance
         for sampling in SAMPLINGS
         for seed in range(6)
     ]

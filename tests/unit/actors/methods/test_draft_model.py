@@ -156,7 +156,7 @@ def test_processing_sees_what_was_generated_and_drafted_but_not_the_prompt():
     (proposal,) = a_method(SpyRunner()).propose([want], never)
     generated = [2]
     for token in proposal.tokens:
-        row = process(LOGITS[[[1, 2, *generated][-1]]], sampling, generated, ())[0]
+        row = process(LOGITS[[[1, 2, *generated][-1]]], sampling, generated)[0]
         assert token == int(row.argmax())
         generated.append(token)
     assert len(set(proposal.tokens)) > 1

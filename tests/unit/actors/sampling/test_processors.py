@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.sampling.processors import process, restrict
-from protos.messages import Sampling
+from protos.messages import DraftTree, Sampling
+from tests.unit.trees import trees
 
 VOCABULARY = 12
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=5)
@@ -30,17 +31,28 @@ def some_logits(positions: int, seed: int = 0) -> torch.Tensor:
 
 def allowed(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     """Token ids that one position may give."""
-    return torch.isfinite(process(logits.unsqueeze(0), sampling, (), ())[0]).nonzero().flatten().tolist()
+    return torch.isfinite(process(logits.unsqueeze(0), sampling, ())[0]).nonzero().flatten().tolist()
 
 
 @given(SAMPLINGS, TOKENS, TOKENS)
 def test_every_position_of_a_block_is_processed_as_plain_decoding_would(sampling, generated, draft):
     """Speculation must not change a distribution: position i sees the draft before it, and nothing after."""
     logits = some_logits(len(draft) + 1)
-    together = process(logits, sampling, generated, draft)
+    together = process(logits, sampling, generated, DraftTree.chain(tuple(draft)))
     for i in range(len(draft) + 1):
-        alone = process(logits[i : i + 1], sampling, [*generated, *draft[:i]], ())
+        alone = process(logits[i : i + 1], sampling, [*generated, *draft[:i]])
         assert torch.equal(together[i], alone[0])
+
+
+@given(SAMPLINGS, TOKENS, trees(VOCABULARY))
+def test_every_node_of_a_tree_is_processed_as_after_its_own_path(sampling, generated, tree):
+    """Penalties too: what stands on other branches was never generated."""
+    logits = some_logits(len(tree) + 1)
+    together = process(logits, sampling, generated, tree)
+    for node, path in enumerate(tree.paths):
+        after = [*generated, *[tree.tokens[passed] for passed in path]]
+        alone = process(logits[node + 1 : node + 2], sampling, after)
+        assert torch.equal(together[node + 1], alone[0])
 
 
 def test_frequency_penalty_grows_along_the_draft():
@@ -48,12 +60,13 @@ def test_frequency_penalty_grows_along_the_draft():
     logits = torch.zeros(4, VOCABULARY)
     logits[:, 1] = 3.0
     logits[:, 5] = 0.5
-    own = process(logits, Sampling(temperature=0.0, frequency_penalty=1.0), (1,), (1, 1, 1)).argmax(dim=-1)
+    sampling = Sampling(temperature=0.0, frequency_penalty=1.0)
+    own = process(logits, sampling, (1,), DraftTree.chain((1, 1, 1))).argmax(dim=-1)
     assert own.tolist() == [1, 1, 5, 5]
 
 
 def test_presence_penalty_counts_once():
-    row = process(torch.zeros(1, VOCABULARY), Sampling(presence_penalty=1.5), (3, 3, 3), ())[0]
+    row = process(torch.zeros(1, VOCABULARY), Sampling(presence_penalty=1.5), (3, 3, 3))[0]
     assert float(row.max() - row[3]) == 1.5
     assert row.unique().numel() == 2
 
@@ -87,8 +100,8 @@ def test_in_a_large_vocabulary_a_positions_set_does_not_depend_on_the_others(sam
     logits = torch.full((2, 2000), -20.0)
     logits[0, :5] = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1]).log()
     logits[1] = 0.0  # flat: more candidates than any fast way looks at
-    together = process(logits, sampling, (), (0,))
-    alone = process(logits[:1], sampling, (), ())
+    together = process(logits, sampling, (), DraftTree.chain((0,)))
+    alone = process(logits[:1], sampling, ())
     assert torch.equal(together[0], alone[0])
 
 
@@ -96,7 +109,7 @@ def test_in_a_large_vocabulary_a_positions_set_does_not_depend_on_the_others(sam
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_model_that_computes_nonsense_ends_nothing(vocabulary, value):
     for sampling in (Sampling(top_p=0.5), Sampling(top_k=5), Sampling(min_p=0.1)):
-        assert process(torch.full((2, vocabulary), value), sampling, (), (0,)).shape == (2, vocabulary)
+        assert process(torch.full((2, vocabulary), value), sampling, (), DraftTree.chain((0,))).shape == (2, vocabulary)
 
 
 def test_min_p_is_relative_to_the_likeliest():
@@ -115,23 +128,23 @@ def test_top_k_comes_before_top_p_and_temperature_before_both():
 
 def test_temperature_scales_and_greedy_does_not():
     logits = some_logits(1)
-    scaled = process(logits, Sampling(temperature=0.5), (), ())
+    scaled = process(logits, Sampling(temperature=0.5), ())
     assert torch.allclose(torch.softmax(scaled, -1), torch.softmax(2 * logits, -1))
-    assert torch.equal(process(logits, Sampling(temperature=0.0, top_k=1), (), ()), logits)
+    assert torch.equal(process(logits, Sampling(temperature=0.0, top_k=1), ()), logits)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45])
 def test_a_temperature_near_zero_is_nearly_greedy(temperature):
     """Infinite logits tie with each other, are no distribution, and once ended the drafter: HTTP lets these in."""
     logits = some_logits(1).abs() + 1
-    row = process(logits, Sampling(temperature=temperature), (), ())[0]
+    row = process(logits, Sampling(temperature=temperature), ())[0]
     probs = torch.softmax(row, dim=-1)
     assert float(probs[int(logits.argmax())]) == 1.0
     assert torch.isfinite(row).any()
 
 
 def test_half_precision_logits_are_processed_in_float32():
-    assert process(some_logits(1).bfloat16(), Sampling(), (), ()).dtype == torch.float32
+    assert process(some_logits(1).bfloat16(), Sampling(), ()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("count", [3, 8, 1024])

@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.sampling.noise import Purpose, key, uniform_scalar
 from actors.sampling.processors import process
 from actors.sampling.reference import BlockDecision, DrawAddress, accept, draw, match
-from protos.messages import Acceptance, Sampling, SparseProbs
+from protos.messages import NO_TREE, Acceptance, DraftTree, Sampling, SparseProbs
 
 COUPLED, RATIO = Acceptance
 FALSE_ALARM = 1e-6
@@ -36,6 +36,25 @@ def sparse(*rows: dict[int, int]) -> SparseProbs:
     return SparseProbs(tuple(tuple(row) for row in rows), tuple(tuple(row.values()) for row in rows))
 
 
+def accept_chain(
+    rule: Acceptance,
+    greedy: bool,
+    logits: Tensor,
+    draft: tuple[int, ...],
+    draft_probs: SparseProbs | None,
+    at: DrawAddress,
+) -> tuple[int, int]:
+    """How many tokens of a chain stand, and the next one."""
+    decision = accept(rule, greedy, logits, DraftTree.chain(draft, draft_probs), at)
+    assert decision.path == tuple(range(len(decision.path)))
+    return len(decision.path), decision.next_token
+
+
+def draw_chain(logits: Tensor, at: DrawAddress) -> list[int]:
+    """The target's own token at each of several places that follow one another."""
+    return draw(logits, DraftTree.chain((0,) * (len(logits) - 1)), at)
+
+
 def at(seed: int, position: int = 3) -> DrawAddress:
     return DrawAddress(seed, 0, position)
 
@@ -54,19 +73,19 @@ def p_value(counts: Counter[int], probs: list[float]) -> float:
 @pytest.mark.parametrize(
     ("own", "draft", "expected"),
     [
-        ((1, 2, 3, 4), (1, 2, 3), BlockDecision(3, 4)),  # test_perfect_match
-        ((1, 5, 3, 4), (1, 2, 3), BlockDecision(1, 5)),  # test_early_mismatch
-        ((9, 2, 3, 4), (1, 2, 3), BlockDecision(0, 9)),  # first mismatch
-        ((1, 5, 6, 7), (1, 2, 3), BlockDecision(1, 5)),  # test_multiple_mismatches
-        ((1, 2), (1,), BlockDecision(1, 2)),  # test_single_token_sequence
-        ((8,), (), BlockDecision(0, 8)),  # test_empty_sequence
+        ((1, 2, 3, 4), (1, 2, 3), (3, 4)),  # test_perfect_match
+        ((1, 5, 3, 4), (1, 2, 3), (1, 5)),  # test_early_mismatch
+        ((9, 2, 3, 4), (1, 2, 3), (0, 9)),  # first mismatch
+        ((1, 5, 6, 7), (1, 2, 3), (1, 5)),  # test_multiple_mismatches
+        ((1, 2), (1,), (1, 2)),  # test_single_token_sequence
+        ((8,), (), (0, 8)),  # test_empty_sequence
     ],
 )
 def test_greedy_accepts_what_the_target_would_have_said(rule, own, draft, expected):
     """With draft_probs or without, and under either rule: the same."""
     probs = sparse(*({token: 1, 9: 1} for token in draft)) if draft else None
     for draft_probs in (None, probs):
-        assert accept(rule, True, peaks(*own), draft, draft_probs, at(1)) == expected
+        assert accept_chain(rule, True, peaks(*own), draft, draft_probs, at(1)) == expected
 
 
 # ---------------------------------------------------------------- coupled
@@ -76,19 +95,21 @@ def test_coupled_accepts_exactly_the_targets_own_draws():
     """For any draft: its output is a prefix of what plain decoding would have drawn."""
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
     for seed in range(50):
-        own = draw(logits, at(seed))
+        own = draw_chain(logits, at(seed))
         for wrong in range(4):
             draft = tuple(own[:3]) if wrong == 3 else (*own[:wrong], (own[wrong] + 1) % 10, *own[wrong + 1 : 3])
-            assert accept(COUPLED, False, logits, draft, None, at(seed)) == BlockDecision(wrong, own[wrong])
+            assert accept_chain(COUPLED, False, logits, draft, None, at(seed)) == (wrong, own[wrong])
 
 
 def test_a_draw_depends_on_its_own_position_alone():
     """Not on where in a block it falls: that is what makes output immune to any schedule."""
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(2))
     for seed in range(20):
-        one_by_one = [draw(logits[i : i + 1], at(seed, 3 + i))[0] for i in range(5)]
-        assert draw(logits, at(seed)) == one_by_one
-    assert len({tuple(draw(logits, DrawAddress(1, choice, 3))) for choice in range(8)}) > 4, "n = 8 gives other texts"
+        one_by_one = [draw_chain(logits[i : i + 1], at(seed, 3 + i))[0] for i in range(5)]
+        assert draw_chain(logits, at(seed)) == one_by_one
+    assert len({tuple(draw_chain(logits, DrawAddress(1, choice, 3))) for choice in range(8)}) > 4, (
+        "n = 8 gives other texts"
+    )
 
 
 # ---------------------------------------------------------------- ratio
@@ -100,9 +121,9 @@ def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[
     stood = 0
     for seed, token in enumerate(drafts):
         probs = sparse(draft_row) if draft_row else None
-        decision = accept(RATIO, False, logits, (token,), probs, at(seed))
-        stood += decision.accepted
-        counts[token if decision.accepted else decision.next_token] += 1
+        accepted, new = accept_chain(RATIO, False, logits, (token,), probs, at(seed))
+        stood += accepted
+        counts[token if accepted else new] += 1
     return counts, stood
 
 
@@ -130,33 +151,33 @@ def test_ratio_keeps_the_targets_distribution_under_a_point_mass():
 def test_the_bonus_token_follows_the_last_position():
     probs = [0.5, 0.3, 0.2]
     logits = log_probs([0.0, 0.0, 1.0], probs)
-    decided = [accept(RATIO, False, logits, (2,), None, at(seed)) for seed in range(4000)]
-    assert {decision.accepted for decision in decided} == {1}
-    assert p_value(Counter(decision.next_token for decision in decided), probs) > FALSE_ALARM
+    decided = [accept_chain(RATIO, False, logits, (2,), None, at(seed)) for seed in range(4000)]
+    assert {accepted for accepted, _ in decided} == {1}
+    assert p_value(Counter(new for _, new in decided), probs) > FALSE_ALARM
 
 
 def test_nothing_after_a_rejection_is_accepted():
     """Position 0 never stands; position 1 always would."""
     logits = log_probs([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0])
-    decided = [accept(RATIO, False, logits, (2, 2), None, at(seed)) for seed in range(100)]
-    assert {decision.accepted for decision in decided} == {0}
-    assert {decision.next_token for decision in decided} == {0, 1}
+    decided = [accept_chain(RATIO, False, logits, (2, 2), None, at(seed)) for seed in range(100)]
+    assert {accepted for accepted, _ in decided} == {0}
+    assert {new for _, new in decided} == {0, 1}
 
 
 def test_a_token_that_the_target_excludes_is_rejected_and_never_recovered():
     """A drafter that does not know the mask proposes it: -inf at the target, any weight at the drafter."""
-    logits = process(log_probs([0.25] * 4, [0.25] * 4), Sampling(top_k=2), (), (3,))
+    logits = process(log_probs([0.25] * 4, [0.25] * 4), Sampling(top_k=2), (), DraftTree.chain((3,)))
     for seed in range(200):
-        decision = accept(RATIO, False, logits, (3,), sparse({3: 1, 0: 1}), at(seed))
-        assert decision.accepted == 0
-        assert decision.next_token in {0, 1}
+        accepted, new = accept_chain(RATIO, False, logits, (3,), sparse({3: 1, 0: 1}), at(seed))
+        assert accepted == 0
+        assert new in {0, 1}
 
 
 def test_a_token_that_the_target_holds_likelier_than_the_drafter_always_stands():
     logits = log_probs([0.5, 0.5], [0.5, 0.5])
     for seed in range(200):
-        assert accept(RATIO, False, logits, (1,), sparse({0: 1, 1: 1}), at(seed)).accepted == 1
-        assert accept(RATIO, False, logits, (1,), sparse({0: 3, 1: 1}), at(seed)).accepted == 1
+        assert accept_chain(RATIO, False, logits, (1,), sparse({0: 1, 1: 1}), at(seed))[0] == 1
+        assert accept_chain(RATIO, False, logits, (1,), sparse({0: 3, 1: 1}), at(seed))[0] == 1
 
 
 @given(
@@ -172,9 +193,8 @@ def test_a_recovered_token_has_positive_residual(target, drafted, seed):
     for token, weight in enumerate(drafted):
         if weight == 0:
             continue
-        decision = accept(RATIO, False, logits, (token,), sparse(dict(enumerate(drafted))), at(seed))
-        if decision.accepted == 0:
-            new = decision.next_token
+        accepted, new = accept_chain(RATIO, False, logits, (token,), sparse(dict(enumerate(drafted))), at(seed))
+        if accepted == 0:
             assert target[new] * draft_total > drafted[new] * total
 
 
@@ -185,7 +205,7 @@ def test_acceptance_noise_is_the_addressed_one():
     noise = uniform_scalar(key(seed, 0, position, Purpose.ACCEPT))
     for target_prob, accepted in ((noise * 1.001, 1), (noise * 0.999, 0)):
         logits = log_probs(*[[target_prob, 1 - target_prob]] * 2)
-        assert accept(RATIO, False, logits, (0,), None, at(seed, position)).accepted == accepted
+        assert accept_chain(RATIO, False, logits, (0,), None, at(seed, position))[0] == accepted
 
 
 def test_a_rejection_where_rounding_leaves_no_residual_still_draws_from_the_target(monkeypatch):
@@ -194,8 +214,8 @@ def test_a_rejection_where_rounding_leaves_no_residual_still_draws_from_the_targ
     probs = [0.5, 0.25, 0.25]
     logits = log_probs(probs, probs)
     for seed in range(20):
-        decision = accept(RATIO, False, logits, (0,), sparse({0: 2, 1: 1, 2: 1}), at(seed))
-        assert decision.next_token in {0, 1, 2}
+        _, new = accept_chain(RATIO, False, logits, (0,), sparse({0: 2, 1: 1, 2: 1}), at(seed))
+        assert new in {0, 1, 2}
 
 
 # ---------------------------------------------------------------- the edges of the vocabulary
@@ -208,9 +228,9 @@ def test_the_last_token_of_the_vocabulary_can_be_drawn_recovered_and_accepted(ru
     last = vocabulary - 1
     logits = torch.full((2, vocabulary), -torch.inf)
     logits[:, last] = 0.0
-    assert accept(rule, False, logits, (last,), None, at(1)) == BlockDecision(1, last)
-    assert accept(rule, False, logits, (0,), sparse({0: 1}), at(1)) == BlockDecision(0, last)
-    assert accept(rule, False, logits[:1], (), None, at(1)) == BlockDecision(0, last)
+    assert accept_chain(rule, False, logits, (last,), None, at(1)) == (1, last)
+    assert accept_chain(rule, False, logits, (0,), sparse({0: 1}), at(1)) == (0, last)
+    assert accept_chain(rule, False, logits[:1], (), None, at(1)) == (0, last)
 
 
 @pytest.mark.parametrize("rule", list(Acceptance))
@@ -218,8 +238,8 @@ def test_the_last_token_of_the_vocabulary_can_be_drawn_recovered_and_accepted(ru
 def test_a_model_that_computes_nonsense_still_gives_tokens_of_the_vocabulary(rule, value):
     """[test_all_nan_target_logits_in_range]: an id out of range would end the next forward, and the replica."""
     logits = torch.full((2, 10), value)
-    decision = accept(rule, False, logits, (3,), None, at(1))
-    assert 0 <= decision.next_token < 10
+    _, new = accept_chain(rule, False, logits, (3,), None, at(1))
+    assert 0 <= new < 10
 
 
 @pytest.mark.parametrize("rule", list(Acceptance))
@@ -229,38 +249,61 @@ def test_a_model_that_computes_nonsense_still_gives_tokens_of_the_vocabulary(rul
 def test_decided_tokens_stay_in_the_allowed_set_though_margins_are_tiny(rule, sampling, size):
     """[test_top_k, test_top_p] for accepted, recovered and bonus tokens alike."""
     raw = torch.zeros(3, 8) - torch.arange(8) * 1e-5
-    logits = process(raw, sampling, (), (0, 7))
+    logits = process(raw, sampling, (), DraftTree.chain((0, 7)))
     seen: set[int] = set()
     for seed in range(300):
-        decision = accept(rule, False, logits, (0, 7), sparse({0: 1, 7: 1}, {7: 1, 0: 1}), at(seed))
-        seen |= {*(0, 7)[: decision.accepted], decision.next_token}
+        accepted, new = accept_chain(rule, False, logits, (0, 7), sparse({0: 1, 7: 1}, {7: 1, 0: 1}), at(seed))
+        seen |= {*(0, 7)[:accepted], new}
     assert seen == set(range(size))
 
 
+# ---------------------------------------------------------------- trees
+
+TREE = DraftTree((5, 6, 3, 6, 2), (-1, 0, -1, 2, 0))  # 5 then 6 or 2, 3 then 6
+
+
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("own", "expected"),  # the target's own token after the prefix and after each node
     [
-        ([5, 6, 7, 8, 9], BlockDecision(2, 7)),  # the block itself
-        ([5, 1, 7, 8, 9], BlockDecision(1, 1)),
-        ([3, 6, 7, 8, 9], BlockDecision(1, 8, 3)),  # an alternative, and what follows it
-        ([4, 6, 7, 8, 9], BlockDecision(1, 9, 4)),
-        ([2, 6, 7, 8, 9], BlockDecision(0, 2)),  # neither
+        ([5, 6, 7, 8, 9, 1], BlockDecision((0, 1), 7)),  # the first chain
+        ([5, 2, 7, 8, 9, 1], BlockDecision((0, 4), 1)),  # its second child
+        ([5, 1, 7, 8, 9, 1], BlockDecision((0,), 1)),  # neither
+        ([3, 6, 7, 6, 9, 1], BlockDecision((2, 3), 9)),  # the other branch
+        ([3, 6, 7, 8, 9, 1], BlockDecision((2,), 8)),  # as far as it goes
+        ([2, 6, 7, 8, 9, 1], BlockDecision((), 2)),  # a token that stands elsewhere in the tree
     ],
 )
-def test_an_alternative_stands_where_the_targets_own_token_is_that_one(own, expected):
-    assert match(own, (5, 6), (3, 4)) == expected
+def test_a_tree_is_walked_down_to_the_child_that_the_target_says(own, expected):
+    assert match(own, TREE) == expected
 
 
-def test_an_alternative_that_is_the_first_token_again_changes_nothing():
-    assert match([5, 6, 7, 9], (5, 6), (5,)) == BlockDecision(2, 7)
+def test_a_sibling_that_is_the_same_token_again_changes_nothing():
+    assert match([5, 6, 7, 9], DraftTree((5, 6, 5), (-1, 0, -1))) == BlockDecision((0, 1), 7)
 
 
-def test_what_follows_an_alternative_is_drawn_as_a_second_token():
-    """With the noise of its place, as it would be drawn had it been drafted first."""
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))  # after the prefix, two drafts, and another
-    at = DrawAddress(seed=11, choice=0, position=5)
-    own = draw(logits[:1], at)[0]
-    wrong = ((own + 1) % 9, 0)
-    found = accept(Acceptance.COUPLED, False, logits, wrong, None, at, (own,))
-    as_first = accept(Acceptance.COUPLED, False, logits[[0, 3]], (own,), None, at)
-    assert found == BlockDecision(1, as_first.next_token, own)
+def test_what_follows_a_node_is_drawn_with_the_noise_of_its_place():
+    """As it would be drawn had its path been drafted alone: the order of a tree's nodes decides nothing."""
+    logits = torch.randn(1 + len(TREE), 9, generator=torch.Generator().manual_seed(3))
+    for seed in range(20):
+        own = draw(logits, TREE, at(seed))
+        for node, path in enumerate(TREE.paths):
+            alone = logits[[0, *[1 + passed for passed in path]]]
+            assert own[1 + node] == draw_chain(alone, at(seed))[-1]
+
+
+def test_a_tree_decides_what_the_chain_of_its_right_path_does():
+    """Whatever else is in it: a right token is found anywhere, and nothing else stands."""
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(4))
+    for seed in range(20):
+        (right,) = draw(logits, NO_TREE, at(seed))
+        wrong = (right + 1) % 9
+        rows = torch.randn(3, 9, generator=torch.Generator().manual_seed(seed))
+        tree = DraftTree((wrong, right), (-1, -1))
+        found = accept(COUPLED, False, torch.cat([logits, rows[:2]]), tree, at(seed))
+        chain = accept(COUPLED, False, torch.cat([logits, rows[1:2]]), DraftTree.chain((right,)), at(seed))
+        assert (found.path, found.next_token) == ((1,), chain.next_token)
+
+
+def test_the_ratio_rule_refuses_a_tree():
+    with pytest.raises(AssertionError, match="chains"):
+        accept(RATIO, False, torch.zeros(6, 9), TREE, at(1))

@@ -1,5 +1,7 @@
 """All blocks of a step decided at once: the same as each of them by itself, by the specification."""
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,8 @@ from torch import Tensor
 from actors.sampling.processors import process
 from actors.sampling.reference import BlockDecision, DrawAddress, accept
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from protos.messages import Acceptance, Sampling, SparseProbs
+from protos.messages import Acceptance, DraftTree, Sampling, SparseProbs
+from tests.unit.trees import grown, trees
 
 VOCABULARY = 12
 SAMPLINGS = [
@@ -42,28 +45,24 @@ def draft_probs(draw: st.DrawFn, draft: tuple[int, ...]) -> SparseProbs | None:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> PendingBlock:
-    draft = tuple(draw(st.lists(tokens, max_size=4)))
     rule = draw(st.sampled_from(Acceptance))
     sampling = draw(st.sampled_from(SAMPLINGS))
-    may_branch = (rule is Acceptance.COUPLED or sampling.greedy) and not sampling.penalised
+    chain = tuple(draw(st.lists(tokens, max_size=4)))
+    is_ratio = rule is Acceptance.RATIO and not sampling.greedy
     return PendingBlock(
         rule=rule,
         sampling=sampling,
-        draft=draft,
-        draft_probs=draw(draft_probs(draft)),
+        draft=DraftTree.chain(chain, draw(draft_probs(chain))) if is_ratio else draw(trees(VOCABULARY, 6)),
         generated=draw(st.lists(tokens, max_size=5)),
         at=DrawAddress(draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 3)), draw(st.integers(0, 999))),
-        alternatives=tuple(draw(st.lists(tokens, max_size=3))) if draft and may_branch else (),
     )
 
 
 def one_by_one(step: list[PendingBlock], logits: Tensor) -> list[BlockDecision]:
     found = []
     for block, part in zip(step, logits.split([block.positions for block in step]), strict=True):
-        processed = process(part, block.sampling, block.generated, (*block.draft, *block.alternatives))
-        greedy = block.sampling.greedy
-        told = (block.draft_probs, block.at, block.alternatives)
-        found.append(accept(block.rule, greedy, processed, block.draft, *told))
+        processed = process(part, block.sampling, block.generated, block.draft)
+        found.append(accept(block.rule, block.sampling.greedy, processed, block.draft, block.at))
     return found
 
 
@@ -73,8 +72,8 @@ def some_logits(step: list[PendingBlock], seed: int) -> Tensor:
     logits = (torch.randn(sum(block.positions for block in step), VOCABULARY, generator=generator) * 4).round() / 4
     begin = 0
     for block in step:
-        for offset, token in enumerate(block.draft):
-            logits[begin + offset, token] += 1.5
+        for parent, token in zip(block.draft.parents, block.draft.tokens, strict=True):
+            logits[begin + 1 + parent, token] += 1.5
         begin += block.positions
     return logits
 
@@ -95,13 +94,25 @@ def test_where_candidates_do_not_suffice_the_block_is_decided_thoroughly(step, s
     assert found == one_by_one(step, logits)
 
 
+def test_trees_of_a_step_are_accepted_along_more_than_their_first_chain():
+    """Else the equality above would show nothing of trees."""
+    blocks = [a_tree_block(seed) for seed in range(40)]
+    found = decide(blocks, some_logits(blocks, 1))
+    assert sum(decision.path != tuple(range(len(decision.path))) for decision in found) > 5
+
+
+def a_tree_block(seed: int) -> PendingBlock:
+    tree = grown(Random(seed), 6, VOCABULARY)
+    return PendingBlock(Acceptance.COUPLED, SAMPLINGS[3], tree, (), DrawAddress(seed, 0, 3))
+
+
 def test_nothing_to_decide_is_no_decision():
     """A step of prompt chunks alone."""
     assert decide([], torch.empty(0, VOCABULARY)) == []
 
 
 def a_block(sampling: Sampling, rule: Acceptance = Acceptance.COUPLED, draft: tuple[int, ...] = (1, 2)) -> PendingBlock:
-    return PendingBlock(rule, sampling, draft, None, (), DrawAddress(1, 0, 3))
+    return PendingBlock(rule, sampling, DraftTree.chain(draft), (), DrawAddress(1, 0, 3))
 
 
 def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():

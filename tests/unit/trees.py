@@ -1,0 +1,28 @@
+"""Random trees of draft tokens, for tests of whatever takes any tree."""
+
+from random import Random
+
+from hypothesis import strategies as st
+
+from protos.messages import DraftTree
+
+
+def grown(rng: Random, nodes: int, vocabulary: int) -> DraftTree:
+    """A tree of at most so many nodes; no two siblings have the same token."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    taken: set[tuple[int, int]] = set()
+    for _ in range(nodes):
+        child = (rng.randrange(-1, len(tokens)), rng.randrange(vocabulary))
+        if child not in taken:
+            taken.add(child)
+            parents.append(child[0])
+            tokens.append(child[1])
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+def trees(vocabulary: int, nodes: int = 8) -> st.SearchStrategy[DraftTree]:
+    """Of no node to so many."""
+    return st.builds(
+        lambda seed, count: grown(Random(seed), count, vocabulary), st.integers(0, 2**32), st.integers(0, nodes)
+    )
