@@ -15,7 +15,7 @@ from actors.methods.outcomes import Choices, offer
 from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
 from cluster.page_allocator import PageCopy
-from protos.messages import Acceptance, Sampling
+from protos.messages import Acceptance, DraftTree, Sampling
 from tests.unit.actors.methods.drafting import (
     DRAWN,
     LOGITS,
@@ -146,7 +146,8 @@ def test_coupled_drafts_are_the_targets_draws_when_the_models_agree():
         want = a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3)
         (proposal,) = a_method(SpyRunner()).propose([want], never)
         before = torch.tensor([3, *proposal.tokens])
-        assert draw(LOGITS[before], DrawAddress(seed, seed % 3, 3))[:4] == list(proposal.tokens)
+        own = draw(LOGITS[before], DraftTree.chain(proposal.tokens), DrawAddress(seed, seed % 3, 3))
+        assert tuple(own[:4]) == proposal.tokens
 
 
 def test_processing_sees_what_was_generated_and_drafted_but_not_the_prompt():
