@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
+from actors.models.forward_output import ForwardOutput
 from cluster.page_allocator import PageCopy
 
 
@@ -23,6 +24,6 @@ class ToyRunner:
 
     def forward(
         self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> Tensor:
+    ) -> ForwardOutput:
         wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
-        return self._table[torch.tensor(wanted, dtype=torch.int64)]
+        return ForwardOutput(self._table[torch.tensor(wanted, dtype=torch.int64)], None)
