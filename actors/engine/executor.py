@@ -38,8 +38,8 @@ class StepExecutor:
             self._sessions[request.session] = _FedSession(request, list(request.tokens))
         if not plan.rows:
             return []
-        output = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies)
-        return self._decide(plan, output.logits)
+        logits = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies)
+        return self._decide(plan, logits)
 
     @property
     def is_idle(self) -> bool:

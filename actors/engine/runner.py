@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
@@ -15,7 +16,6 @@ from actors.attention.choice import choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.models.decoder import Decoder, decoder_for
-from actors.models.forward_output import ForwardOutput
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy
 
@@ -23,11 +23,11 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attenti
 
 
 class Runner(Protocol):
-    """Copies pages, feeds rows and returns what was computed at their wanted places, sum of the rows' `logits`."""
+    """Copies pages, feeds rows and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
 
     vocabulary: int
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> ForwardOutput: ...
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor: ...
 
 
 class InterruptibleRunner(Protocol):
@@ -40,7 +40,7 @@ class InterruptibleRunner(Protocol):
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-    ) -> ForwardOutput: ...
+    ) -> Tensor: ...
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -80,6 +80,6 @@ class ModelRunner:
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-    ) -> ForwardOutput:
+    ) -> Tensor:
         self._cache.copy(copies)
         return self._decode(RaggedBatch(rows, self._cache, self._attention, interrupted))

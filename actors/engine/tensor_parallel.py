@@ -34,7 +34,6 @@ from actors.engine.runner import ModelRunner, Runner
 from actors.engine.step_channel import StepCaller, StepListener
 from actors.engine.step_tensor import from_tensor, to_tensor
 from actors.models.checkpoint import load
-from actors.models.forward_output import ForwardOutput
 from actors.models.weights import LoadReport
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
@@ -107,7 +106,7 @@ class LeadingRunner:
         self._device = device
         self.vocabulary = runner.vocabulary
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> ForwardOutput:
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
         send_step(to_tensor(rows, copies), self._group, self._device)
         return self._runner.forward(rows, copies)
 

@@ -195,7 +195,7 @@ class Link:
             except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
                 failures = 0 if self.is_up else failures + 1
                 self._note(error)
-            except Exception:  # one message that cannot be handled must not end the link for ever
+            except Exception:  # all that a peer's messages bring about here: none may end the link for ever
                 failures += 1
                 log.exception("stream to %s broke on a message that could not be handled", self.address)
             finally:

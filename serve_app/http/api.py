@@ -121,7 +121,7 @@ class ApiEndpoint(Generic[RequestT]):
             events = answer.events()
             first = await while_connected(request.receive, anext(events))  # a failure up to here has its own status
             return EventStream(first, events, record)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response

@@ -48,7 +48,7 @@ class EventStream(Response):
             async for event in self._events:
                 yield event
             self._record.status = 200
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             self._record.status = failure.status  # the client was told 200 long ago
             yield as_event(failure.body)

@@ -100,7 +100,7 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
                 log_to_driver=verbose,
             )
             break
-        except Exception as error:  # Ray raises no narrower one when its processes are not up in time
+        except Exception as error:  # Ray raises this very class when its processes are not up in time
             if not starts_left:
                 logs = "what its processes say is in Ray's latest logs, by default in /tmp/ray/session_latest/logs"
                 raise StartError(f"Ray did not start on this machine: {error}; {logs}") from error

@@ -77,6 +77,21 @@ def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
     assert world.drafting.is_idle
 
 
+@pytest.mark.parametrize("weight_scale", [2, 3])
+def test_a_drafter_draws_from_what_it_sends_however_coarse_that_is(weight_scale):
+    """Rounding nearly doubles the chance of all but the likeliest token, and the target agrees with what is sent.
+
+    So each block stands whole, and the text shows what it was drawn from: before rounding it would be another text.
+    """
+    likeliest = torch.eye(VOCABULARY).roll(1, dims=1)
+    sent = (likeliest * weight_scale).clamp_min(1.0).log()
+    drafted = (likeliest * weight_scale).clamp_min(0.55).log()
+    setting = Setting(sent, drafted, Acceptance.RATIO, calm, weight_scale=weight_scale)
+    world = World(setting, SESSIONS, seed=14)
+    assert p_value(setting, world.run()) > FALSE_ALARM
+    assert sum(s.counts.accepted for s in world.sessions.values()) > SESSIONS / 2
+
+
 @pytest.mark.parametrize(
     "several", [{}, {"width": 2}, {"recurrent": 2}], ids=["one at a time", "two by masks", "two by a head"]
 )

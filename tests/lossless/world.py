@@ -18,7 +18,6 @@ from actors.engine.executor import StepExecutor
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.pard import MaskTokens
-from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.dispatch import Send
 from cluster.drafting.requests import Proposal
@@ -80,6 +79,7 @@ class Setting:
     ahead: int = 100  # sessions drafted ahead for at once; few: for several outcomes each
     interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
     pages: int = 4096  # of the target's cache
+    weight_scale: int = 60_000  # of draft_probs: how finely they are rounded
     width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
     recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
@@ -90,23 +90,28 @@ class ToyDraft(ToyRunner):
 
     def forward(
         self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> ForwardOutput:
+    ) -> Tensor:
         if interrupted():
             raise Interrupted
-        output = super().forward(rows, copies)
-        return output._replace(hidden=output.logits)
+        self.latest = super().forward(rows, copies)
+        return self.latest
 
 
 class Flatter:
     """A recurrent head: the draft's own logits, halved."""
 
-    def __init__(self, logits: Tensor, width: int) -> None:
+    def __init__(self, draft: ToyDraft, logits: Tensor, width: int) -> None:
         self.width = width
+        self._draft = draft
         self._logits = logits / 2
 
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        """It needs no states."""
-        return ForwardOutput(self._logits[torch.tensor(tokens)], states)
+    @property
+    def states(self) -> Tensor:
+        """It needs none."""
+        return self._draft.latest
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._logits[torch.tensor(tokens)], states
 
 
 class World:
@@ -135,7 +140,7 @@ class World:
         self._executor = StepExecutor(ToyRunner(setting.target_logits), vocabulary)
         self._memory = TokenMemory(PAGE_SIZE)
         cache = DraftCache(8 * sessions, PAGE_SIZE)
-        drafting_limits = DraftingLimits(top_k=vocabulary)
+        drafting_limits = DraftingLimits(top_k=vocabulary, weight_scale=setting.weight_scale)
         masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
         draft = ToyDraft(masked)
         self._method = DraftModel(
@@ -145,7 +150,7 @@ class World:
             drafting_limits,
             clock=lambda: self._now,
             masks=MaskTokens(vocabulary, setting.width),
-            further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+            further=Flatter(draft, setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
         )
         self._now = 0.0
         self._order = count()

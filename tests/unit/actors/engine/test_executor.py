@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
-from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.page_allocator import PageCopy
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -30,7 +30,7 @@ class SpyRunner(ToyRunner):
         self.fed: list[list[FeedRow]] = []
         self.copied: list[tuple[PageCopy, ...]] = []
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> ForwardOutput:
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
         self.fed.append(list(rows))
         self.copied.append(tuple(copies))
         return super().forward(rows)

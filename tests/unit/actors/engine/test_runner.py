@@ -69,7 +69,7 @@ def plain(request: pytest.FixtureRequest) -> Plain:
 def check(plain: Plain, rows: list[FeedRow], whole: list[tuple[int, ...]], copies: tuple[PageCopy, ...] = ()) -> None:
     """The rows' logits are those of plain forwards over the whole sequences."""
     expected = [plain.logits(tokens, row.logits) for row, tokens in zip(rows, whole, strict=True) if row.logits]
-    torch.testing.assert_close(plain.runner.forward(rows, copies).logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain.runner.forward(rows, copies), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_mixed_rows_in_one_forward_give_plain_logits(plain):
@@ -147,7 +147,7 @@ def test_alternatives_give_what_each_in_its_place_would_give_and_one_that_is_fed
     plain.runner.forward([row(at, decided[:10], 0, 0), row(beside, other[:7], 0, 0)])
     fed = (decided[10], first, second, one, two)
     tree = replace(row(at, fed, 10, 5), alternatives=2)
-    found = plain.runner.forward([tree, row(beside, other[7:], 7, 2)]).logits
+    found = plain.runner.forward([tree, row(beside, other[7:], 7, 2)])
     block = plain.logits((*decided, first, second), 3)
     alone = [plain.logits((*decided, token), 1) for token in (one, two)]
     expected = torch.cat([block, *alone, plain.logits(other, 2)])
@@ -213,8 +213,8 @@ def test_the_order_of_rows_changes_nothing(plain):
     a = tokens_of(9, 6)
     b = tokens_of(10, 9)
     rows = [row(TABLES[0], a, 0, 2), row(TABLES[1], b, 0, 3)]
-    forth = plain.runner.forward(rows).logits
-    back = plain.runner.forward(rows[::-1]).logits
+    forth = plain.runner.forward(rows)
+    back = plain.runner.forward(rows[::-1])
     torch.testing.assert_close(torch.cat([back[3:], back[:3]]), forth, atol=1e-4, rtol=1e-4)
 
 

@@ -208,14 +208,15 @@ def test_acceptance_noise_is_the_addressed_one():
         assert accept_chain(RATIO, False, logits, (0,), None, at(seed, position))[0] == accepted
 
 
-def test_a_rejection_where_rounding_leaves_no_residual_still_draws_from_the_target(monkeypatch):
-    """Equal distributions: a rejection is a rounding accident, and must not divide by nothing."""
+def test_a_rejection_where_rounding_leaves_no_residual_draws_from_the_target(monkeypatch):
+    """Equal distributions: a rejection is a rounding accident, and nothing is left to draw the token from."""
     monkeypatch.setattr("actors.sampling.reference.uniform_scalar", lambda _: 1.0)
     probs = [0.5, 0.25, 0.25]
     logits = log_probs(probs, probs)
-    for seed in range(20):
-        _, new = accept_chain(RATIO, False, logits, (0,), sparse({0: 2, 1: 1, 2: 1}), at(seed))
-        assert new in {0, 1, 2}
+    equal = sparse({0: 2, 1: 1, 2: 1})
+    decided = [accept_chain(RATIO, False, logits, (0,), equal, at(seed)) for seed in range(2000)]
+    assert {accepted for accepted, _ in decided} == {0}
+    assert p_value(Counter(new for _, new in decided), probs) > FALSE_ALARM
 
 
 # ---------------------------------------------------------------- the edges of the vocabulary

@@ -148,6 +148,20 @@ def test_nonsense_is_decided_like_anything_else_and_harms_no_other_block(value):
     assert all(0 <= decision.next_token < VOCABULARY for decision in found)
 
 
+def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specification_too(monkeypatch):
+    """Equal distributions and noise that rejects: each draws its token from the target's row."""
+    for module in ("reference", "rejection_sampler"):
+        monkeypatch.setattr(f"actors.sampling.{module}.uniform_scalar", lambda _: 1.0)
+    equal = SparseProbs(((0, 1, 2),), ((1, 1, 1),))
+    drafted = DraftTree.chain((0,), equal)
+    step = [PendingBlock(Acceptance.RATIO, Sampling(), drafted, (), DrawAddress(seed, 0, 3)) for seed in range(40)]
+    row = torch.full((VOCABULARY,), -torch.inf)
+    row[:3] = 0.0
+    found = decide(step, row.repeat(2 * len(step), 1))
+    assert found == one_by_one(step, row.repeat(2 * len(step), 1))
+    assert {(decision.path, decision.next_token) for decision in found} == {((), 0), ((), 1), ((), 2)}
+
+
 def test_what_is_worked_on_in_parts_is_decided_the_same(monkeypatch):
     step = [a_block(Sampling(), draft=(1, 2, 3, 4)) for _ in range(3)]
     logits = some_logits(step, 3)
