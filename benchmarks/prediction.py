@@ -38,8 +38,9 @@ from servers import PINNED, Server, side_by_side
 
 from cluster.costs import CostModel
 from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.setting import Mode, Setting, SpeculationSetting
 from cluster.simulation.workload import ClosedLoop, Workload
-from cluster.simulation.world import Mode, Setting, SpeculationSetting, World
+from cluster.simulation.world import World
 from serve_app.bench.client import ChatEndpoint, ChatQuestion, Piece
 from serve_app.bench.experiment import Prompt, read_prompts
 from serve_app.bench.measures import Tally

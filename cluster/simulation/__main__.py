@@ -10,8 +10,9 @@ import time
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.random_scenario import random_scenario
+from cluster.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
 from cluster.simulation.workload import ClosedLoop, Workload
-from cluster.simulation.world import Fleet, Mode, Setting, SpeculationSetting, World
+from cluster.simulation.world import World
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
     random_scenarios = commands.add_parser("random_scenarios", help="random fault schedules")
     random_scenarios.add_argument("--count", type=int, default=3000)
     random_scenarios.add_argument("--first", type=int, default=0, help="seed of the first one")
-    random_scenarios.set_defaults(run=_ordeals)
+    random_scenarios.set_defaults(run=_random_scenarios)
     scale = commands.add_parser("scale", help="one run of a large fleet")
     scale.add_argument("--targets", type=int, default=200)
     scale.add_argument("--drafters", type=int, default=800)
@@ -31,7 +32,7 @@ def main() -> None:
     arguments.run(arguments)
 
 
-def _ordeals(arguments: argparse.Namespace) -> None:
+def _random_scenarios(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     failed = 0
     for seed in range(arguments.first, arguments.first + arguments.count):
@@ -40,7 +41,7 @@ def _ordeals(arguments: argparse.Namespace) -> None:
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {error}")
-    print(f"{arguments.count} random_scenarios, {failed} failed, {time.perf_counter() - began:.1f} s")
+    print(f"{arguments.count} random scenarios, {failed} failed, {time.perf_counter() - began:.1f} s")
     raise SystemExit(failed > 0)
 
 

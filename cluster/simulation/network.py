@@ -10,6 +10,7 @@ that is broken may still reach it. Knows nothing of what messages mean.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.simulation.clock import Clock, Happening
 from protos.messages import Hello, LiveSession, Message
@@ -59,7 +60,7 @@ class Process:
 
     def after(self, delay: float, happen: Happening) -> None:
         """Something that the process does later, if it can then."""
-        self.clock.after(delay, lambda: self.hear(happen))
+        self.clock.after(delay, partial(self.hear, happen))
 
     def die(self) -> None:
         self.alive = False
@@ -115,32 +116,6 @@ class Door:
     down: Callable[[str], None]
 
 
-class Wire:
-    """One direction of a stream."""
-
-    def __init__(self, clock: Clock, delays: Callable[[], list[float]], deliver: Callable[[Frame], None]) -> None:
-        self._clock = clock
-        self._delays = delays
-        self._deliver = deliver
-        self._frame: list[Message] = []
-        self._frame_at = -1.0
-
-    def put(self, message: Message) -> None:
-        """Into the frame of this moment."""
-        if self._frame_at == self._clock.now:
-            self._frame.append(message)
-            return
-        self._frame = [message]
-        self._frame_at = self._clock.now
-        for delay in self._delays():
-            self._clock.after(delay, lambda frame=self._frame: self._close_and_deliver(frame))  # type: ignore[misc]
-
-    def _close_and_deliver(self, frame: list[Message]) -> None:
-        if frame is self._frame:
-            self._frame_at = -1.0  # with no delay at all, what is sent now is another frame
-        self._deliver(frame)
-
-
 class _Stream:
     """One life of a link."""
 
@@ -148,6 +123,40 @@ class _Stream:
         self.cut = False
         self.name: str | None = None  # the server's name for it, from its greeting to its end
         self.out: Wire | None = None
+
+
+class Wire:
+    """One direction of a stream."""
+
+    def __init__(
+        self, network: "Network", stream: _Stream, to: Process, hear: Callable[[Frame], None], ordered: bool
+    ) -> None:
+        self._clock = network.clock
+        self._delays = network.delays(ordered)
+        self._haunted = ordered and network.weather.ghosts
+        self._stream = stream
+        self._to = to
+        self._hear = hear
+        self._frame: list[Message] = []
+        self._frame_at = -1.0
+
+    def put(self, message: Message) -> None:
+        """Into the frame of this moment."""
+        now = self._clock.now
+        if self._frame_at == now:
+            self._frame.append(message)
+            return
+        frame = [message]
+        self._frame = frame
+        self._frame_at = now
+        for delay in self._delays():
+            self._clock.after(delay, partial(self._arrive, frame))
+
+    def _arrive(self, frame: list[Message]) -> None:
+        if frame is self._frame:
+            self._frame_at = -1.0  # with no delay at all, what is sent now is another frame
+        if not self._stream.cut or self._haunted:
+            self._to.hear(partial(self._hear, frame))
 
 
 class SimulatedLink:
@@ -171,6 +180,7 @@ class SimulatedLink:
         self._door = door
         self._live = live
         self._ordered = ordered
+        self._haunted = ordered and network.weather.ghosts
         self._on_up = on_up
         self._on_frame = on_frame
         self._on_down = on_down
@@ -201,8 +211,8 @@ class SimulatedLink:
         if stream is None:
             return
         stream.cut = True
-        self.client.after(self._network.notice_s(), lambda: self._client_sees_end(stream))
-        self.server.after(self._network.notice_s(), lambda: self._server_sees_end(stream))
+        self.client.after(self._network.notice_s(), partial(self._client_sees_end, stream))
+        self.server.after(self._network.notice_s(), partial(self._server_sees_end, stream))
 
     # ------------------------------------------------------------ life of a stream
 
@@ -211,19 +221,19 @@ class SimulatedLink:
             return
         self._stream = stream = _Stream()
         hello = Hello(self.client.address, "", "", tuple(self._live()))
-        self.server.after(self._network.hop_s, lambda: self._greet(stream, hello))
+        self.server.after(self._network.hop_s, partial(self._greet, stream, hello))
 
     def _greet(self, stream: _Stream, hello: Hello) -> None:
         if stream.cut:
             return
-        back = self._wire(stream, self.client, lambda frame: self._client_hears(stream, frame))
+        back = Wire(self._network, stream, self.client, partial(self._client_hears, stream), self._ordered)
         stream.name = self._door.up(hello, back)
-        self.client.after(self._network.hop_s, lambda: self._welcome(stream))
+        self.client.after(self._network.hop_s, partial(self._welcome, stream))
 
     def _welcome(self, stream: _Stream) -> None:
         if stream.cut or stream is not self._stream:
             return
-        stream.out = self._wire(stream, self.server, lambda frame: self._server_hears(stream, frame))
+        stream.out = Wire(self._network, stream, self.server, partial(self._server_hears, stream), self._ordered)
         self.is_up = True
         self._on_up()
 
@@ -232,7 +242,7 @@ class SimulatedLink:
             return
         if not stream.cut:
             stream.cut = True
-            self.server.after(self._network.notice_s(), lambda: self._server_sees_end(stream))
+            self.server.after(self._network.notice_s(), partial(self._server_sees_end, stream))
         self._stream = None
         if self.is_up:
             self.is_up = False
@@ -246,17 +256,6 @@ class SimulatedLink:
             self._door.down(name)
 
     # ------------------------------------------------------------ frames
-
-    def _wire(self, stream: _Stream, to: Process, hear: Callable[[Frame], None]) -> Wire:
-        def deliver(frame: Frame) -> None:
-            if not stream.cut or self._haunted:
-                to.hear(lambda: hear(frame))
-
-        return Wire(self._network.clock, self._network.delays(self._ordered), deliver)
-
-    @property
-    def _haunted(self) -> bool:
-        return self._ordered and self._network.weather.ghosts
 
     def _client_hears(self, stream: _Stream, frame: Frame) -> None:
         if (self.is_up and stream is self._stream) or self._haunted:

@@ -9,8 +9,8 @@ import random
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.simulation.faults import random_fault_plan
 from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
 from cluster.simulation.workload import ClosedLoop, Poisson, Workload
-from cluster.simulation.world import Fleet, Mode, Setting, SpeculationSetting
 
 LONG = 0.15  # share of random_scenarios with answers of some seconds
 

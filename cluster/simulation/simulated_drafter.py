@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from cluster.costs import DraftCost
 from cluster.dispatch import Send, stream_name
@@ -211,7 +212,7 @@ class SimulatedDrafter:
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""
         self._pass = drafting
-        self.process.after(drafting.ends_s - self.process.clock.now, lambda: self._end(drafting))
+        self.process.after(drafting.ends_s - self.process.clock.now, partial(self._end, drafting))
 
     def _end(self, drafting: _Pass) -> None:
         if drafting is not self._pass:

@@ -5,6 +5,7 @@ The counterpart of `serve_app/router.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.errors import SlipstreamError
 from cluster.routing.assignment import Assignment, Assignments
@@ -136,10 +137,10 @@ class SimulatedRouter:
             network,
             self.process,
             door,
-            live=lambda: self._assignments.live_at_target(address),
-            on_up=lambda: self._up(self._assignments.targets, address),
-            on_frame=lambda frame: self.target_frame(address, frame),
-            on_down=lambda: self.target_down(address),
+            live=partial(self._assignments.live_at_target, address),
+            on_up=partial(self._up, self._assignments.targets, address),
+            on_frame=partial(self.target_frame, address),
+            on_down=partial(self.target_down, address),
         )
 
     def connect_drafter(self, network: Network, door: Door) -> None:
@@ -149,10 +150,10 @@ class SimulatedRouter:
             network,
             self.process,
             door,
-            live=lambda: self._assignments.live_at_drafter(address),
-            on_up=lambda: self._up(self._assignments.drafters, address),
-            on_frame=lambda frame: self.drafter_frame(address, frame),
-            on_down=lambda: self.drafter_down(address),
+            live=partial(self._assignments.live_at_drafter, address),
+            on_up=partial(self._up, self._assignments.drafters, address),
+            on_frame=partial(self.drafter_frame, address),
+            on_down=partial(self.drafter_down, address),
         )
 
     def _up(self, peers: Peers, address: str) -> None:

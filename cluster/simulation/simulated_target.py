@@ -5,6 +5,7 @@ The counterpart of `actors/target.py`. The engine checks what it is asked for as
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from cluster.costs import CostModel
 from cluster.dispatch import Send, stream_name
@@ -112,7 +113,7 @@ class SimulatedTarget:
         seconds = self.process.stalls_s + self.process.slowness * self._seconds(plan)
         self.busy_s += seconds
         self.steps += bool(plan.rows)
-        self.process.after(seconds, lambda: self._decided(outcomes, now))
+        self.process.after(seconds, partial(self._decided, outcomes, now))
 
     def _seconds(self, plan: StepPlan) -> float:
         rows = len(plan.rows)

@@ -8,75 +8,23 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 
-from cluster.costs import CostModel
 from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
-from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.session import Generation, Session
 from cluster.simulation.checks import check_drafter, check_target, check_texts
 from cluster.simulation.clock import Clock
-from cluster.simulation.faults import Fault, FaultPlan, Kind, Role
+from cluster.simulation.faults import Fault, Kind, Role
 from cluster.simulation.network import Network, Process, SimulatedLink
-from cluster.simulation.oracle import STOP, VOCABULARY, DraftQuality, Script, script
+from cluster.simulation.oracle import STOP, VOCABULARY, Script, script
 from cluster.simulation.report import Arrival, Commit, SimulationReport, median, share_met, steady_rate, sums
+from cluster.simulation.setting import Mode, Setting
 from cluster.simulation.simulated_drafter import OracleMethod, SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
 from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
-from cluster.simulation.workload import ClosedLoop, Workload
+from cluster.simulation.workload import ClosedLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import Acceptance, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """How many there are of each, and what each holds."""
-
-    targets: int = 1
-    drafters: int = 1
-    routers: int = 1
-    sessions_per_target: int = 64
-    sessions_per_drafter: int = 64
-    step_tokens: int = 2048
-    pages_per_target: int = 4096
-    page_size: int = 16
-    target_wait_s: float = 60.0
-
-
-class Mode(Enum):
-    """How a fleet speculates."""
-
-    LOCK_STEP = "lock-step"  # the executable specification: draft for all, verify all
-    ADAPTIVE = "adaptive"  # pacing decides what is waited for and how far is drafted
-    DRAFT_AHEAD = "draft-ahead"  # adaptive, and drafters go on while a block is verified
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationSetting:
-    """How far is drafted at most, how well, and in which mode."""
-
-    block_len: int  # 0: plain decoding
-    draft: DraftQuality
-    mode: Mode = Mode.DRAFT_AHEAD
-
-    @property
-    def pacing(self) -> Pacing:
-        return LockStep() if self.mode is Mode.LOCK_STEP else Adaptive()
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One run."""
-
-    costs: CostModel
-    speculation: SpeculationSetting
-    load: Workload
-    fleet: Fleet = field(default_factory=Fleet)
-    fault_plan: FaultPlan = field(default_factory=FaultPlan)
-    seed: int = 0
-
 
 Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
@@ -191,9 +139,9 @@ class World:
             drafter.process,
             self._doors[address].drafter_door,
             live=list,
-            on_up=lambda: drafter.target_up(address),
-            on_frame=lambda frame: drafter.target_frame(address, frame),
-            on_down=lambda: drafter.target_down(address),
+            on_up=partial(drafter.target_up, address),
+            on_frame=partial(drafter.target_frame, address),
+            on_down=partial(drafter.target_down, address),
             ordered=False,
         )
 

@@ -12,8 +12,9 @@ from itertools import product
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.planning.expectation import RoundCosts, expected_tokens_by_position, in_process
 from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
 from cluster.simulation.workload import ClosedLoop, Poisson, Workload
-from cluster.simulation.world import Fleet, Mode, Setting, SpeculationSetting, World
+from cluster.simulation.world import World
 
 BLOCK_LENS = (2, 3, 5, 8)
 RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # targets and drafters

@@ -12,8 +12,9 @@ from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.planning.expectation import RoundCosts, break_even_draft_s, expected_tokens, speed_up
 from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.report import SimulationReport
+from cluster.simulation.setting import Mode, Setting, SpeculationSetting
 from cluster.simulation.workload import ClosedLoop, Workload
-from cluster.simulation.world import Mode, Setting, SpeculationSetting, World
+from cluster.simulation.world import World
 
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BLOCK_LENS = (3, 5, 7)

@@ -20,8 +20,9 @@ from cluster.simulation.network import Weather
 from cluster.simulation.oracle import STOP, DraftQuality, script
 from cluster.simulation.random_scenario import random_scenario
 from cluster.simulation.report import Arrival, Commit, SimulationReport, share_met, steady_rate
+from cluster.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
 from cluster.simulation.workload import ClosedLoop, Poisson, Workload
-from cluster.simulation.world import Fleet, Mode, Setting, SpeculationSetting, World
+from cluster.simulation.world import World
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.early_messages import EarlyMessages
 from cluster.verification.sequence import TargetSession
@@ -31,7 +32,7 @@ TOKEN_S = 0.002
 HOP_S = 0.0005
 COSTS = CostModel(target=ForwardCost.linear(STEP_S), draft=DraftCost(forward=ForwardCost.linear(TOKEN_S)), hop_s=HOP_S)
 ONE_AT_A_TIME = Workload(ClosedLoop(1), sessions=8, prompt_tokens=8, new_tokens=256)
-ORDEALS = 300
+SCENARIOS = 300
 
 
 def run(
@@ -134,22 +135,22 @@ def test_the_same_seed_is_the_same_run():
 # ---------------------------------------------------------------- faults
 
 
-def test_ordeals():
+def test_random_scenarios_end_as_plain_decoding_does():
     """Every session ends, with the text of plain decoding, and nobody holds anything: `World.run` asserts it."""
-    reports = [World(random_scenario(seed)).run() for seed in range(ORDEALS)]
-    assert sum(report.tokens for report in reports) > 10 * ORDEALS
+    reports = [World(random_scenario(seed)).run() for seed in range(SCENARIOS)]
+    assert sum(report.tokens for report in reports) > 10 * SCENARIOS
     for cause in ("guess_hit", "wrong_guess", "stale", "duplicate", "verdict_gap", "late", "silent", "given_up"):
         assert sum(report.causes[cause] for report in reports) > 0, f"no random_scenario met '{cause}'"
     failed = [report for report in reports if report.failed]
-    assert len(failed) < ORDEALS / 20, "targets fail so seldom that a session is hardly ever given up"
+    assert len(failed) < SCENARIOS / 20, "targets fail so seldom that a session is hardly ever given up"
 
 
-def test_ordeals_end_with_the_same_texts_in_lock_step():
+def test_random_scenarios_end_with_the_same_texts_in_lock_step():
     """The slow loop is the specification of the fast one, in fault_plan too."""
     causes = {Mode.LOCK_STEP: Counter[str](), Mode.DRAFT_AHEAD: Counter[str]()}
     compared = 0
     ended = 0
-    for seed in range(ORDEALS // 5):
+    for seed in range(SCENARIOS // 5):
         setting = random_scenario(seed)
         texts = []
         for mode, met in causes.items():
@@ -164,7 +165,7 @@ def test_ordeals_end_with_the_same_texts_in_lock_step():
         assert {name: slow[name] for name in both} == {name: fast[name] for name in both}
     assert compared > 0.9 * ended
     assert causes[Mode.LOCK_STEP]["guesses"] == 0, "lock step drafts nothing ahead"
-    assert causes[Mode.DRAFT_AHEAD]["guess_hit"] > ORDEALS // 5, "what was drafted ahead hardly mattered"
+    assert causes[Mode.DRAFT_AHEAD]["guess_hit"] > SCENARIOS // 5, "what was drafted ahead hardly mattered"
 
 
 LOAD = Workload(ClosedLoop(4), sessions=8, prompt_tokens=20, new_tokens=40, stopping=0.3)
@@ -250,8 +251,8 @@ def test_without_any_target_sessions_end_with_a_clean_error():
 # ---------------------------------------------------------------- what is broken is found
 
 
-def found_by_ordeals() -> bool:
-    for seed in range(ORDEALS):
+def found_by_random_scenarios() -> bool:
+    for seed in range(SCENARIOS):
         try:
             World(random_scenario(seed)).run()
         except (AssertionError, KeyError, IndexError):
@@ -267,23 +268,23 @@ def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
         return right(self, source, here)
 
     monkeypatch.setattr(Session, "on_verdict", wrong)
-    assert found_by_ordeals()
+    assert found_by_random_scenarios()
 
 
 def test_a_target_that_keeps_what_nobody_opens_is_found(monkeypatch):
     monkeypatch.setattr(EarlyMessages, "expire", lambda self, now: None)
     monkeypatch.setattr(EarlyMessages, "drafter_gone", lambda self, drafter: None)
-    assert found_by_ordeals()
+    assert found_by_random_scenarios()
 
 
 def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
     monkeypatch.setattr(BlockBuffer, "leave", lambda self: None)
-    assert found_by_ordeals()
+    assert found_by_random_scenarios()
 
 
 def test_a_drafter_that_never_forgets_is_found(monkeypatch):
     monkeypatch.setattr(DraftScheduler, "close", lambda self, router, close: [])
-    assert found_by_ordeals()
+    assert found_by_random_scenarios()
 
 
 def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
@@ -294,7 +295,7 @@ def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
         return replace(row, start=max(0, row.start - 1))
 
     monkeypatch.setattr(TargetSession, "row", off_by_one)
-    assert found_by_ordeals()
+    assert found_by_random_scenarios()
 
 
 # ---------------------------------------------------------------- parts

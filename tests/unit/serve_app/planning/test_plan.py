@@ -14,8 +14,8 @@ from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
 from cluster.planning.expectation import RoundCosts, break_even_acceptance, break_even_draft_s
 from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.setting import Mode
 from cluster.simulation.workload import ClosedLoop, Poisson
-from cluster.simulation.world import Mode
 from serve_app.cli.main import app
 from serve_app.planning.plan import (
     PLAIN,
