@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-gpu random_scenarios check bench
+.PHONY: setup models demo test test-exhaustive test-gpu random_scenarios check docs bench
 
 setup: .venv/.complete
 
@@ -48,6 +48,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.regenerate --check
+
+# The generated halves of docs/map.md and docs/configuration.md.
+docs: setup
+	$(BIN)/python docs/generate.py
 
 bench: models
 	taskset --cpu-list 1 $(BIN)/slipstream bench --generate $(PINNED)

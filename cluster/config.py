@@ -27,7 +27,7 @@ class ModelConfig(_Frozen):
 
     target: str = Field(description="Hugging Face id or folder of the target model; ~ and relative paths are expanded")
     served_name: str | None = Field(None, description="name that clients use; default: the last part of target")
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of target and draft model")
     max_context: Positive = Field(2048, description="tokens a session may have, prompt included")
 
     @property
@@ -38,7 +38,7 @@ class ModelConfig(_Frozen):
 class Resources(_Frozen):
     """What Ray reserves for one process that runs a model."""
 
-    num_cpus: float = Field(1, ge=0)
+    num_cpus: float = Field(1, ge=0, description="may be a fraction")
     num_gpus: float = Field(0, ge=0, description="may be a fraction")
     accelerator_type: str | None = Field(None, description="Ray accelerator type, for instance L4 or H100")
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
@@ -65,8 +65,8 @@ class CacheConfig(_Frozen):
 class Replicas(_Frozen):
     """Bounds of a pool; equal bounds fix its size."""
 
-    min: Positive = 1
-    max: Positive = 1
+    min: Positive = Field(1, description="replicas that are always there")
+    max: Positive = Field(1, description="most replicas")
     sessions_per_replica: float = Field(8, gt=0, description="load that scaling between the bounds aims at")
 
     @model_validator(mode="after")
@@ -152,10 +152,10 @@ class SpeculationConfig(_Frozen):
 class ServerConfig(_Frozen):
     """The HTTP front and the router."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all of the machine's")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     routers: Positive = Field(1, description="router replicas")
-    max_body_bytes: Positive = 4 << 20
+    max_body_bytes: Positive = Field(4 << 20, description="largest request body; a larger one gets 413")
     max_requests: Positive = Field(1024, description="requests in flight per router; more get 429")
     drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
     stream_interval: Positive = Field(

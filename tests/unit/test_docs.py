@@ -1,0 +1,119 @@
+"""What the documents say of the repository: pages that are generated, files, links, headings and commands they name."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from cluster.config import SlipstreamConfig, validated
+from docs.generate import PAGES, key_tables, module_map, page, stale_pages
+from serve_app.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(path for folder in ("docs", "examples", "k8s") for path in (ROOT / folder).rglob("*.md"))]
+)
+FOLDERS = ("protos", "cluster", "actors", "serve_app", "tests", "benchmarks", "examples", "docs", "k8s")
+LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)\s]+)\)")
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a page as GitHub addresses them."""
+    prose = FENCE.sub("", path.read_text())
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """Every line of the shell blocks, continued lines joined, comments left out."""
+    for language, block in FENCE.findall(document.read_text()):
+        if language in {"sh", "bash"}:
+            for line in block.replace("\\\n", " ").splitlines():
+                yield shlex.split(line, comments=True)
+
+
+def test_the_generated_halves_are_current() -> None:
+    assert stale_pages() == [], "run `make docs` and commit the result"
+
+
+def test_a_changed_docstring_or_key_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, generate in PAGES.items():
+        monkeypatch.setitem(PAGES, path, lambda generate=generate: generate() + "\nsomething new")
+    assert stale_pages() == ["map.md", "configuration.md"]
+    for path in PAGES:
+        assert page(path).startswith(path.read_text().splitlines()[0]), "what is written by hand stays"
+
+
+def test_every_module_is_on_the_map() -> None:
+    listed = set(re.findall(r"\]\(\.\./([^)]+)\)", module_map()))
+    modules = {
+        str(path.relative_to(ROOT))
+        for package in ("protos", "cluster", "actors", "serve_app")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py" and "_pb2" not in path.name
+    }
+    assert listed == modules
+
+
+def test_every_key_is_explained() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in key_tables().splitlines() if "| `" in line]
+    assert {row[0].strip("`").partition(".")[0] for row in rows} == set(SlipstreamConfig.model_fields)
+    assert [row[0] for row in rows if not row[3]] == [], "keys without a description in cluster/config.py"
+
+
+@every_document
+def test_every_file_that_is_named_exists(document: Path) -> None:
+    named = PATH.findall(document.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@every_document
+def test_every_link_leads_somewhere(document: Path) -> None:
+    text = document.read_text()
+    for link in [*LINK.findall(text), *PICTURE.findall(text)]:
+        if not link.startswith(("http://", "https://")):
+            path, _, anchor = link.partition("#")
+            goal = (document.parent / path).resolve() if path else document
+            assert goal.exists(), link
+            assert not anchor or anchor in anchors(goal), link
+
+
+@every_document
+def test_every_slipstream_command_and_option_exists(document: Path) -> None:
+    for words in commands(document):
+        if words[:1] == ["slipstream"]:
+            command: Any = typer.main.get_command(app)  # of the click that typer brings
+            names = words[1:]
+            while hasattr(command, "commands") and names and not names[0].startswith("-"):
+                assert names[0] in command.commands, words
+                command = command.commands[names.pop(0)]
+            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            assert {word for word in names if word.startswith("--")} <= known, words
+
+
+@every_document
+def test_every_make_target_and_script_exists(document: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(document):
+        if words[:1] == ["make"]:
+            assert set(words[1:]) <= targets, words
+        if words[:1] == ["python"] and words[1].endswith(".py"):
+            assert (ROOT / words[1]).exists() or (document.parent / words[1]).exists(), words
+
+
+@every_document
+def test_every_config_that_is_shown_is_right(document: Path) -> None:
+    for language, block in FENCE.findall(document.read_text()):
+        data = yaml.safe_load(block) if language == "yaml" else None
+        if isinstance(data, dict) and "model" in data:
+            validated(data)
