@@ -13,7 +13,6 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +26,8 @@ from actors.attention.choice import AttentionReport, choose_attention
 from actors.attention.shape import AttentionShape, attention_shape
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
+from actors.models.decoder import Decoder
+from actors.models.forward_output import ForwardOutput
 from cluster.verification.step import Row, StepPlan
 from protos.messages import Acceptance, Open, Sampling
 
@@ -94,16 +95,16 @@ class CpuMarks:
 class MarkedDecoder:
     """A runner's decoder that notes when each forward begins and ends on the device."""
 
-    def __init__(self, decode: Callable[..., torch.Tensor], marks: Marks) -> None:
+    def __init__(self, decode: Decoder, marks: Marks) -> None:
         self._decode = decode
         self._marks = marks
         self.forwards: list[tuple[Any, Any]] = []
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any) -> ForwardOutput:
         began = self._marks.mark()
-        logits = self._decode(batch)
+        output = self._decode(batch)
         self.forwards.append((began, self._marks.mark()))
-        return logits
+        return output
 
 
 def synchronize(device: torch.device) -> None:

@@ -30,6 +30,14 @@ class PageCopy:
     to: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceMove:
+    """Copy the single place `source` to the place `to`, in every layer; place n is in page n // page size."""
+
+    source: int
+    to: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Published:
     """What a published page holds: its tokens after those of its parents."""

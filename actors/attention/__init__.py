@@ -29,8 +29,8 @@ class AttentionPlan(Protocol):
         """Attends each row's queries, (total, heads, head dim), to its keys and values in a layer's pool,
         (positions, 2 x kv heads, head dim), the row's new ones included; shaped as the queries.
 
-        A query at some position sees the keys up to it, with a window only the last `window` of them; an alternative's
-        sees those that its row says (`FeedRow`).
+        A query at some position sees the keys up to it, with a window only the last `window` of them; that of a tree's
+        node sees those on its path (`FeedRow`).
         """
         ...
 
@@ -42,8 +42,8 @@ class AttentionBackend(Protocol):
     def name(self) -> str: ...
 
     @property
-    def takes_alternatives(self) -> bool:
-        """Whether rows may have alternatives."""
+    def takes_trees(self) -> bool:
+        """Whether rows may have trees."""
         ...
 
     def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> AttentionPlan: ...

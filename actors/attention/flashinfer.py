@@ -28,13 +28,14 @@ class _Shape:
     dtype: torch.dtype
     scaling: float | None
     window: int | None
+    masked: bool  # by a mask of our own: FlashInfer picks its kernel with a wrapper's first plan, and not all take one
 
 
 class FlashInfer:
     """`library` is the module flashinfer."""
 
     name = "flashinfer"
-    takes_alternatives = False
+    takes_trees = True
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
@@ -64,8 +65,11 @@ class FlashInferPlan:
         self._backend = backend
         self._page_size = cache.page_size
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
+        self._rows = rows
+        self._device = cache.device
+        self._has_trees = any(row.parents for row in rows)
         pinned = cache.device.type == "cuda"
-        self._lists = [
+        lists = [
             torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
             for numbers in (
                 [0, *accumulate(len(row.tokens) for row in rows)],  # where each row's queries begin
@@ -74,13 +78,17 @@ class FlashInferPlan:
                 [row.end - (len(pages) - 1) * cache.page_size for row, pages in zip(rows, used, strict=True)],
             )
         ]
+        # With a mask of our own, FlashInfer makes more of them on the device.
+        self._lists = [numbers.to(cache.device) for numbers in lists] if self._has_trees else lists
         self._planned: dict[_Shape, Any] = {}
 
     def place(self, parts: Sequence[Tensor]) -> None:
         """Nothing is needed."""
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        shape = _Shape(query.shape[1], pool.shape[1] // 2, query.shape[2], query.dtype, scaling, window)
+        heads, head_dim = query.shape[1:]
+        kv_heads = pool.shape[1] // 2
+        shape = _Shape(heads, kv_heads, head_dim, query.dtype, scaling, window, self._has_trees)
         if shape not in self._planned:
             self._planned[shape] = self._plan(shape)
         attended: Tensor = self._planned[shape].run(query, pages_of(pool, self._page_size))
@@ -88,18 +96,36 @@ class FlashInferPlan:
 
     def _plan(self, shape: _Shape) -> Any:
         wrapper = self._backend.wrapper(shape)
+        if shape.masked:  # by position, which a tree's places do not tell
+            masks = [visible_keys(row, shape.window).flatten() for row in self._rows]
+            seen: dict[str, Any] = {"custom_mask": torch.cat(masks).to(self._device)}
+        else:
+            # It does not count the query's own key.
+            seen = {"causal": True, "window_left": -1 if shape.window is None else shape.window - 1}
         wrapper.plan(
             *self._lists,
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
             self._page_size,
-            causal=True,
             sm_scale=shape.scaling,
-            window_left=-1 if shape.window is None else shape.window - 1,  # it does not count the query's own key
             q_data_type=shape.dtype,
+            **seen,
         )
         return wrapper
+
+
+def visible_keys(row: FeedRow, window: int | None) -> Tensor:
+    """Which of a row's places each of its tokens sees, (tokens, places)."""
+    positions = torch.tensor([*range(row.start), *row.positions])
+    places = torch.arange(row.end)
+    seen = places <= torch.tensor(row.seen).unsqueeze(1)
+    first = len(row.tokens) - len(row.parents)
+    for node, path in enumerate(row.tree.paths):
+        seen[first + node, [row.tree_start + passed for passed in path]] = True
+    if window is not None:
+        seen &= positions[row.start :].unsqueeze(1) - positions < window
+    return seen
 
 
 def flashinfer_for(device: torch.device) -> FlashInfer:

@@ -5,6 +5,7 @@ of the whole pool and is good for tests only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,16 +13,19 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from actors.attention import pages_of
 from actors.compute.kv_cache import FeedRow, PagedCache
+from protos.messages import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
 LEAST_PAGE = 16  # keys that a kernel takes at a time, at least
+WORD = 32  # nodes whose being on a path is said by one number
+WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
 
 class Flex:
     """`kernel` has the signature of torch's flex_attention."""
 
     name = "flex"
-    takes_alternatives = False
+    takes_trees = True
 
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
@@ -46,7 +50,7 @@ class FlexPlan:
         ]
         self.integers = [
             row_of,
-            [at for row in rows for at in range(row.start, row.end)],
+            [at for row in rows for at in row.positions],
             [row * self._pages + page for row, pages in enumerate(used) for page in pages],
             [at for pages in used for at in range(len(pages))],
             [len(pages) for pages in blocks],
@@ -54,10 +58,14 @@ class FlexPlan:
             [page for pages in blocks for page in pages],
             [page * cache.page_size + at for page, at in _behind_the_ends(rows, cache.page_size)],
         ]
+        self._has_trees = any(row.parents for row in rows)
+        if self._has_trees:
+            self.integers += _tree_integers(rows)
         self._masks: dict[int | None, BlockMask] = {}
 
     def place(self, parts: Sequence[Tensor]) -> None:
-        self._row_of, self._positions, held, logical, counts, listed_at, listed, self._behind = parts
+        self._row_of, self._positions, held, logical, counts, listed_at, listed, self._behind = parts[:8]
+        self._tree_parts = parts[8:]
         # (rows x pages of the pool,): which of the row's pages it is, or -1
         self._page_of_row = torch.full((self._rows * self._pages,), -1, device=held.device)
         self._page_of_row[held] = logical
@@ -101,10 +109,56 @@ class FlexPlan:
             self._counts,
             self._blocks,
             BLOCK_SIZE=(QUERY_BLOCK, self._page_size),
-            mask_mod=seen,
+            mask_mod=self._seen_in_trees(window) if self._has_trees else seen,
             seq_lengths=(queries, keys),
             compute_q_blocks=False,  # they serve the backward pass
         )
+
+    def _seen_in_trees(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """As the mask without trees, but that a node sees those on its path, and not what lies between them."""
+        row_of = self._row_of
+        positions = self._positions
+        page_of_row = self._page_of_row
+        pages = self._pages
+        page_size = self._page_size
+        seen_to, paths, starts, begins, tree_starts = self._tree_parts
+        last = len(positions) - 1
+
+        def seen(batch: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
+            row = row_of[query]
+            page = page_of_row[row * pages + place // page_size]
+            at = page * page_size + place % page_size
+            node = at - tree_starts[row]
+            word = paths[query * WORDS + (node // WORD).clamp(0, WORDS - 1)]
+            on_path = (node >= 0) & (node < MAX_BLOCK_TOKENS) & ((word >> (node % WORD)) & 1 == 1)
+            visible = (page >= 0) & ((at <= seen_to[query]) | on_path)
+            if window is None:
+                return visible
+            fed = (begins[row] + at - starts[row]).clamp(0, last)  # the key's place in the batch, if it is a node's
+            key_position = torch.where(node >= 0, positions[fed], at)
+            return visible & (positions[query] - key_position < window)
+
+        return seen
+
+
+def _tree_integers(rows: Sequence[FeedRow]) -> list[list[int]]:
+    """By query: the last place up to which it sees everything, and WORDS numbers whose bits are the nodes on its path.
+
+    By row: its first place, where its tokens begin in the batch, and the place of its first node.
+    """
+    paths: list[int] = []
+    for row in rows:
+        paths += [0] * (WORDS * (len(row.tokens) - len(row.parents)))
+        for path in row.tree.paths:
+            bits = sum([1 << node for node in path])
+            paths += [(bits >> (WORD * word)) & ((1 << WORD) - 1) for word in range(WORDS)]
+    return [
+        [at for row in rows for at in row.seen],
+        paths,
+        [row.start for row in rows],
+        list(accumulate([len(row.tokens) for row in rows[:-1]], initial=0)),
+        [row.tree_start for row in rows],
+    ]
 
 
 def _behind_the_ends(rows: Sequence[FeedRow], page_size: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ class Gathered:
     """Copies each group's keys and values together, then attends."""
 
     name = "gathered"
-    takes_alternatives = True
+    takes_trees = True
 
     def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "GatheredPlan":
         return GatheredPlan(rows, cache)
@@ -39,8 +39,9 @@ class RowGroup:
     real: Tensor | None  # (real queries,) places in the padded queries that are none of the padding; None: all
     key_at: Tensor | slice  # (count x keys,) places in the pool
     positions: Tensor  # (count, queries)
-    places: Tensor  # (count, queries)
-    seen: Tensor  # (count, queries) last of the keys from the first on that a query sees; further on, only its own
+    seen: Tensor  # (count, queries) last of the keys from the first on that a query sees; further on, those on its path
+    on_path: Tensor  # (nodes seen by nodes,) places in (count, queries, keys)
+    behind: Tensor  # (nodes seen by nodes,) how many positions the key is behind the query
     all_visible: bool  # every query sees every key, but for a window
 
 
@@ -108,17 +109,20 @@ class GatheredPlan:
         if address not in self._masks:
             at = rows.positions.unsqueeze(2)
             key_at = torch.arange(rows.keys, device=at.device)
-            hidden = (key_at > rows.seen.unsqueeze(2)) & (key_at != rows.places.unsqueeze(2))
+            hidden = key_at > rows.seen.unsqueeze(2)
             if window is not None:
                 hidden |= key_at <= at - window
+            if len(rows.on_path):
+                within = rows.behind >= (rows.keys if window is None else window)
+                hidden.view(-1).index_copy_(0, rows.on_path, within)
             scores = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=at.device)
             self._masks[address] = scores.masked_fill_(hidden, -torch.inf).repeat(1, repeat, 1).unsqueeze(1)
         return self._masks[address]
 
 
 class _GroupDraft:
-    """A group before its integers are on the device: `integers` are query_at, real, positions, places,
-    seen, tables and ends."""
+    """A group before its integers are on the device: `integers` are query_at, real, positions, seen, on_path,
+    behind, tables and ends."""
 
     def __init__(self, members: list[tuple[int, FeedRow]], rows: int, page_size: int) -> None:
         """`members`: a row and where its tokens begin in the flat batch; `rows`: how many the batch has."""
@@ -140,14 +144,28 @@ class _GroupDraft:
             [] if self.whole else query_at,
             [] if self.even else real,
             [held[i] for (_, row), at in zip(members, offsets, strict=True) for held in (row.positions,) for i in at],
-            [row.start + i for (_, row), at in zip(members, offsets, strict=True) for i in at],
             [held[i] for (_, row), at in zip(members, offsets, strict=True) for held in (row.seen,) for i in at],
+            *self._paths([row for _, row in members]),
             [] if together else [page for _, row in members for page in _padded(row.pages, pages)],
             [] if together else [row.end for _, row in members],
         ]
 
+    def _paths(self, rows: Sequence[FeedRow]) -> tuple[list[int], list[int]]:
+        """`on_path` and `behind` of all nodes."""
+        on_path: list[int] = []
+        behind: list[int] = []
+        for index, row in enumerate(rows):
+            if not row.parents:
+                continue
+            first = len(row.tokens) - len(row.parents)  # query of the first node
+            for node, path in enumerate(row.tree.paths):
+                query = index * self.queries + first + node
+                on_path += [query * self.keys + row.tree_start + passed for passed in path]
+                behind += range(len(path) - 1, -1, -1)
+        return on_path, behind
+
     def group(self, parts: Sequence[Tensor], cache: PagedCache) -> RowGroup:
-        query_at, real, positions, places, seen, tables, ends = parts
+        query_at, real, positions, seen, on_path, behind, tables, ends = parts
         return RowGroup(
             count=self.count,
             queries=self.queries,
@@ -156,8 +174,9 @@ class _GroupDraft:
             real=None if self.even else real,
             key_at=self.slice or _places(tables.view(self.count, -1), ends, self.keys, cache),
             positions=positions.view(self.count, self.queries),
-            places=places.view(self.count, self.queries),
             seen=seen.view(self.count, self.queries),
+            on_path=on_path,
+            behind=behind,
             all_visible=self.all_visible,
         )
 

@@ -22,7 +22,7 @@ class Varlen:
     """`kernel` has the signature of torch's varlen_attn."""
 
     name = "varlen"
-    takes_alternatives = False
+    takes_trees = False
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel

@@ -1,6 +1,7 @@
 """The paged KV cache: one pool of pages, which rows of a step reach through page tables.
 
-Who owns which page is decided elsewhere (`cluster.pages`); this is memory. Knows nothing of sessions or models.
+Who owns which page is decided elsewhere (`cluster.page_allocator`); this is memory. Knows nothing of sessions or
+models.
 """
 
 from collections.abc import Sequence
@@ -10,23 +11,24 @@ import torch
 from torch import Tensor
 
 from actors.compute.to_device import to_device
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
+from protos.messages import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class FeedRow:
     """Tokens to feed at places start, start + 1, ... of the pages; the last `logits` of them give logits.
 
-    A token's position is its place, and it sees all before it and itself. The last `alternatives` of the tokens stand
-    in the place of one before them, the second that gives logits: each has that one's position, and sees what is before
-    that one and itself.
+    A token's position is its place, and it sees all before it and itself. With `parents`, the last tokens are the nodes
+    of such a tree after the token before them: a node's position is the one after its parent's, and it sees what is
+    before the tree, the nodes on its path and itself.
     """
 
     tokens: tuple[int, ...]
     start: int
     logits: int
     pages: tuple[int, ...]  # that hold places 0 to the row's end, in order
-    alternatives: int = 0
+    parents: tuple[int, ...] = ()  # as in `DraftTree`; none also where the nodes are a chain
 
     @property
     def end(self) -> int:
@@ -41,14 +43,24 @@ class FeedRow:
     @property
     def positions(self) -> list[int]:
         """Of the tokens."""
-        first = self.end - self.logits + 1
-        return [*range(self.start, self.end - self.alternatives), *[first] * self.alternatives]
+        first = self.tree_start
+        return [*range(self.start, first), *[first + depth for depth in self.tree.depths]]
 
     @property
     def seen(self) -> list[int]:
-        """For each token, the last place up to which it sees everything; and it sees itself."""
-        before = self.end - self.logits
-        return [*range(self.start, self.end - self.alternatives), *[before] * self.alternatives]
+        """For each token, the last place up to which it sees everything; a node sees those on its path too."""
+        first = self.tree_start
+        return [*range(self.start, first), *[first - 1] * len(self.parents)]
+
+    @property
+    def tree_start(self) -> int:
+        """Place of the first node, the row's end where there is none."""
+        return self.end - len(self.parents)
+
+    @property
+    def tree(self) -> DraftTree:
+        """The nodes, if they are no chain."""
+        return DraftTree(self.tokens[len(self.tokens) - len(self.parents) :], self.parents)
 
 
 class PagedCache:
@@ -73,6 +85,14 @@ class PagedCache:
             self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
             self._layers[index][self.nowhere :] = 0
         return self._layers[index]
+
+    def move(self, moves: Sequence[PlaceMove]) -> None:
+        """Copies single places, all at once, in all layers: keys have their positions in them wherever they lie."""
+        if not moves:
+            return
+        sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self.device)
+        for layer in self._layers.values():
+            layer[targets] = layer[sources]
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies whole pages, in all layers."""

@@ -38,8 +38,8 @@ class StepExecutor:
             self._sessions[request.session] = _FedSession(request, list(request.tokens))
         if not plan.rows:
             return []
-        logits = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies)
-        return self._decide(plan, logits)
+        output = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies)
+        return self._decide(plan, output.logits)
 
     @property
     def is_idle(self) -> bool:
@@ -50,7 +50,9 @@ class StepExecutor:
         end = row.start + len(row.tokens)
         assert row.start <= len(session.tokens), "a row starts beyond what is cached"
         session.tokens[row.start : end] = row.tokens
-        return FeedRow(row.tokens, row.start, row.drafted + 1 if row.decide else 0, row.pages, row.alternatives)
+        draft = _tree(row)
+        parents = () if draft.is_chain else draft.parents
+        return FeedRow(row.tokens, row.start, len(draft) + 1 if row.decide else 0, row.pages, parents)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]

@@ -44,7 +44,7 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
 
 def _forward(runner: Runner, rows: list[FeedRow]) -> None:
-    runner.forward(rows).max(dim=-1).indices.tolist()  # the result is fetched, as a verdict needs it
+    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # the result is fetched, as a verdict needs it
 
 
 def least_seconds(todo: Sequence[Callable[[], object]]) -> list[float]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
@@ -16,18 +15,24 @@ from actors.attention.choice import choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.models.decoder import Decoder, decoder_for
+from actors.models.forward_output import ForwardOutput
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
 
 
 class Runner(Protocol):
-    """Copies pages, feeds rows and returns logits, shape (sum of the rows' `logits`, vocabulary)."""
+    """Moves places, copies pages and feeds rows; returns what was computed at their wanted places.
+
+    There are as many of these as the sum of the rows' `logits`.
+    """
 
     vocabulary: int
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor: ...
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[PlaceMove] = ()
+    ) -> ForwardOutput: ...
 
 
 class InterruptibleRunner(Protocol):
@@ -40,7 +45,7 @@ class InterruptibleRunner(Protocol):
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-    ) -> Tensor: ...
+    ) -> ForwardOutput: ...
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -80,6 +85,8 @@ class ModelRunner:
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-    ) -> Tensor:
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
+        self._cache.move(moves)
         self._cache.copy(copies)
         return self._decode(RaggedBatch(rows, self._cache, self._attention, interrupted))

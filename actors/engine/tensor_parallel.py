@@ -34,11 +34,12 @@ from actors.engine.runner import ModelRunner, Runner
 from actors.engine.step_channel import StepCaller, StepListener
 from actors.engine.step_tensor import from_tensor, to_tensor
 from actors.models.checkpoint import load
+from actors.models.forward_output import ForwardOutput
 from actors.models.weights import LoadReport
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StepPlan
 
@@ -68,7 +69,6 @@ class RankReport:
     pages: int  # that its memory has room for
     load: LoadReport
     attention: AttentionReport
-    takes_alternatives: bool  # whether its attention computes them
 
 
 def run_on(cores: Collection[int]) -> None:
@@ -106,9 +106,11 @@ class LeadingRunner:
         self._device = device
         self.vocabulary = runner.vocabulary
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
-        send_step(to_tensor(rows, copies), self._group, self._device)
-        return self._runner.forward(rows, copies)
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[PlaceMove] = ()
+    ) -> ForwardOutput:
+        send_step(to_tensor(rows, copies, moves), self._group, self._device)
+        return self._runner.forward(rows, copies, moves=moves)
 
 
 def send_step(step: Tensor, group: Group, device: torch.device) -> None:
@@ -170,7 +172,7 @@ class Rank:
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
         self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
         pages = page_count(spec.cache, shape.page_bytes, spec.sessions, spec.context, device)
-        return RankReport(os.getpid(), pages, loaded.report, attention, self._attention.takes_alternatives)
+        return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:
         """Makes the cache; every rank's has as many pages."""
@@ -192,7 +194,8 @@ class Rank:
         """Followers only: makes the leader's forwards for as long as the leader lives."""
         assert self._runner is not None, "allocate first"
         while True:
-            self._runner.forward(*from_tensor(receive_step(self._group, self._device)))
+            rows, copies, moves = from_tensor(receive_step(self._group, self._device))
+            self._runner.forward(rows, copies, moves=moves)
 
     def listen(self) -> str:
         """Leader only: where the coordinator reaches `lead`."""
@@ -220,7 +223,7 @@ class RankGroup:
         self.reports = tuple(reports)  # of the ranks, in order
         self.pids = tuple(report.pid for report in reports)
         self.pages = min(report.pages for report in reports)  # of every rank's cache
-        self.takes_alternatives = all(report.takes_alternatives for report in reports)
+        self.takes_trees = all(report.attention.takes_trees for report in reports)
         self.step_cost = step_cost  # by a profile, before anything was served
         self._ranks = ranks
         self._leader = leader

@@ -4,19 +4,9 @@ One small interface; each method is a module of its own. Knows nothing of stream
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.drafting.requests import Proposal, Want
-from protos.messages import Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class TargetNeeds:
-    """What a method needs from the target beside tokens."""
-
-    hidden_layers: tuple[int, ...] = ()  # whose hidden states verdicts must carry
-
 
 Early = Callable[[list[Proposal]], None]
 """Told of proposals while further ones, or better ones for the same outcomes, are being made."""
@@ -28,8 +18,6 @@ def dismiss(proposals: list[Proposal]) -> None:
 
 class DraftingMethod(Protocol):
     """Called from one thread, one call at a time."""
-
-    needs: TargetNeeds
 
     @property
     def tokens_per_forward(self) -> int:
@@ -44,10 +32,6 @@ class DraftingMethod(Protocol):
         acceptance a token may depend on nothing but its prefix and the want's seed, and the length on nothing that
         was drawn: a block that an interruption or its verdict's time cut short is sent as far as it came.
         """
-        ...
-
-    def observe(self, verdict: Verdict) -> None:
-        """What the target decided, for methods that learn from it or need its hidden states."""
         ...
 
     def close(self, sessions: Sequence[str]) -> None:

@@ -16,18 +16,18 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import InterruptibleRunner
-from actors.methods import Early, TargetNeeds, dismiss
+from actors.methods import Early, dismiss
 from actors.methods.block_draft import BlockDraft, DraftedToken
 from actors.methods.draft_cache import DraftCache
 from actors.methods.forward_time import ForwardTime
 from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
 from actors.methods.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.recurrent_head import DraftHead
+from actors.models.forward_output import ForwardOutput
 from actors.sampling.noise import Purpose, gumbel, gumbel_argmax, key
 from actors.sampling.processors import process
 from cluster.drafting.requests import Proposal, Want, max_block_len
 from cluster.page_allocator import PageCopy
-from protos.messages import Verdict
 from protos.prefix import extend_hash, hashes_after
 
 CHOICES = 16  # tokens of a position that are thought of as outcomes
@@ -74,8 +74,6 @@ class DraftModel:
     Those of `further` tokens may be only the first of them.
     """
 
-    needs = TargetNeeds()
-
     def __init__(
         self,
         runner: InterruptibleRunner,
@@ -107,9 +105,6 @@ class DraftModel:
         ahead = [want for want in wants if want.unverified is not None]
         proposals = self._propose_now(sure) if sure else []
         return proposals + (self._propose_ahead(ahead, interrupted, early) if ahead else [])
-
-    def observe(self, verdict: Verdict) -> None:
-        """Everything it needs comes with the next want."""
 
     def close(self, sessions: Sequence[str]) -> None:
         for name in sessions:
@@ -323,12 +318,13 @@ class DraftModel:
             return []
         sizes = [row.logits for row in rows]
         try:
-            logits = torch.split(self._runner.forward(rows, copies, interrupted), sizes)
+            output = self._runner.forward(rows, copies, interrupted)
         except Interrupted:
             for draft, row in zip(fed, rows, strict=True):
                 self._cache.cut(draft.branch, row.start)
             return []
-        states = torch.split(self._further.states, sizes) if self._further else [None] * len(rows)
+        logits = torch.split(output.logits, sizes)
+        states = [None] * len(rows) if self._further is None else torch.split(_hidden(output), sizes)
         for draft, row in zip(fed, rows, strict=True):
             if not draft.is_root and row.logits > 1:
                 self._cache.drop_masks(draft.branch)
@@ -357,8 +353,8 @@ class DraftModel:
             for draft in drafts:
                 draft.is_guessed = True
             states, taken = zip(*[draft.last for draft in drafts], strict=True)
-            logits, after = further.predict_next(torch.stack(states), taken)
-            self._extend(drafts, torch.split(logits, 1), torch.split(after, 1))
+            output = further.predict_next(torch.stack(states), taken)
+            self._extend(drafts, torch.split(output.logits, 1), torch.split(_hidden(output), 1))
 
     def _extend(self, drafts: Sequence[BlockDraft], logits: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
         """Adds tokens to each draft, or ends it; logits (tokens, columns) and states (tokens, hidden) for each."""
@@ -443,6 +439,11 @@ class DraftModel:
         token = int(ids[gumbel_argmax(weights.double().log(), at)])
         padding = top_k - len(ids)
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
+
+
+def _hidden(output: ForwardOutput) -> Tensor:
+    assert output.hidden is not None, "a draft head goes on from hidden states"
+    return output.hidden
 
 
 def _choices(logits: Tensor) -> Choices:

@@ -53,9 +53,11 @@ def load_draft_model(
     if proposable != list(range(rows)):
         reduce_head(model, token_ids)
     width = tokens_per_forward(model.config, longest_block)
-    further = load_recurrent_head(folder, model.eval(), width, product, None if frequent is None else FURTHER_TOKENS)
+    decoder = decoder_for(model.eval(), product)
+    columns = None if frequent is None else FURTHER_TOKENS
+    further = load_recurrent_head(folder, model, decoder, width, product, columns)
     masks = ONE_AT_A_TIME if further else read_mask_tokens(model.config, longest_block)
     pages = page_count(cache, page_bytes(model, cache.page_size), sessions, context, device)
-    runner = ModelRunner(model, pages, cache.page_size, decoder=further or decoder_for(model, product))
+    runner = ModelRunner(model, pages, cache.page_size, decoder=decoder)
     draft_cache = DraftCache(pages, cache.page_size)
     return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, further=further)

@@ -6,15 +6,12 @@ of the two drafts depends on tokens before the block alone, so ratio acceptance 
 
 from collections.abc import Callable, Sequence
 
-from actors.methods import DraftingMethod, Early, TargetNeeds, dismiss
+from actors.methods import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import Proposal, Want
-from protos.messages import Verdict
 
 
 class LookupFirst:
     """Two methods as one: `model` drafts what `lookup` has nothing to offer for."""
-
-    needs = TargetNeeds()
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         self._lookup = lookup
@@ -29,10 +26,6 @@ class LookupFirst:
         served = {proposal.session for proposal in found}
         rest = [want for want in wants if want.open.session not in served]
         return found + (self._model.propose(rest, interrupted, early) if rest else [])
-
-    def observe(self, verdict: Verdict) -> None:
-        self._lookup.observe(verdict)
-        self._model.observe(verdict)
 
     def close(self, sessions: Sequence[str]) -> None:
         self._lookup.close(sessions)

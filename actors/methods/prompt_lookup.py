@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from actors.methods import Early, TargetNeeds, dismiss
+from actors.methods import Early, dismiss
 from cluster.drafting.requests import Proposal, Want, max_block_len
-from protos.messages import Verdict
 from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
@@ -39,7 +38,6 @@ def _latest(text: bytes, suffix: bytes) -> int | None:
 class PromptLookup:
     """The method around `look_up`; holds no state."""
 
-    needs = TargetNeeds()
     tokens_per_forward = 1
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -50,9 +48,6 @@ class PromptLookup:
         """Ahead at most one each: for the case that the text goes on as it did before."""
         found = [self._propose(want) if want.unverified is None else self._propose_ahead(want) for want in wants]
         return [proposal for proposal in found if proposal is not None]
-
-    def observe(self, verdict: Verdict) -> None:
-        """Everything it needs comes with the next want."""
 
     def close(self, sessions: Sequence[str]) -> None:
         """There is nothing to forget."""

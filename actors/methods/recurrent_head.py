@@ -6,7 +6,7 @@ at nothing else, so it knows less than the model; but a forward of a small model
 The draft folder holds it as `recurrent_head.safetensors`. Knows nothing of drafting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.attention.batch import RaggedBatch
 from actors.compute.linear import Product, Projection, projection
-from actors.models.decoder import LlamaDecoder, is_llama_kind, norm_of
+from actors.models.decoder import Decoder, LlamaDecoder, norm_of
+from actors.models.forward_output import ForwardOutput
 from cluster.errors import ModelError
 
 FILE = "recurrent_head.safetensors"
@@ -26,26 +26,21 @@ SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": 
 
 
 class DraftHead(Protocol):
-    """Names tokens after those that a forward has named."""
+    """Predicts tokens after those of a forward."""
 
     width: int  # tokens in all, the forward's own included
 
-    @property
-    def states(self) -> Tensor:
-        """What the latest forward's logits were made of, (places, hidden)."""
-        ...
-
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Logits of what follows `tokens`, each taken after one of these states; and the states they are made of."""
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
+        """What follows `tokens`, each taken after one of these states, (tokens, hidden)."""
         ...
 
 
-class RecurrentDecoder:
-    """A `Decoder` that remembers its latest states, and goes on from them or others: `DraftHead`."""
+class RecurrentHead:
+    """A `DraftHead` over the embedding of the draft model and some columns of its head."""
 
     def __init__(
         self,
-        decoder: LlamaDecoder,
+        embed: Callable[[Tensor], Tensor],
         head: Projection,
         weights: dict[str, Tensor],
         eps: float,
@@ -53,31 +48,31 @@ class RecurrentDecoder:
         product: Product,
     ) -> None:
         self.width = width
-        self._decoder = decoder
+        self._embed = embed
         self._head = head
         self._state_norm = norm_of(weights["state_norm.weight"], eps)
         self._token_norm = norm_of(weights["token_norm.weight"], eps)
         self._gate_up = product(weights["gate_up.weight"], None)
         self._down = product(weights["down.weight"], None)
-        self.states = torch.empty(0)
-
-    def __call__(self, batch: RaggedBatch) -> Tensor:
-        self.states = self._decoder.states(batch)
-        return self._decoder.head(self.states)
 
     @torch.inference_mode()
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        taken = self._decoder.embed(torch.tensor(tokens, device=states.device))
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
+        taken = self._embed(torch.tensor(tokens, device=states.device))
         inputs = torch.cat((self._state_norm(states), self._token_norm(taken)), dim=-1)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
         states = self._down.plus(F.silu(gate) * up, states)
-        return self._head(states), states
+        return ForwardOutput(self._head(states), states)
 
 
 def load_recurrent_head(
-    folder: Path, model: PreTrainedModel, width: int, product: Product = projection, columns: int | None = None
-) -> RecurrentDecoder | None:
-    """The one in the model's folder, to name `width` tokens a forward; None where there is none.
+    folder: Path,
+    model: PreTrainedModel,
+    decoder: Decoder,
+    width: int,
+    product: Product = projection,
+    columns: int | None = None,
+) -> RecurrentHead | None:
+    """The one in the model's folder, to predict `width` tokens a forward; None where there is none.
 
     It chooses among the first `columns` of the model's logits, or among all.
 
@@ -86,7 +81,7 @@ def load_recurrent_head(
     path = folder / FILE
     if not path.is_file():
         return None
-    if not is_llama_kind(model):
+    if not isinstance(decoder, LlamaDecoder):
         raise ModelError(f"{path} needs a model of the Llama kind, not {type(model).__name__}")
     stored = load_file(path)
     hidden = int(model.config.hidden_size)
@@ -95,7 +90,6 @@ def load_recurrent_head(
     if shapes != dict(zip(SHAPES, ((hidden,), (hidden,), (2 * wide, 2 * hidden), (hidden, wide)), strict=True)):
         raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
     weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
-    decoder = LlamaDecoder(model, product)
     whole = model.get_output_embeddings()
     head = product(whole.weight[:columns], None if whole.bias is None else whole.bias[:columns])
-    return RecurrentDecoder(decoder, head, weights, float(model.config.rms_norm_eps), width, product)
+    return RecurrentHead(decoder.embed, head, weights, float(model.config.rms_norm_eps), width, product)

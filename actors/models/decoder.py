@@ -17,6 +17,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
+from actors.models.forward_output import ForwardOutput
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 
 KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
@@ -24,9 +25,9 @@ LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 
 
 class Decoder(Protocol):
-    """Logits of the batch's wanted places, shape (places, vocabulary)."""
+    """Logits of the batch's wanted places, of the whole vocabulary."""
 
-    def __call__(self, batch: RaggedBatch) -> Tensor: ...
+    def __call__(self, batch: RaggedBatch) -> ForwardOutput: ...
 
 
 class ModelDecoder:
@@ -38,7 +39,7 @@ class ModelDecoder:
         pack_linears(model, product)
         self._model = model
 
-    def __call__(self, batch: RaggedBatch) -> Tensor:
+    def __call__(self, batch: RaggedBatch) -> ForwardOutput:
         output = self._model(
             input_ids=batch.tokens.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -46,8 +47,7 @@ class ModelDecoder:
             logits_to_keep=batch.logit_at,
             ragged_batch=batch,
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return ForwardOutput(output.logits[0], None)
 
 
 class Norm(Protocol):
@@ -115,18 +115,15 @@ class LlamaDecoder:
         self._norm = _norm(body.norm)
         self._head = _alone(model.get_output_embeddings(), product)
 
-    def __call__(self, batch: RaggedBatch) -> Tensor:
-        return self.head(self.states(batch))
-
-    def head(self, states: Tensor) -> Tensor:
-        """Logits of states, (places, vocabulary)."""
-        return self._head(states)
+    def __call__(self, batch: RaggedBatch) -> ForwardOutput:
+        hidden = self._hidden(batch)
+        return ForwardOutput(self._head(hidden), hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(tokens, hidden)."""
         return F.embedding(tokens, self._embedding)
 
-    def states(self, batch: RaggedBatch) -> Tensor:
+    def _hidden(self, batch: RaggedBatch) -> Tensor:
         """What the head reads at the batch's wanted places, (places, hidden)."""
         padding = (0, max(0, self._least_rows - len(batch.tokens)))
         hidden = self.embed(F.pad(batch.tokens, padding))

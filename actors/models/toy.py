@@ -11,7 +11,8 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
-from cluster.page_allocator import PageCopy
+from actors.models.forward_output import ForwardOutput
+from cluster.page_allocator import PageCopy, PlaceMove
 
 
 class ToyRunner:
@@ -22,7 +23,11 @@ class ToyRunner:
         self._table = table
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> Tensor:
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
         wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
-        return self._table[torch.tensor(wanted, dtype=torch.int64)]
+        return ForwardOutput(self._table[torch.tensor(wanted, dtype=torch.int64)], None)

@@ -215,12 +215,10 @@ class Stalled:
     """A drafting method that comes to a standstill when told; the drafter's streams live on."""
 
     def __init__(self, method: DraftingMethod) -> None:
-        self.needs = method.needs
         self.go_on = threading.Event()
         self.tokens_per_forward = method.tokens_per_forward
         self.go_on.set()
         self._method = method
-        self.observe = method.observe
         self.close = method.close
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:

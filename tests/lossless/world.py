@@ -18,6 +18,7 @@ from actors.engine.executor import StepExecutor
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.pard import MaskTokens
+from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.dispatch import Send
 from cluster.drafting.requests import Proposal
@@ -90,28 +91,23 @@ class ToyDraft(ToyRunner):
 
     def forward(
         self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> Tensor:
+    ) -> ForwardOutput:
         if interrupted():
             raise Interrupted
-        self.latest = super().forward(rows, copies)
-        return self.latest
+        output = super().forward(rows, copies)
+        return output._replace(hidden=output.logits)
 
 
 class Flatter:
     """A recurrent head: the draft's own logits, halved."""
 
-    def __init__(self, draft: ToyDraft, logits: Tensor, width: int) -> None:
+    def __init__(self, logits: Tensor, width: int) -> None:
         self.width = width
-        self._draft = draft
         self._logits = logits / 2
 
-    @property
-    def states(self) -> Tensor:
-        """It needs none."""
-        return self._draft.latest
-
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self._logits[torch.tensor(tokens)], states
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
+        """It needs no states."""
+        return ForwardOutput(self._logits[torch.tensor(tokens)], states)
 
 
 class World:
@@ -150,7 +146,7 @@ class World:
             drafting_limits,
             clock=lambda: self._now,
             masks=MaskTokens(vocabulary, setting.width),
-            further=Flatter(draft, setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+            further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
         )
         self._now = 0.0
         self._order = count()

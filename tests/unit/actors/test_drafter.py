@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.methods import Early, TargetNeeds, dismiss
+from actors.methods import Early, dismiss
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.models.toy import ToyRunner
@@ -103,7 +103,6 @@ async def test_a_malformed_open_is_counted_and_refused_under_its_attempt():
 class EndlessMethod:
     """Drafts ahead until it is interrupted."""
 
-    needs = TargetNeeds()
     tokens_per_forward = 1
 
     def __init__(self) -> None:
@@ -122,15 +121,12 @@ class EndlessMethod:
         self.interrupted.set()
         return []
 
-    def observe(self, verdict: Verdict) -> None: ...
-
     def close(self, sessions: Sequence[str]) -> None: ...
 
 
 class OneToken:
     """Drafts a token for whoever wants one, at once or by a forward."""
 
-    needs = TargetNeeds()
     tokens_per_forward = 1
 
     def __init__(self, at_once: bool) -> None:
@@ -140,8 +136,6 @@ class OneToken:
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         self.made += 1
         return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (1,), is_at_once=self._at_once) for w in wants]
-
-    def observe(self, verdict: Verdict) -> None: ...
 
     def close(self, sessions: Sequence[str]) -> None: ...
 

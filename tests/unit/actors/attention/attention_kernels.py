@@ -21,6 +21,7 @@ def attend_to_pages(
     length: int,
     scale: float | None,
     window_left: int,  # keys before the query's own that it sees; -1: all
+    mask: Tensor | None = None,  # (queries, keys) which of them a query sees, in the place of the above
 ) -> Tensor:
     """One row, aligned at the lower right: its last query sees its last key."""
     repeat = query.shape[1] // keys.shape[2]
@@ -30,6 +31,8 @@ def attend_to_pages(
     scores = torch.einsum("qhd,khd->hqk", query, own_keys) * (scale or 1 / math.sqrt(query.shape[2]))
     distance = torch.arange(length - len(query), length).unsqueeze(1) - torch.arange(length)
     hidden = (distance < 0) if window_left < 0 else (distance < 0) | (distance > window_left)
+    if mask is not None:
+        hidden = ~mask
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), own_values)
 
 
@@ -79,19 +82,27 @@ class PagedPrefill:
         head_dim_qk: int,
         page_size: int,
         *,
+        custom_mask: Tensor | None = None,
         causal: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
         q_data_type: torch.dtype = torch.float16,
     ) -> None:
         check_integers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        assert causal
+        assert causal == (custom_mask is None), "a mask takes the place of causal"
+        assert custom_mask is None or window_left == -1
         counts = paged_kv_indptr.diff()
         assert int(paged_kv_indptr[-1]) == len(paged_kv_indices)
         assert bool(((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all())
         self._queries = qo_indptr.diff().tolist()
         self._pages = paged_kv_indices.split(counts.tolist())
         self._lengths = ((counts - 1) * page_size + paged_kv_last_page_len).tolist()
+        self._masks: list[Tensor | None] = [None] * len(self._queries)
+        if custom_mask is not None:
+            assert custom_mask.dtype is torch.bool
+            sizes = list(zip(self._queries, self._lengths, strict=True))
+            flat = custom_mask.split([queries * keys for queries, keys in sizes])
+            self._masks = [part.view(size) for part, size in zip(flat, sizes, strict=True)]
         self._heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type)
         self._scale = sm_scale
         self._window_left = window_left
@@ -101,8 +112,8 @@ class PagedPrefill:
         assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype) == self._heads
         assert keys.stride() == values.stride()
         assert q.stride(-1) == keys.stride(-1) == 1
-        parts = zip(q.split(self._queries), self._pages, self._lengths, strict=True)
-        rows = [attend_to_pages(part, keys, values, p, n, self._scale, self._window_left) for part, p, n in parts]
+        parts = zip(q.split(self._queries), self._pages, self._lengths, self._masks, strict=True)
+        rows = [attend_to_pages(part, keys, values, p, n, self._scale, self._window_left, m) for part, p, n, m in parts]
         return torch.cat(rows)
 
 

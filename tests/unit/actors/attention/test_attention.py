@@ -4,6 +4,7 @@ The libraries that need a GPU are represented by their documented behaviour (`at
 """
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from actors.attention.flex import QUERY_BLOCK, Flex
 from actors.attention.gathered import SHORT_CONTEXT, Gathered, GatheredPlan
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import FeedRow, PagedCache
+from protos.messages import MAX_BLOCK_TOKENS, DraftTree
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+from tests.unit.trees import grown
 
 PAGE_SIZE = 4
 HEADS = 4
@@ -96,27 +99,62 @@ def test_rows_of_unequal_lengths_attend_each_to_its_own(backend, window):
     torch.testing.assert_close(found, torch.cat(expected))
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_an_alternative_sees_what_is_before_the_token_that_it_may_replace_and_itself(window):
-    """Beside rows without; as plain attention over each continuation alone would have it."""
-    cache = a_cache()
-    query, new = random_input(5, 4 + 6 + 2)
-    rows = [a_row((7,), 0, 4), a_row((5,), 0, 2)]
-    backend = Gathered()
-    RaggedBatch(rows, cache, backend).attend(0, query[:6], new[:6], 0.3, window)
-    # Decided: four places, and the last token; drafted: two that follow one another, and two alternatives to the first.
-    tree = FeedRow((1,) * 5, 4, 5, (7, 2, 9), alternatives=2)
-    batch = RaggedBatch([tree, a_row((5,), 2, 1)], cache, backend)
-    assert batch.positions.tolist() == [4, 5, 6, 5, 5, 2]
-    found = batch.attend(0, query[6:], new[6:], 0.3, window)
-    last, first, second, one, other = [new[at : at + 1] for at in range(6, 11)]
-    chain = plain_attention(query[6:9], torch.cat([new[:4], last, first, second]), window)
-    apart = [
-        plain_attention(query[at : at + 1], torch.cat([new[:4], last, token]), window)
-        for at, token in ((9, one), (10, other))
+def a_tree_row(pages: tuple[int, ...], start: int, known: int, tree: DraftTree) -> FeedRow:
+    """Decided tokens, then a tree."""
+    return FeedRow((1,) * known + tree.tokens, start, 1, pages, tree.parents)
+
+
+def plain_tree_attention(
+    row: FeedRow, query: Tensor, old: Tensor, new: Tensor, window: int | None = None
+) -> list[Tensor]:
+    """Of each token of the row over what is before it alone: one after another, then each node after its own path."""
+    known = len(row.tokens) - len(row.parents)
+    lines = [tuple(range(known - at)) for at in range(known - 1, -1, -1)]
+    lines += [(*range(known), *[known + node for node in path]) for path in row.tree.paths]
+    return [
+        plain_attention(query[at : at + 1], torch.cat([old, new[list(line)]]), window) for at, line in enumerate(lines)
     ]
-    beside = plain_attention(query[11:], torch.cat([new[4:6], new[11:]]), window)
-    torch.testing.assert_close(found, torch.cat([chain, *apart, beside]))
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4])
+@pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
+def test_a_node_of_a_tree_sees_its_path_and_what_is_before_the_tree(name, window):
+    """Beside other rows, with and without trees, over the borders of pages; as if each path were alone."""
+    backend = BACKENDS[name]()
+    for seed in range(6):
+        cache = a_cache(pages=24)
+        query, old = random_input(seed, 4 + 2 + 3)
+        first, other = (grown(Random(seed + more), nodes, 50) for more, nodes in ((0, 9), (100, 5)))
+        rows = [a_row((7,), 0, 4), a_row((5,), 0, 2), a_row((4,), 0, 3)]
+        RaggedBatch(rows, cache, backend).attend(0, query, old, 0.3, window)
+        trees = [a_tree_row((7, 2, 9, 11, 12), 4, 1, first), a_tree_row((5, 13, 14, 15), 2, 2, other)]
+        further_query, new = random_input(seed + 50, 1 + len(first) + 2 + len(other) + 1)
+        found = RaggedBatch([*trees, a_row((4,), 3, 1)], cache, backend).attend(0, further_query, new, 0.3, window)
+        one = slice(0, 1 + len(first))
+        two = slice(one.stop, one.stop + 2 + len(other))
+        expected = plain_tree_attention(trees[0], further_query[one], old[:4], new[one], window)
+        expected += plain_tree_attention(trees[1], further_query[two], old[4:6], new[two], window)
+        expected.append(plain_attention(further_query[two.stop :], torch.cat([old[6:], new[two.stop :]]), window))
+        torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_positions_of_a_tree_are_by_depth_and_a_chain_is_no_exception():
+    tree = DraftTree((5, 6, 7, 8), (-1, 0, -1, 2))
+    row = a_tree_row((0, 1, 2), 3, 2, tree)
+    assert (row.positions, row.tree_start) == ([3, 4, 5, 6, 5, 6], 5)
+    assert a_tree_row((0, 1, 2), 3, 2, DraftTree.chain((5, 6))).positions == a_row((0, 1, 2), 3, 4).positions
+
+
+@pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
+def test_as_many_nodes_as_a_block_may_have(name):
+    """Whatever number a node has, a mask finds it."""
+    cache = a_cache(pages=40)
+    tree = grown(Random(1), MAX_BLOCK_TOKENS, 10**6)
+    assert len(tree) == MAX_BLOCK_TOKENS
+    row = a_tree_row(tuple(range(40)), 0, 2, tree)
+    query, new = random_input(2, len(row.tokens))
+    found = RaggedBatch([row], cache, BACKENDS[name]()).attend(0, query, new, 0.3, None)
+    torch.testing.assert_close(found, torch.cat(plain_tree_attention(row, query, new[:0], new)))
 
 
 def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():

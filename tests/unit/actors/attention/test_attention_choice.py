@@ -1,6 +1,7 @@
 """Which attention is taken: the fastest that is right, and why the others are not."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import AttentionBackend
-from actors.attention.choice import AttentionReport, Trial, choose_attention, fastest
+from actors.attention.choice import REPEATS, AttentionReport, Trial, choose_attention, fastest
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex
 from actors.attention.gathered import Gathered, GatheredPlan
@@ -40,6 +41,8 @@ class Clock:
 class Paced:
     """Gathers, in a layer for so many seconds, and with a change to the result."""
 
+    takes_trees = True
+
     def __init__(
         self, name: str, clock: Clock, seconds: float, change: Callable[[Tensor], Tensor] = Tensor.clone
     ) -> None:
@@ -57,6 +60,12 @@ class Paced:
                 return paced._change(super().__call__(query, pool, scaling, window))
 
         return Plan(rows, cache)
+
+
+def getting_faster() -> Callable[[], float]:
+    """A clock by which what is tried second takes a tenth of the time."""
+    seconds = iter([*[10.0 * at for at in range(2 * REPEATS)], *[1000.0 + at for at in range(2 * REPEATS)]])
+    return lambda: next(seconds)
 
 
 def failing() -> AttentionBackend:
@@ -102,6 +111,27 @@ def test_the_trial_finds_documented_kernels_right_although_other_memory_holds_na
     backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
     _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, Clock())
     assert [tried.refused for tried in report.tried] == ["", ""]
+
+
+def test_a_backend_that_is_wrong_about_trees_serves_without_them():
+    """Else blocks that are trees would be decided by wrong logits; and a kernel is worth having for chains alone."""
+
+    class Blind(Flex):
+        name = "blind"
+
+        def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+            return GatheredPlan([replace(row, parents=()) for row in rows], cache)
+
+    _, report = fastest({"blind": lambda: Blind(flex_attention)}, Trial(SHAPE, CPU), 1e-4, getting_faster())
+    assert (report.chosen, report.takes_trees) == ("blind", False)
+    assert "off by" in report.tried[1].no_trees
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_the_trial_says_which_documented_kernels_take_trees(name):
+    backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
+    _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, getting_faster())
+    assert (report.chosen, report.takes_trees) == (name, name == "flashinfer")
 
 
 def test_the_trial_notices_a_window_that_is_one_too_long():

@@ -3,7 +3,7 @@
 import torch
 
 from actors.compute.kv_cache import PagedCache
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
 
 PAGE_SIZE = 4
 
@@ -31,3 +31,18 @@ def test_whole_pages_are_copied_in_all_layers_and_nothing_else_is_touched():
         for page, source in enumerate([1, 3, 2, 3, 1]):
             torch.testing.assert_close(new[page], old[source])
     cache.copy([])
+
+
+def test_places_are_moved_all_at_once_in_all_layers():
+    """A path's nodes go to consecutive places, some of which were others' until then."""
+    cache = a_cache(pages=3)
+    layers = [cache.layer(index, 1, 2) for index in range(2)]
+    for index, layer in enumerate(layers):
+        layer.copy_(torch.arange(layer.numel()).view_as(layer) + 1000 * index)
+    before = [layer.clone() for layer in layers]
+    cache.move([PlaceMove(6, 5), PlaceMove(9, 6), PlaceMove(2, 9)])
+    for layer, old in zip(layers, before, strict=True):
+        expected = old.clone()
+        expected[[5, 6, 9]] = old[[6, 9, 2]]
+        torch.testing.assert_close(layer, expected)
+    cache.move([])

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
+from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.page_allocator import PageCopy
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -30,7 +30,7 @@ class SpyRunner(ToyRunner):
         self.fed: list[list[FeedRow]] = []
         self.copied: list[tuple[PageCopy, ...]] = []
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> Tensor:
+    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> ForwardOutput:
         self.fed.append(list(rows))
         self.copied.append(tuple(copies))
         return super().forward(rows)
@@ -74,7 +74,7 @@ def test_an_alternative_that_the_target_would_say_is_accepted_with_what_follows_
     (outcome,) = executor.step(StepPlan((), (an_open("s", tokens=(1, 2, 4)),), (row,)))
     assert outcome == Outcome("s", 1, NEXT[right], right)
     assert outcome.tokens_of(row) == (right, NEXT[right])
-    assert runner.fed[-1] == [FeedRow((4, wrong, 0, 6, right), 2, 5, (0,), alternatives=2)]
+    assert runner.fed[-1] == [FeedRow((4, wrong, 0, 6, right), 2, 5, (0,), parents=(-1, 0, -1, -1))]
 
 
 def test_pages_and_copies_reach_the_runner_as_they_were_planned():

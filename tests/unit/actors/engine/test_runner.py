@@ -1,7 +1,8 @@
 """The paged cache and the attention over it, against the same models run plainly by transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from actors.attention.gathered import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.engine.runner import ModelRunner
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
 from tests.unit.actors.tiny_models import MODELS, SIZES, WINDOW, jittered, tokens_of
+from tests.unit.trees import grown
 
 PAGE_SIZE = 4
 SESSION_PAGES = 160
@@ -66,10 +68,18 @@ def plain(request: pytest.FixtureRequest) -> Plain:
     return Plain(MODELS[request.param])
 
 
-def check(plain: Plain, rows: list[FeedRow], whole: list[tuple[int, ...]], copies: tuple[PageCopy, ...] = ()) -> None:
+def check(
+    plain: Plain,
+    rows: list[FeedRow],
+    whole: list[tuple[int, ...]],
+    copies: Sequence[PageCopy] = (),
+    moves: Sequence[PlaceMove] = (),
+) -> None:
     """The rows' logits are those of plain forwards over the whole sequences."""
     expected = [plain.logits(tokens, row.logits) for row, tokens in zip(rows, whole, strict=True) if row.logits]
-    torch.testing.assert_close(plain.runner.forward(rows, copies), torch.cat(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        plain.runner.forward(rows, copies, moves=moves).logits, torch.cat(expected), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_mixed_rows_in_one_forward_give_plain_logits(plain):
@@ -136,23 +146,27 @@ def test_a_rollback_leaves_no_trace(plain):
     check(plain, [row(table, other, 0, 3)], [other])
 
 
-def test_alternatives_give_what_each_in_its_place_would_give_and_one_that_is_fed_again_leaves_no_trace(plain):
-    """Beside another row; the accepted one goes to where the rejected block was."""
-    text = tokens_of(40, 17)
-    other = tokens_of(41, 9)
-    decided = text[:11]
-    (first, second, one, two) = text[11:15]
-    further = text[15:]
-    at, beside, *_ = TABLES
-    plain.runner.forward([row(at, decided[:10], 0, 0), row(beside, other[:7], 0, 0)])
-    fed = (decided[10], first, second, one, two)
-    tree = replace(row(at, fed, 10, 5), alternatives=2)
-    found = plain.runner.forward([tree, row(beside, other[7:], 7, 2)])
-    block = plain.logits((*decided, first, second), 3)
-    alone = [plain.logits((*decided, token), 1) for token in (one, two)]
-    expected = torch.cat([block, *alone, plain.logits(other, 2)])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    check(plain, [row(at, (two, *further), 11, 3)], [(*decided, two, *further)])
+def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kept_leaves_no_other_trace(plain):
+    """Random trees beside another row; a path's places are moved to where it stands, and the text goes on."""
+    for seed in range(4):
+        tree = grown(Random(seed), 7, 50)
+        decided = tokens_of(40 + seed, 10 + seed)
+        other = tokens_of(60 + seed, 9)
+        at, beside, *_ = TABLES
+        base = len(decided)
+        plain.runner.forward([row(at, decided[:-1], 0, 0), row(beside, other[:7], 0, 0)])
+        fed = replace(row(at, decided[-1:] + tree.tokens, base - 1, 1 + len(tree)), parents=tree.parents)
+        found = plain.runner.forward([fed, row(beside, other[7:], 7, 2)]).logits
+        paths = [tuple(tree.tokens[node] for node in path) for path in tree.paths]
+        alone = [plain.logits(decided + path, 1) for path in ((), *paths)]
+        torch.testing.assert_close(found, torch.cat([*alone, plain.logits(other, 2)]), atol=1e-4, rtol=1e-4)
+        kept = max(tree.paths, key=lambda path: (len(path), path))
+        places = [at[(base + step) // PAGE_SIZE] * PAGE_SIZE + (base + step) % PAGE_SIZE for step in range(len(tree))]
+        moves = [PlaceMove(places[node], places[step]) for step, node in enumerate(kept) if node != step]
+        assert moves, "the path lay where it belongs: this showed nothing"
+        text = decided + tuple(tree.tokens[node] for node in kept)
+        further = tokens_of(80 + seed, 3)
+        check(plain, [row(at, further, len(text), 3)], [text + further], moves=moves)
 
 
 def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):
@@ -213,8 +227,8 @@ def test_the_order_of_rows_changes_nothing(plain):
     a = tokens_of(9, 6)
     b = tokens_of(10, 9)
     rows = [row(TABLES[0], a, 0, 2), row(TABLES[1], b, 0, 3)]
-    forth = plain.runner.forward(rows)
-    back = plain.runner.forward(rows[::-1])
+    forth = plain.runner.forward(rows).logits
+    back = plain.runner.forward(rows[::-1]).logits
     torch.testing.assert_close(torch.cat([back[3:], back[:3]]), forth, atol=1e-4, rtol=1e-4)
 
 

@@ -11,6 +11,7 @@ from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.drafting.requests import Want
 from cluster.page_allocator import PageCopy
@@ -37,7 +38,7 @@ class SpyRunner(ToyRunner):
 
     def forward(
         self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> Tensor:
+    ) -> ForwardOutput:
         self.interrupted = interrupted
         self.fed.append(list(rows))
         self._memory.copy(copies)
@@ -45,11 +46,15 @@ class SpyRunner(ToyRunner):
             self._memory.write(row.tokens, row.start, row.pages)
         whole = [self._memory.read(row.end, row.pages) for row in rows]
         self.read += whole
-        return self.logits(rows, whole)
+        return ForwardOutput(self.logits(rows, whole), self.hidden(rows))
 
     def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
         """Of the last token alone; `whole` are all tokens of each row."""
-        return super().forward(rows)
+        return super().forward(rows).logits
+
+    def hidden(self, rows: Sequence[FeedRow]) -> Tensor:
+        """The token itself, at each wanted place."""
+        return torch.tensor([[token] for row in rows for token in row.tokens[-row.logits :]])
 
 
 class PrefixRunner(SpyRunner):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.methods.outcomes import Choices, offer
+from actors.models.forward_output import ForwardOutput
 from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
 from cluster.page_allocator import PageCopy
@@ -305,8 +305,9 @@ def test_a_model_that_computes_nonsense_still_gives_tokens():
     class Nonsense(SpyRunner):
         def forward(
             self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-        ) -> Tensor:
-            return torch.full_like(super().forward(rows, copies), torch.nan)
+        ) -> ForwardOutput:
+            output = super().forward(rows, copies)
+            return output._replace(logits=torch.full_like(output.logits, torch.nan))
 
     for acceptance in (COUPLED, RATIO):
         want = a_want((1, 2), sampling=DRAWN, acceptance=acceptance)

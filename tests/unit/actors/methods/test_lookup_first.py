@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.methods import Early, TargetNeeds, dismiss
+from actors.methods import Early, dismiss
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
 from cluster.drafting.requests import Proposal, Want
-from protos.messages import Verdict
 from tests.unit.cluster.samples import an_open
 
 REPEATING = (5, 6, 7, 5, 6)
@@ -17,7 +16,6 @@ NEW = (1, 2, 3, 4, 5)
 class Asked:
     """A model that remembers what it was asked for."""
 
-    needs = TargetNeeds()
     tokens_per_forward = 1
 
     def __init__(self) -> None:
@@ -29,8 +27,6 @@ class Asked:
         self.sessions += [want.open.session for want in wants]
         self.interrupted = interrupted
         return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (9,), outcome=w.unverified) for w in wants]
-
-    def observe(self, verdict: Verdict) -> None: ...
 
     def close(self, sessions: Sequence[str]) -> None:
         self.closed += sessions

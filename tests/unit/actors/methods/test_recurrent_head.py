@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
 from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import AHEAD_ROWS, GUESS_TOKENS, GUESSED, DraftingLimits, DraftModel
-from actors.methods.recurrent_head import FILE, load_recurrent_head
+from actors.methods.recurrent_head import FILE, RecurrentHead, load_recurrent_head
+from actors.models.decoder import decoder_for
+from actors.models.forward_output import ForwardOutput
 from actors.sampling.noise import Purpose, gumbel_argmax, key
 from cluster.drafting.requests import Proposal, Want
 from cluster.errors import ModelError
@@ -49,19 +51,23 @@ def a_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).eval()
 
 
+def head_in(folder: Path, model: PreTrainedModel) -> RecurrentHead | None:
+    return load_recurrent_head(folder, model, decoder_for(model), width=3)
+
+
 @torch.inference_mode()
 def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tmp_path: Path) -> None:
     """Against the formula, over transformers' own hidden states; rows may leave, and the others go on."""
     weights = some_weights()
     model = a_model()
     save_file(weights, tmp_path / FILE)
-    head = load_recurrent_head(tmp_path, a_model(), width=3)
+    head = head_in(tmp_path, a_model())
     assert head is not None
-    runner = ModelRunner(a_model(), 8, 4, decoder=head)
+    runner = ModelRunner(a_model(), 8, 4)
     rows = [FeedRow((1, 2, 3), 0, 1, (0,)), FeedRow((4, 5), 0, 1, (1,)), FeedRow((6,), 0, 1, (2,))]
     states = torch.cat([model.model(torch.tensor([row.tokens])).last_hidden_state[0, -1:] for row in rows])
-    torch.testing.assert_close(runner.forward(rows), model.lm_head(states), atol=1e-5, rtol=1e-5)
-    found = head.states
+    logits, found = runner.forward(rows)
+    torch.testing.assert_close(logits, model.lm_head(states), atol=1e-5, rtol=1e-5)
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (HIDDEN,), weights[name], model.config.rms_norm_eps)
@@ -71,13 +77,14 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
         inputs = torch.cat((norm(states[kept], "state_norm.weight"), norm(embedded, "token_norm.weight")), -1)
         gate, up = (inputs @ weights["gate_up.weight"].T).chunk(2, -1)
         states = states[kept] + (F.silu(gate) * up) @ weights["down.weight"].T
+        assert found is not None
         logits, found = head.predict_next(found[kept], taken)
         torch.testing.assert_close(found, states, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(logits, model.lm_head(states), atol=1e-4, rtol=1e-4)
 
 
 def test_a_folder_without_a_head_has_none(tmp_path: Path) -> None:
-    assert load_recurrent_head(tmp_path, a_model(), width=3) is None
+    assert head_in(tmp_path, a_model()) is None
 
 
 @pytest.mark.parametrize(
@@ -93,13 +100,13 @@ def test_a_folder_without_a_head_has_none(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     save_file(weights, tmp_path / FILE)
     with pytest.raises(ModelError, match=r"expected .* for d = 8"):
-        load_recurrent_head(tmp_path, a_model(), width=3)
+        head_in(tmp_path, a_model())
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     save_file(some_weights(), tmp_path / FILE)
     with pytest.raises(ModelError, match="Llama kind, not Gemma2ForCausalLM"):
-        load_recurrent_head(tmp_path, Gemma2ForCausalLM(Gemma2Config(**SIZES, **HEADS, head_dim=4)), width=3)
+        head_in(tmp_path, Gemma2ForCausalLM(Gemma2Config(**SIZES, **HEADS, head_dim=4)))
 
 
 # ---------------------------------------------------------------- blocks
@@ -111,22 +118,17 @@ class Following:
     A state is the token that its logits were read after.
     """
 
-    def __init__(self, runner: SpyRunner, width: int = 3) -> None:
+    def __init__(self, width: int = 3) -> None:
         self.width = width
         self.asked: list[list[int]] = []  # states, of each call
-        self._runner = runner
 
-    @property
-    def states(self) -> Tensor:
-        return torch.tensor([[token] for row in self._runner.fed[-1] for token in row.tokens[-row.logits :]])
-
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
         self.asked.append(states[:, 0].tolist())
-        return LOGITS[torch.tensor(tokens)], torch.tensor(tokens).unsqueeze(1)
+        return ForwardOutput(LOGITS[torch.tensor(tokens)], torch.tensor(tokens).unsqueeze(1))
 
 
 def a_method(runner: SpyRunner, head: type[Following] | None, **limits: Any) -> DraftModel:
-    return with_head(runner, head(runner) if head else None, **limits)
+    return with_head(runner, head() if head else None, **limits)
 
 
 def with_head(runner: SpyRunner, further: Following | None, **limits: Any) -> DraftModel:
@@ -165,14 +167,16 @@ def test_coupled_further_tokens_are_drawn_with_the_noise_of_their_positions():
 
 def test_who_is_done_leaves_and_the_others_go_on_from_their_own_states():
     wants = [a_want((1,), 1, "a"), a_want((2,), 3, "b"), a_want((3,), 2, "c"), a_want((4,), 3, "d")]
-    further = Following(runner := SpyRunner())
+    runner = SpyRunner()
+    further = Following()
     proposals = with_head(runner, further).propose(wants, never)
     assert proposals == a_method(SpyRunner(), None).propose(wants, never)
     assert further.asked == [[2, 3, 4], [proposals[1].tokens[0], proposals[3].tokens[0]]]
 
 
 def test_what_is_not_read_to_its_end_yet_is_not_gone_on_from():
-    further = Following(runner := SpyRunner())
+    runner = SpyRunner()
+    further = Following()
     wants = [a_want((1,) * 9, session="long"), a_want((2, 3), session="short")]
     (long, short) = with_head(runner, further, pass_tokens=8).propose(wants, never)
     assert (len(long.tokens), len(short.tokens)) == (0, 3)
@@ -201,9 +205,9 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading():
 class Mistaken(Following):
     """Likes best what the model likes least."""
 
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        logits, after = super().predict_next(states, tokens)
-        return -logits, after
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
+        output = super().predict_next(states, tokens)
+        return output._replace(logits=-output.logits)
 
 
 def ahead(want: Want) -> Want:
@@ -279,7 +283,7 @@ def test_where_tokens_are_sampled_the_model_names_all_first_tokens(rules):
 @pytest.mark.parametrize("steps", range(GUESS_TOKENS + 1))
 def test_whatever_is_wanted_for_sure_interrupts_the_head_too(steps):
     runner = SpyRunner()
-    further = Following(runner)
+    further = Following()
     want = ahead(a_want((1, 2), 3))
     guesses = with_head(runner, further).propose([want], lambda: len(further.asked) == steps and bool(runner.fed))
     assert len(further.asked) == steps

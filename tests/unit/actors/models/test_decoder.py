@@ -75,7 +75,7 @@ def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     prompts = [FeedRow(a[:9], 0, 0, at_a), FeedRow(b[:8], 0, 0, at_b), FeedRow(c[:4], 0, 1, at_c)]
     further = [FeedRow(a[9:], 9, 5, at_a), FeedRow(b[8:], 8, 1, at_b), FeedRow(c[4:], 4, 7, at_c)]
     with torch.inference_mode():
-        return torch.cat([decoder(RaggedBatch(rows, cache, Gathered())) for rows in (prompts, further)])
+        return torch.cat([decoder(RaggedBatch(rows, cache, Gathered())).logits for rows in (prompts, further)])
 
 
 def twins(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:

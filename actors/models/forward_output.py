@@ -1,0 +1,12 @@
+"""What one forward of a model gives, whoever computes it."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ForwardOutput(NamedTuple):
+    """Of the places that were asked for, in order."""
+
+    logits: Tensor  # (places, columns)
+    hidden: Tensor | None  # (places, hidden) what the logits were made of; None where the model's code keeps it
