@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.methods import DraftingMethod
 from actors.transport.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.dispatch import Send, stream_name
+from cluster.drafting.method import DraftingMethod
 from cluster.drafting.pass_timing import DraftTiming
 from cluster.drafting.requests import Proposal, Want
 from cluster.drafting.scheduler import DrafterLimits, DraftScheduler

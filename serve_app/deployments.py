@@ -18,7 +18,6 @@ from ray.util import get_current_placement_group
 
 from actors.drafter import Drafter
 from actors.engine.tensor_parallel import RankGroup, RankSpec, compute_in_background, device_of, run_on, use_cpu
-from actors.methods import DraftingMethod
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.prompt_lookup import PromptLookup
@@ -33,6 +32,7 @@ from actors.models.checkpoint import (
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
+from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep
@@ -217,7 +217,7 @@ def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) ->
     if draft.model is None:
         return lookup
     from actors.methods.draft_model import DraftingLimits
-    from actors.methods.loading import load_draft_model
+    from actors.methods.model.loading import load_draft_model
 
     folder = local_folder(draft.model)
     check_draft(target_tokens, folder)

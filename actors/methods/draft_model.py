@@ -16,16 +16,16 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import InterruptibleRunner
-from actors.methods import Early, dismiss
-from actors.methods.block_draft import BlockDraft, DraftedToken
-from actors.methods.draft_cache import DraftCache
-from actors.methods.forward_time import ForwardTime
-from actors.methods.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
-from actors.methods.pard import ONE_AT_A_TIME, MaskTokens
-from actors.methods.recurrent_head import DraftHead
+from actors.methods.model.block_draft import BlockDraft, DraftedToken
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
+from actors.methods.model.recurrent_head import DraftHead
 from actors.models.forward_output import ForwardOutput
 from actors.sampling.noise import Purpose, gumbel, gumbel_argmax, key
 from actors.sampling.processors import process
+from cluster.drafting.forward_time import ForwardTime
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.outcomes import Choices, Outcome, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal, Want, max_block_len
 from cluster.page_allocator import PageCopy
 from protos.prefix import extend_hash, hashes_after
@@ -225,7 +225,7 @@ class DraftModel:
         root.settled = len(known)
         while root.missing > len(root.pending):  # it is cached what the model would have to read
             token = block[len(root.drafted)]
-            root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.survival, root.prefix_hash))
+            root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted, root.prefix_hash))
             root.settled = len(root.drafted)
         root.logits = root.missing
         roots = [root, *self._alternatives_of(root)]
@@ -403,13 +403,14 @@ class DraftModel:
             return
         if draft.unverified is not None and len(draft.drafted) < len(draft.unverified):
             token = draft.unverified[len(draft.drafted)]  # whatever the model would rather have
-        survival = draft.survival * choices.chances[0]
-        if survival < draft.least_chance:
+        p_accepted = draft.p_accepted * choices.chances[0]
+        if p_accepted < draft.least_chance:
             draft.is_cut = True
             return
         prefix_hash = extend_hash(draft.prefix_hash, token)
-        draft.drafted.append(DraftedToken(token, choices, survival, prefix_hash, ids, weights, draft.is_guessed, state))
-        draft.is_cut = survival < draft.min_confidence
+        by_head = draft.is_guessed
+        draft.drafted.append(DraftedToken(token, choices, p_accepted, prefix_hash, ids, weights, by_head, state))
+        draft.is_cut = p_accepted < draft.min_confidence
 
     def _draw_coupled(self, draft: BlockDraft, logits: Tensor) -> tuple[int, Choices]:
         """The token that the target would draw from these logits: with the same noise, at the same address."""

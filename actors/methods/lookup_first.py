@@ -6,7 +6,7 @@ of the two drafts depends on tokens before the block alone, so ratio acceptance 
 
 from collections.abc import Callable, Sequence
 
-from actors.methods import DraftingMethod, Early, dismiss
+from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import Proposal, Want
 
 

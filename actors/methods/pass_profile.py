@@ -7,8 +7,8 @@ from functools import partial
 from statistics import median
 
 from actors.engine.profile import least_seconds
-from actors.methods import DraftingMethod
 from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.method import DraftingMethod
 from cluster.drafting.requests import Want
 from cluster.drafting.scheduler import DrafterLimits
 from protos.messages import Acceptance, Open, Sampling

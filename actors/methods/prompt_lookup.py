@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from actors.methods import Early, dismiss
+from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want, max_block_len
 from protos.prefix import hashes_after
 

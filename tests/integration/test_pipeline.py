@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.engine.engine import Engine
-from actors.methods import DraftingMethod, Early, dismiss
+from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import Proposal, Want
 from cluster.errors import DrainingError, TargetLostError
 from cluster.routing.session import Emit

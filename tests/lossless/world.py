@@ -15,9 +15,9 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
-from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
-from actors.methods.pard import MaskTokens
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.pard import MaskTokens
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.dispatch import Send

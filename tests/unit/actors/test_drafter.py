@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.methods import Early, dismiss
-from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.model.draft_cache import DraftCache
 from actors.models.toy import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want
 from cluster.drafting.scheduler import DrafterLimits
 from protos import speculation_pb2 as pb

@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.attention.batch import Interrupted
 from actors.compute.kv_cache import FeedRow
 from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, ROWS_EACH, DraftModel
-from actors.methods.outcomes import Choices, accepted_chance, continuations, rejections
+from cluster.drafting.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 from protos.prefix import Prefix

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.methods.draft_cache import Branch, DraftCache
+from actors.methods.model.draft_cache import Branch, DraftCache
 from tests.unit.cluster.token_memory import TokenMemory
 
 PAGE_SIZE = 4

@@ -10,10 +10,10 @@ import torch
 from scipy.stats import chisquare
 
 from actors.compute.kv_cache import FeedRow
-from actors.methods.outcomes import Choices, offer
 from actors.models.forward_output import ForwardOutput
 from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
+from cluster.drafting.outcomes import Choices, offer
 from cluster.page_allocator import PageCopy
 from protos.messages import Acceptance, DraftTree, Sampling
 from tests.unit.actors.methods.drafting import (

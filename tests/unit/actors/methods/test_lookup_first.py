@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.methods import Early, dismiss
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
+from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want
 from tests.unit.cluster.samples import an_open
 

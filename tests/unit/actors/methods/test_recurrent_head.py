@@ -14,9 +14,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
-from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import AHEAD_ROWS, GUESS_TOKENS, GUESSED, DraftingLimits, DraftModel
-from actors.methods.recurrent_head import FILE, RecurrentHead, load_recurrent_head
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.recurrent_head import FILE, RecurrentHead, load_recurrent_head
 from actors.models.decoder import decoder_for
 from actors.models.forward_output import ForwardOutput
 from actors.sampling.noise import Purpose, gumbel_argmax, key

@@ -11,11 +11,11 @@ import torch
 from actors.compute.linear import EightBitProjection, can_round, projection
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.runner import ModelRunner
-from actors.methods.draft_cache import DraftCache
 from actors.methods.draft_model import DraftingLimits, DraftModel
-from actors.methods.pard import ONE_AT_A_TIME, read_mask_tokens, tokens_per_forward
-from actors.methods.recurrent_head import load_recurrent_head
-from actors.methods.vocab_pruning import read_frequent_tokens, reduce_head
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.pard import ONE_AT_A_TIME, read_mask_tokens, tokens_per_forward
+from actors.methods.model.recurrent_head import load_recurrent_head
+from actors.methods.model.vocab_pruning import read_frequent_tokens, reduce_head
 from actors.models.checkpoint import load_model
 from actors.models.decoder import decoder_for
 from cluster.config import CacheConfig

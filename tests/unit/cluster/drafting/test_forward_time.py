@@ -2,7 +2,7 @@
 
 import math
 
-from actors.methods.forward_time import ForwardTime
+from cluster.drafting.forward_time import ForwardTime
 
 
 def learnt(*forwards: tuple[int, float]) -> ForwardTime:

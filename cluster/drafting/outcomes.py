@@ -47,19 +47,19 @@ def rejections(block: Sequence[int], known: Sequence[Choices], alternatives: Seq
 
 
 def offer(
-    drafted: int, at_first: Choices, survivals: Sequence[float], most: int, least_chance: float
+    drafted: int, at_first: Choices, chances: Sequence[float], most: int, least_chance: float
 ) -> tuple[int, tuple[int, ...]]:
     """How many of a block's tokens to send, and which alternatives to the first: the likeliest, at most so many in all.
 
-    `drafted` is the first token and `at_first` what it was chosen from; `survivals` are the chances that each of the
+    `drafted` is the first token and `at_first` what it was chosen from; `chances` are the chances that each of the
     block's tokens, and all before it, is accepted.
     """
     likely = takewhile(lambda choice: choice[1] >= least_chance, at_first)
     others = [choice for choice in likely if choice[0] != drafted]
-    kept = len(survivals)
+    kept = len(chances)
     while others and kept + len(others) > most:
         _, least = others[-1]
-        if kept > 1 and survivals[kept - 1] < least:
+        if kept > 1 and chances[kept - 1] < least:
             kept -= 1
         else:
             others.pop()

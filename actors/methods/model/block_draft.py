@@ -8,8 +8,8 @@ from itertools import takewhile
 
 from torch import Tensor
 
-from actors.methods.draft_cache import Branch
-from actors.methods.outcomes import Choices, offer
+from actors.methods.model.draft_cache import Branch
+from cluster.drafting.outcomes import Choices, offer
 from cluster.drafting.requests import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
 
@@ -23,7 +23,7 @@ class DraftedToken:
 
     token: int
     choices: Choices  # at its place
-    survival: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
+    p_accepted: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
     prefix_hash: int  # of all tokens up to it
     ids: tuple[int, ...] = ()  # draft_probs, under ratio
     weights: tuple[int, ...] = ()
@@ -76,9 +76,9 @@ class BlockDraft:
         return self.unverified is not None
 
     @property
-    def survival(self) -> float:
+    def p_accepted(self) -> float:
         """Chance that all tokens so far are accepted."""
-        return self.drafted[-1].survival if self.drafted else 1.0
+        return self.drafted[-1].p_accepted if self.drafted else 1.0
 
     @property
     def prefix_hash(self) -> int:
@@ -120,7 +120,7 @@ class BlockDraft:
         depend on it."""
         if self.ratio:
             return self.chance
-        stands = self.drafted[self.settled - 1].survival if self.settled else 1.0
+        stands = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
         return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
 
     @property
@@ -149,9 +149,9 @@ class BlockDraft:
         if self.is_root or not self.drafted or not self.want.may_branch:
             return len(self.drafted), ()
         first = self.drafted[0]
-        survivals = [token.survival for token in self.drafted]
+        chances = [token.p_accepted for token in self.drafted]
         least_chance = max(self.least_chance, LEAST_ALTERNATIVE)
-        return offer(first.token, first.choices, survivals, self.max_tokens, least_chance)
+        return offer(first.token, first.choices, chances, self.max_tokens, least_chance)
 
     def forget_guesses(self) -> None:
         """A forward has read on: what the recurrent head made of it is named anew."""
