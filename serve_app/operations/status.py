@@ -42,12 +42,12 @@ def ray_status(address: str, application: str) -> Group | str:
     return Group(*(_application_table(name, status) for name, status in applications.items()), *counted)
 
 
-def _counted(application: str) -> Table | str:
+def _counted(application: str) -> Group | str:
     try:
         targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not say what they have counted: {error}"
-    return replicas_table(targets, drafters)
+    return Group(targets_table(targets), replicas_table(targets, drafters))
 
 
 def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
@@ -70,6 +70,29 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
     made.add_row("desyncs", str(desyncs))
     made.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
     return made
+
+
+def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
+    """How each target replica attends, and whether it asks for drafts: what it has measured of both."""
+    made = table("Targets", "pid", "attention", "plain tokens/s", "gain by speculation", "speculation")
+    for target in targets:
+        speculation = target["speculation"]
+        is_on = "on" if speculation["on"] else "off: it would not pay"
+        reports = dict.fromkeys(_attention(report) for report in target["attention"])  # ranks that agree, once
+        measured = shown(speculation["plain_rate"], ".1f"), shown(speculation["gain"])
+        made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
+    return made
+
+
+def _attention(report: Mapping[str, Any]) -> str:
+    """The chosen backend, and how each that was tried fared; on a CPU there is no choice."""
+    tried = (
+        f"{one['name']}: {shown(one['step_ms'])} ms"
+        if one["step_ms"] is not None
+        else f"{one['name']}: {one['refused']}"
+        for one in report["tried"]
+    )
+    return "\n  ".join([str(report["chosen"]), *tried])
 
 
 def _share(part: int, whole: int) -> str:

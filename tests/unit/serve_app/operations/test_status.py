@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serve_app.operations.status import replicas_table
+from serve_app.operations.status import replicas_table, targets_table
 
 
 def a_target(**changes: Any) -> dict[str, Any]:
@@ -43,3 +43,32 @@ def test_where_nothing_has_happened_there_are_no_rates() -> None:
     assert rows["guess hit rate"] == "- (0 of 0)"
     assert rows["target idle"] == "-"
     assert rows["dropped blocks"] == "0"
+
+
+def cells(targets: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return {str(column.header): [str(cell) for cell in column.cells] for column in targets_table(targets).columns}
+
+
+def test_a_target_says_whether_it_asks_for_drafts() -> None:
+    attention = [{"chosen": "gathered", "tried": ()}]
+    off = {"plain_rate": 31.7, "gain": 0.93, "on": 0.0}
+    on = {"plain_rate": 31.7, "gain": 1.32, "on": 1.0}
+    assert cells([{"pid": pid, "attention": attention, "speculation": one} for pid, one in ((7, off), (8, on))]) == {
+        "pid": ["7", "8"],
+        "attention": ["gathered", "gathered"],
+        "plain tokens/s": ["31.7", "31.7"],
+        "gain by speculation": ["0.93", "1.32"],
+        "speculation": ["off: it would not pay", "on"],
+    }
+
+
+def test_a_target_says_why_the_other_attention_backends_were_not_taken() -> None:
+    tried = (
+        {"name": "gathered", "step_ms": 2.5, "refused": ""},
+        {"name": "flashinfer", "step_ms": None, "refused": "ImportError: No module named 'flashinfer'"},
+    )
+    report = {"chosen": "gathered", "tried": tried}
+    (shown,) = cells([{"pid": 7, "attention": [report, report], "speculation": {"plain_rate": 0, "gain": 1, "on": 1}}])[
+        "attention"
+    ]
+    assert shown == "gathered\n  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
