@@ -77,7 +77,7 @@ def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
     made = table("Targets", "pid", "attention", "plain tokens/s", "gain by speculation", "speculation")
     for target in targets:
         speculation = target["speculation"]
-        is_on = "on" if speculation["on"] else "off: it would not pay"
+        is_on = "on" if speculation["on"] else "off"
         reports = dict.fromkeys(_attention(report) for report in target["attention"])  # ranks that agree, once
         measured = shown(speculation["plain_rate"], ".1f"), shown(speculation["gain"])
         made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
