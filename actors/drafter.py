@@ -23,7 +23,7 @@ from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
 from cluster.telemetry import Timeline
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Block, Close, Hello, Open, Refusal, RefusalReason, Resync, Verdict, Welcome
+from protos.messages import Block, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -131,23 +131,23 @@ class Drafter:
         stream = stream_name(hello.peer_id, self._streams)
         self._routers[stream] = outbox = Outbox()
         outbox.put(Welcome(self.peer_id))
-        self.scheduler.hello(stream, hello.live)
+        self.scheduler.receive(stream, hello, self._clock())
         return stream, outbox
 
-    def router_frame(self, stream: str, frame: Decoded) -> None:
-        self._count_malformed(stream, frame)
+    def receive(self, peer: str, frame: Decoded) -> None:
+        """Everything that a router, by its stream, or a target, by its address, has for this drafter at one moment."""
+        self._count_malformed(peer, frame)
         for message in frame.messages:
-            if isinstance(message, Open):
-                sends = self.scheduler.open(stream, message)
-                if message.target_address in self.scheduler.targets:
-                    self._dial(message.target_address)
-                self._send(sends)
-            elif isinstance(message, Close):
-                self._send(self.scheduler.close(stream, message))
+            if isinstance(message, Verdict):
+                self.timeline.record("verdict", message.session)
+            sends = self.scheduler.receive(peer, message, self._clock())
+            if isinstance(message, Open) and message.target_address in self.scheduler.targets:
+                self._dial(message.target_address)
+            self._send(sends)
         self._wake()
 
     def router_down(self, stream: str) -> None:
-        self.scheduler.router_gone(stream)
+        self.scheduler.gone(stream)
         del self._routers[stream]
         self._changed.set()
 
@@ -169,8 +169,8 @@ class Drafter:
             frame_type=pb.DrafterToTarget,
             hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
             on_up=lambda: self._target_up(address),
-            on_frame=lambda frame: self._target_frame(address, frame),
-            on_down=lambda: self._target_down(address),
+            on_frame=lambda frame: self.receive(address, frame),
+            on_down=lambda: self.scheduler.gone(address),
         )
 
     async def _drop_unused_targets(self) -> None:
@@ -178,27 +178,14 @@ class Drafter:
             await self._targets.pop(unused.pop()).close()
 
     def _target_up(self, address: str) -> None:
-        self._send(self.scheduler.target_up(address))
+        self._send(self.scheduler.connected(address))
         self._changed.set()
-
-    def _target_frame(self, address: str, frame: Decoded) -> None:
-        self._count_malformed(address, frame)
-        for message in frame.messages:
-            if isinstance(message, Verdict):
-                self.timeline.record("verdict", message.session)
-                self._send(self.scheduler.verdict(address, message, self._clock()))
-            elif isinstance(message, Resync):
-                self._send(self.scheduler.resync(address, message))
-        self._wake()
 
     def _wake(self) -> None:
         """Something was heard: it may end a wait, or drafting ahead."""
         self._changed.set()
         if self.scheduler.has_wants or self.scheduler.is_ahead_vain:
             self._wanted.set()
-
-    def _target_down(self, address: str) -> None:
-        self.scheduler.target_gone(address)
 
     # ------------------------------------------------------------ inspection
 

@@ -32,20 +32,20 @@ class TargetServicer(TargetServiceServicer):
     async def Drive(self, _: Any, context: Context) -> None:
         replica = self._replica
         hello = await read_hello(context, replica.vocabulary, replica.target_model)
-        stream, outbox = replica.router_up(hello)
+        stream, outbox = replica.stream_up(hello)
         try:
-            await converse(context, pb.TargetToRouter, outbox, lambda frame: replica.router_frame(stream, frame))
+            await converse(context, pb.TargetToRouter, outbox, lambda frame: replica.receive(stream, frame))
         finally:
-            replica.router_down(stream)
+            replica.stream_down(stream)
 
     async def Verify(self, _: Any, context: Context) -> None:
         replica = self._replica
         hello = await read_hello(context, replica.vocabulary, replica.target_model)
-        stream, outbox = replica.drafter_up(hello)
+        stream, outbox = replica.stream_up(hello)
         try:
-            await converse(context, pb.TargetToDrafter, outbox, lambda frame: replica.drafter_frame(stream, frame))
+            await converse(context, pb.TargetToDrafter, outbox, lambda frame: replica.receive(stream, frame))
         finally:
-            replica.drafter_down(stream)
+            replica.stream_down(stream)
 
 
 class DraftServicer(DraftServiceServicer):
@@ -59,7 +59,7 @@ class DraftServicer(DraftServiceServicer):
         hello = await read_hello(context, drafter.vocabulary, drafter.target_model)
         stream, outbox = drafter.router_up(hello)
         try:
-            await converse(context, pb.DrafterToRouter, outbox, lambda frame: drafter.router_frame(stream, frame))
+            await converse(context, pb.DrafterToRouter, outbox, lambda frame: drafter.receive(stream, frame))
         finally:
             drafter.router_down(stream)
 

@@ -21,7 +21,7 @@ from cluster.telemetry import Timeline
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
-from protos.messages import Attach, Block, Close, Detach, Hello, NoDraft, Open, Refusal, RefusalReason, Welcome
+from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -104,58 +104,29 @@ class TargetReplica:
 
     # ------------------------------------------------------------ streams
 
-    def router_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A router's stream begins: only the sessions that it lists stay."""
-        stream, outbox = self._stream_up(hello)
-        self.scheduler.hello(stream, hello.live, self._clock())
-        self._changed.set()
-        return stream, outbox
-
-    def router_frame(self, stream: str, frame: Decoded) -> None:
-        now = self._clock()
-        self._count_malformed(stream, frame)
-        for message in frame.messages:
-            if isinstance(message, Open):
-                self._send(self.scheduler.open(stream, message, now))
-            elif isinstance(message, Close):
-                self.scheduler.close(stream, message, now)
-        self._changed.set()
-
-    def router_down(self, stream: str) -> None:
-        self.scheduler.router_gone(stream, self._clock())
-        self._stream_down(stream)
-
-    def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A drafter's stream begins; it attaches to its sessions itself."""
-        return self._stream_up(hello)
-
-    def drafter_frame(self, stream: str, frame: Decoded) -> None:
-        now = self._clock()
-        self._count_malformed(stream, frame)
-        for message in frame.messages:
-            if isinstance(message, Attach):
-                self._send(self.scheduler.attach(stream, message, now))
-            elif isinstance(message, Block):
-                self.timeline.record("block", message.session)
-                self.scheduler.block(stream, message, now)
-            elif isinstance(message, NoDraft):
-                self.scheduler.no_draft(stream, message, now)
-            elif isinstance(message, Detach):
-                self.scheduler.detach(stream, message)
-        self._changed.set()
-
-    def drafter_down(self, stream: str) -> None:
-        self.scheduler.drafter_gone(stream)
-        self._stream_down(stream)
-
-    def _stream_up(self, hello: Hello) -> tuple[str, Outbox]:
+    def stream_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A stream begins. Of a router's sessions only those that it lists stay; a drafter attaches to its own."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
-        self._outboxes[stream] = outbox = Outbox()
+        outbox = Outbox()
+        self._outboxes[stream] = outbox
         outbox.put(Welcome(self.peer_id))
+        self.scheduler.receive(stream, hello, self._clock())
+        self._changed.set()
         return stream, outbox
 
-    def _stream_down(self, stream: str) -> None:
+    def receive(self, stream: str, frame: Decoded) -> None:
+        """Everything that a peer has for this target at one moment."""
+        now = self._clock()
+        self._count_malformed(stream, frame)
+        for message in frame.messages:
+            if isinstance(message, Block):
+                self.timeline.record("block", message.session)
+            self._send(self.scheduler.receive(stream, message, now))
+        self._changed.set()
+
+    def stream_down(self, stream: str) -> None:
+        self.scheduler.gone(stream, self._clock())
         del self._outboxes[stream]
         self._changed.set()
 

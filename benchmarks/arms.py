@@ -73,7 +73,7 @@ class EngineArm:
             greedy = Sampling(temperature=0.0)
             length = len(prompt)
             opened = (str(number), 1, prompt, length, length + new_tokens, (), greedy, 0, 0, 1, Acceptance.COUPLED, 0)
-            scheduler.open("router#1", Open(*opened), 0.0)
+            scheduler.receive("router#1", Open(*opened), 0.0)
         started: set[str] = set()
         first_s = 0.0
         while (plan := scheduler.plan(0.0)) is not None:

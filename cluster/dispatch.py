@@ -1,12 +1,19 @@
-"""How the schedulers name what they send to: a stream is one life of the connection to a peer.
+"""One dispatch: what every scheduler does with a message, and how it names whom it answers."""
 
-Knows nothing of gRPC.
-"""
+from typing import Protocol
 
 from protos.messages import Message
 
 Send = tuple[str, Message]
-"""A message and the stream it goes to."""
+"""A message and where it goes: a stream, which is one life of the connection to a peer, or a peer's address."""
+
+
+class Scheduler(Protocol):
+    """Of drafts, of verification, of assignments: pure, used live and simulated alike."""
+
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Takes a message that came from `peer` and returns what is to be sent for it; `now` is in seconds."""
+        ...
 
 
 def stream_name(peer_id: str, count: int) -> str:

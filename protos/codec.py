@@ -22,6 +22,7 @@ from protos.messages import (
     Close,
     Detach,
     DraftAnswer,
+    DraftRequest,
     Finish,
     Frame,
     Hello,
@@ -33,6 +34,7 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    Shape,
     SparseProbs,
     Verdict,
     Welcome,
@@ -259,24 +261,17 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         accepted=m.accepted,
         drafted=m.drafted,
         finish=pb.Finish.Name(m.finish),
-        draft_tokens=m.draft_tokens,
-        hidden_states=m.hidden_states,
         answer=pb.DraftAnswer.Name(m.answer),
-        waits=m.waits,
-        least_chance=m.least_chance,
-        alternatives=m.alternatives,
     )
 
 
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
     tokens = _int32_tuple(m.tokens, "tokens")
-    only_asks = m.drafted == 0 and Finish(m.finish) is Finish.NONE
-    _require(len(tokens) > 0 or only_asks, "a verdict decides no token")
+    _require(len(tokens) > 0, "a verdict decides no token")
     _require(
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
     )
-    _require(0.0 <= m.least_chance <= 1.0, f"least_chance is {m.least_chance}, expected 0 to 1")
     return Verdict(
         session=m.session,
         attempt=m.attempt,
@@ -286,12 +281,34 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         accepted=m.accepted,
         drafted=m.drafted,
         finish=Finish(m.finish),
-        draft_tokens=m.draft_tokens,
-        hidden_states=m.hidden_states,
         answer=DraftAnswer(m.answer),
-        waits=m.waits,
+    )
+
+
+def _draft_request_to_pb(m: DraftRequest) -> pb.DraftRequest:
+    return pb.DraftRequest(
+        session=m.session,
+        attempt=m.attempt,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        max_tokens=m.max_tokens,
+        hold_step=m.hold_step,
         least_chance=m.least_chance,
-        alternatives=m.alternatives,
+        shape=pb.Shape.Name(m.shape),
+    )
+
+
+def _draft_request_from_pb(m: pb.DraftRequest) -> DraftRequest:
+    _require(0.0 <= m.least_chance <= 1.0, f"least_chance is {m.least_chance}, expected 0 to 1")
+    return DraftRequest(
+        session=m.session,
+        attempt=m.attempt,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        max_tokens=min(m.max_tokens, MAX_BLOCK_TOKENS),
+        hold_step=m.hold_step,
+        least_chance=m.least_chance,
+        shape=Shape(m.shape),
     )
 
 
@@ -324,6 +341,7 @@ _TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     NoDraft: _no_draft_to_pb,
     Detach: _detach_to_pb,
     Verdict: _verdict_to_pb,
+    DraftRequest: _draft_request_to_pb,
     Resync: _resync_to_pb,
     Refusal: _refusal_to_pb,
 }
@@ -337,6 +355,7 @@ _FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.NoDraft: _no_draft_from_pb,
     pb.Detach: _detach_from_pb,
     pb.Verdict: _verdict_from_pb,
+    pb.DraftRequest: _draft_request_from_pb,
     pb.Resync: _resync_from_pb,
     pb.Refusal: _refusal_from_pb,
 }
@@ -351,6 +370,7 @@ _FIELD: dict[type, str] = {
     NoDraft: "no_drafts",
     Detach: "detaches",
     Verdict: "verdicts",
+    DraftRequest: "draft_requests",
     Resync: "resyncs",
     Refusal: "refusals",
 }
@@ -378,7 +398,7 @@ def encoded_bytes(message: Message) -> int:
     tokens = 4 * len(getattr(message, "tokens", ()))
     probs = getattr(message, "draft_probs", None)
     sparse = 6 * len(probs) * len(probs.token_ids[0]) if probs else 0
-    return 256 + tokens + sparse + len(getattr(message, "hidden_states", b""))
+    return 256 + tokens + sparse
 
 
 def decode(frame: ProtoMessage) -> Decoded:

@@ -4,12 +4,12 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from enum import IntEnum
 
 from protos.values import value
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_BLOCK_TOKENS = 128
 
@@ -35,6 +35,13 @@ class DraftAnswer(IntEnum):
     NOT_ASKED = 0
     GIVEN = 1  # a block was there in time, or the drafter said that it has none
     MISSED = 2  # the step went on without
+
+
+class Shape(IntEnum):
+    """Shapes of a block."""
+
+    CHAIN = 1  # each token follows the one before it
+    TREE = 2
 
 
 class RefusalReason(IntEnum):
@@ -260,12 +267,21 @@ class Verdict:
     accepted: int
     drafted: int
     finish: Finish = Finish.NONE
-    draft_tokens: int = MAX_BLOCK_TOKENS
-    hidden_states: bytes = field(default=b"", repr=False)
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
-    waits: bool = True
-    least_chance: float = 0.0
-    alternatives: bool = False
+
+
+@value
+class DraftRequest:
+    """What a target wants of a session's drafter after a prefix; it stands until the next one."""
+
+    session: str
+    attempt: int
+    base_len: int
+    prefix_hash: int
+    max_tokens: int = MAX_BLOCK_TOKENS
+    hold_step: bool = True  # whether the next step is held for the block
+    least_chance: float = 0.0  # of a token to be accepted, for which it is worth its verification
+    shape: Shape = Shape.CHAIN
 
 
 @value
@@ -283,6 +299,6 @@ class Refusal:
     message: str
 
 
-Message = Hello | Welcome | Open | Close | Block | NoDraft | Attach | Detach | Verdict | Resync | Refusal
+Message = Hello | Welcome | Open | Close | Block | NoDraft | Attach | Detach | Verdict | DraftRequest | Resync | Refusal
 Frame = Sequence[Message]
 """Everything due for one peer, in order within each kind."""

@@ -25,6 +25,12 @@ class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_STOP: _ClassVar[Finish]
     FINISH_LENGTH: _ClassVar[Finish]
 
+class Shape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SHAPE_UNSPECIFIED: _ClassVar[Shape]
+    CHAIN: _ClassVar[Shape]
+    TREE: _ClassVar[Shape]
+
 class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REFUSAL_UNSPECIFIED: _ClassVar[RefusalReason]
@@ -39,6 +45,9 @@ MISSED: DraftAnswer
 FINISH_NONE: Finish
 FINISH_STOP: Finish
 FINISH_LENGTH: Finish
+SHAPE_UNSPECIFIED: Shape
+CHAIN: Shape
+TREE: Shape
 REFUSAL_UNSPECIFIED: RefusalReason
 REFUSAL_INVALID: RefusalReason
 REFUSAL_OVERLOADED: RefusalReason
@@ -180,7 +189,7 @@ class NoDraft(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "draft_tokens", "waits", "least_chance", "alternatives", "hidden_states", "answer")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -189,11 +198,6 @@ class Verdict(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WAITS_FIELD_NUMBER: _ClassVar[int]
-    LEAST_CHANCE_FIELD_NUMBER: _ClassVar[int]
-    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
@@ -203,13 +207,28 @@ class Verdict(_message.Message):
     accepted: int
     drafted: int
     finish: Finish
-    draft_tokens: int
-    waits: bool
-    least_chance: float
-    alternatives: bool
-    hidden_states: bytes
     answer: DraftAnswer
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., draft_tokens: _Optional[int] = ..., waits: _Optional[bool] = ..., least_chance: _Optional[float] = ..., alternatives: _Optional[bool] = ..., hidden_states: _Optional[bytes] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ...) -> None: ...
+
+class DraftRequest(_message.Message):
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "max_tokens", "hold_step", "least_chance", "shape")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_STEP_FIELD_NUMBER: _ClassVar[int]
+    LEAST_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    attempt: int
+    base_len: int
+    prefix_hash: int
+    max_tokens: int
+    hold_step: bool
+    least_chance: float
+    shape: Shape
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., max_tokens: _Optional[int] = ..., hold_step: _Optional[bool] = ..., least_chance: _Optional[float] = ..., shape: _Optional[_Union[Shape, str]] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")
@@ -288,11 +307,13 @@ class DrafterToTarget(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., detaches: _Optional[_Iterable[_Union[Detach, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., no_drafts: _Optional[_Iterable[_Union[NoDraft, _Mapping]]] = ...) -> None: ...
 
 class TargetToDrafter(_message.Message):
-    __slots__ = ("welcome", "verdicts", "resyncs")
+    __slots__ = ("welcome", "verdicts", "draft_requests", "resyncs")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    draft_requests: _containers.RepeatedCompositeFieldContainer[DraftRequest]
     resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., draft_requests: _Optional[_Iterable[_Union[DraftRequest, _Mapping]]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...

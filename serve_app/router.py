@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from actors.transport.streams import Link
+from cluster.dispatch import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
-from cluster.routing.session import Command, Emit, Ended, Failed, Generation, Session, ToDrafter, ToTarget
+from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
 from cluster.telemetry import Timeline
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
@@ -65,7 +66,7 @@ class Router:
         self._limits = limits
         self._clock = clock
         self._draining = False
-        self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._do)
+        self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._tell)
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
         self._present: frozenset[str] = frozenset()  # addresses that membership lists
@@ -80,7 +81,7 @@ class Router:
             raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")
         assignment = ClientAssignment(Session(generation), self._clock())
         try:
-            self._assignments.add(assignment, self._clock())
+            self._send(self._assignments.add(assignment, self._clock()))
             while True:
                 event = await assignment.out.get()
                 if isinstance(event, Failed):
@@ -89,53 +90,33 @@ class Router:
                 if isinstance(event, Ended):
                     return
         finally:
-            self._assignments.cancel(assignment)
+            self._send(self._assignments.cancel(assignment))
 
-    def _do(self, assignment: ClientAssignment, commands: list[Command]) -> None:
-        """Carries out what the ledger asks for."""
-        for command in commands:
-            if isinstance(command, ToTarget):
-                if link := self._targets.get(command.address):
-                    link.send(command.message)
-            elif isinstance(command, ToDrafter):
-                if link := self._drafters.get(command.address):
-                    link.send(command.message)
-            else:
-                assignment.out.put_nowait(command)
+    def _tell(self, assignment: ClientAssignment, event: Event) -> None:
+        assignment.out.put_nowait(event)
+
+    def _send(self, sends: list[Send]) -> None:
+        for address, message in sends:
+            if link := self._targets.get(address) or self._drafters.get(address):
+                link.send(message)
 
     # ------------------------------------------------------------ what peers say
 
-    def _target_frame(self, address: str, frame: Decoded) -> None:
+    def _receive(self, address: str, frame: Decoded) -> None:
+        """Everything that a target or a drafter has for this router at one moment."""
+        now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
-                log.info("target %s refuses a session: %s", address, message.message)
-            silent = self._assignments.target_says(address, message, self._clock())
-            if silent is not None:
-                log.warning("drafter %s is silent; its sessions go to others", silent)
+                log.info("%s refuses a session: %s", address, message.message)
+            self._send(self._assignments.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
-        self._log_malformed(address, frame)
-        for item in frame.malformed:
-            self._assignments.target_unreadable(address, item.session, item.attempt, self._clock())
-
-    def _drafter_frame(self, address: str, frame: Decoded) -> None:
-        for message in frame.messages:
-            if isinstance(message, Refusal):
-                log.info("drafter %s refuses a session: %s", address, message.message)
-            self._assignments.drafter_says(address, message, self._clock())
-        self._log_malformed(address, frame)
-
-    def _target_down(self, address: str) -> None:
-        lost = self._assignments.target_lost(address, self._clock())
-        log.warning("target %s is lost; %d sessions move", address, lost)
-
-    def _drafter_down(self, address: str) -> None:
-        lost = self._assignments.drafter_lost(address, self._clock())
-        log.warning("drafter %s is lost; %d sessions go on without it", address, lost)
-
-    def _log_malformed(self, address: str, frame: Decoded) -> None:
         for item in frame.malformed:
             log.error("malformed %s from %s: %s", item.kind, address, item.why)
+            self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
+
+    def _down(self, address: str) -> None:
+        self._send(self._assignments.gone(address, self._clock()))
 
     # ------------------------------------------------------------ membership
 
@@ -204,17 +185,17 @@ class Router:
                     peers.up(address)
                 else:
                     peers.down(address)
-        self._assignments.tick(self._clock())
+        self._send(self._assignments.tick(self._clock()))
 
     def _dial_target(self, address: str) -> Link:
         return Link(
             address,
             call=lambda channel: TargetServiceStub(channel).Drive(),
             frame_type=pb.RouterToTarget,
-            hello=lambda: self._hello(self._assignments.live_at_target(address)),
+            hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,
-            on_frame=lambda frame: self._target_frame(address, frame),
-            on_down=lambda: self._target_down(address),
+            on_frame=lambda frame: self._receive(address, frame),
+            on_down=lambda: self._down(address),
         )
 
     def _dial_drafter(self, address: str) -> Link:
@@ -222,10 +203,10 @@ class Router:
             address,
             call=lambda channel: DraftServiceStub(channel).Drive(),
             frame_type=pb.RouterToDrafter,
-            hello=lambda: self._hello(self._assignments.live_at_drafter(address)),
+            hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,
-            on_frame=lambda frame: self._drafter_frame(address, frame),
-            on_down=lambda: self._drafter_down(address),
+            on_frame=lambda frame: self._receive(address, frame),
+            on_down=lambda: self._down(address),
         )
 
     def _hello(self, live: tuple[LiveSession, ...]) -> Hello:

@@ -1,27 +1,29 @@
 """The drafter's scheduler: which sessions it drafts for, what they hold, which of them want a block.
 
-A session here follows the target's verdicts; where it cannot, it asks the target for what it missed, and when
-that fails the router for the ledger. Knows nothing of drafting methods, torch or gRPC.
+A session here follows the target's verdicts. Where it cannot, it asks the target for what it missed, and when that
+fails the router for the ledger.
 """
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.dispatch import Send, peer_of
 from cluster.drafting.backpressure import Capacity
+from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.requests import Proposal, Want, max_block_len
 from cluster.drafting.step_interval import StepIntervalEstimate
 from protos.messages import (
-    MAX_BLOCK_TOKENS,
     Attach,
     Block,
     Close,
     Detach,
     DraftAnswer,
+    DraftRequest,
     Finish,
-    LiveSession,
+    Hello,
+    Message,
     NoDraft,
     Open,
     Refusal,
@@ -41,24 +43,6 @@ class DrafterLimits:
     max_sessions: int
 
 
-@dataclass(eq=False)
-class DraftedSession:
-    open: Open
-    router: str
-    prefix: Prefix
-    proposed_len: int = -1  # base length of the latest proposal
-    passed_len: int = -1  # base length after which the target went on without waiting for a block
-    unverified: tuple[int, ...] | None = None  # drafts of the step under way, until something was drafted beyond it
-    alternatives: tuple[int, ...] = ()  # and those to the first of them
-    may_branch: bool = False  # whether the target takes alternatives
-    guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
-    asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
-    least_chance: float = 0.0  # of a draft token to be accepted, for which it is worth its verification
-    attached: bool = False
-    sent_len: int = -1  # base length of the latest block that was sent
-    step_began: float | None = None  # when the target began the step under way, as far as is known here
-
-
 class DraftScheduler:
     """All sessions of one drafter."""
 
@@ -74,23 +58,56 @@ class DraftScheduler:
         self._closed: list[str] = []  # for the drafting method, with the next pass
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
-        self._resting: set[str] = set()  # targets whose latest word was that they ask for nothing
+        self._resting: set[str] = set()  # targets whose latest word was that they want nothing
         self._ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
 
-    # ------------------------------------------------------------ what a router says
+    # ------------------------------------------------------------ what peers say
 
-    def hello(self, router: str, live: Iterable[LiveSession]) -> None:
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Takes a message from a router's stream or a target's address; returns what is to be sent for it."""
+        match message:
+            case Verdict():
+                return self._verdict(peer, message, now)
+            case DraftRequest():
+                return self._draft_request(peer, message)
+            case Open():
+                return self._open(peer, message)
+            case Close():
+                return self._close(peer, message)
+            case Resync():
+                return self._begin_anew(peer, message)
+            case Hello():
+                return self._hello(peer, message)
+        raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
+
+    def connected(self, target: str) -> list[Send]:
+        """The stream to a target is new: attach every session that is verified there."""
+        return [self._attach(session) for session in self._sessions.values() if session.target == target]
+
+    def gone(self, peer: str) -> None:
+        """A stream broke. A router's sessions are nobody's; a target's wait until it is back or they move."""
+        self._resting.discard(peer)
+        for name, session in list(self._sessions.items()):
+            if session.router == peer:
+                self._forget(name)
+            elif session.target == peer:
+                session.attached = False
+
+    # ------------------------------------------------------------ routers
+
+    def _hello(self, router: str, hello: Hello) -> list[Send]:
         """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
-        wanted = {item.session for item in live}
+        wanted = {item.session for item in hello.live}
         for name, session in list(self._sessions.items()):
             if peer_of(session.router) != peer_of(router):
                 continue
             session.router = router
             if name not in wanted:
                 self._forget(name)
+        return []
 
-    def open(self, router: str, request: Open) -> list[Send]:
+    def _open(self, router: str, request: Open) -> list[Send]:
         """Drafts for a session from its ledger; an open one is replaced unless the request is older.
 
         Answers with the Attach for its target, or a Refusal for the router.
@@ -108,7 +125,7 @@ class DraftScheduler:
         self._sessions[request.session] = session
         return [self._attach(session)]
 
-    def close(self, router: str, close: Close) -> list[Send]:
+    def _close(self, router: str, close: Close) -> list[Send]:
         """Forgets a session; an unknown one, another router's, or a newer attempt is left alone.
 
         Answers with the Detach for its target, which may go on with it.
@@ -119,28 +136,12 @@ class DraftScheduler:
         self._forget(close.session)
         return [_detach(known)]
 
-    def router_gone(self, router: str) -> None:
-        """The stream broke: its sessions are nobody's."""
-        for name in [n for n, s in self._sessions.items() if s.router == router]:
-            self._forget(name)
+    # ------------------------------------------------------------ targets
 
-    # ------------------------------------------------------------ what a target says
-
-    def target_up(self, target: str) -> list[Send]:
-        """The stream to a target is new: attach every session that is verified there."""
-        return [self._attach(s) for s in self._sessions.values() if s.open.target_address == target]
-
-    def target_gone(self, target: str) -> None:
-        """The stream broke: nothing is drafted for its sessions until it is back or they are opened elsewhere."""
-        self._resting.discard(target)
-        for session in self._sessions.values():
-            if session.open.target_address == target:
-                session.attached = False
-
-    def verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
+    def _verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
         """Follows the target; a gap is asked for, a contradiction goes to the router."""
-        session = self._sessions.get(verdict.session)
-        if session is None or session.open.target_address != target or verdict.attempt < session.open.attempt:
+        session = self._session_at(target, verdict)
+        if session is None:
             self.counts["verdict_unknown"] += 1
             return []
         if verdict.base_len > session.prefix.length:
@@ -148,30 +149,16 @@ class DraftScheduler:
             return [self._attach(session)]
         if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
             self.counts["verdict_mismatch"] += 1
-            return [self._resync(session)]
-        was_sent = session.sent_len == verdict.base_len
-        is_latest = verdict.base_len + len(verdict.tokens) >= session.prefix.length
+            return [_resync(session)]
         new = verdict.tokens[session.prefix.length - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
-            if is_latest:
-                self._take_ask(session, verdict)
             return []  # all that it decides was heard before
         if new and max(new) >= self._limits.vocabulary:
             self.counts["verdict_invalid"] += 1
             self._forget(verdict.session)
             return []
-        session.prefix.extend(new)
-        self._take_ask(session, verdict)
-        self._ahead.discard(verdict.session)
-        if session.step_began is not None:
-            self._step_intervals[target] = self._step_interval(target).after(now - session.step_began)
-        hit = self._settle_guesses(session)
-        goes_on = hit or not verdict.waits  # at once, with a block or without
-        session.step_began = now if goes_on and session.asked else None
-        if goes_on and not hit and self._draft_ahead:
-            session.unverified = ()
-            session.alternatives = ()
-            session.passed_len = session.prefix.length
+        was_sent = session.sent_len == verdict.base_len
+        self._follow(session, new, now)
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
@@ -179,14 +166,36 @@ class DraftScheduler:
             return self._note_block(late=verdict.answer is DraftAnswer.MISSED)
         return []
 
-    def resync(self, target: str, resync: Resync) -> list[Send]:
+    def _follow(self, session: DraftedSession, tokens: tuple[int, ...], now: float) -> None:
+        """The verdict is in; the block for what comes after it may be at the target already."""
+        self._ahead.discard(session.open.session)
+        if session.step_began_s is not None:
+            interval = self._step_interval(session.target)
+            self._step_intervals[session.target] = interval.after(now - session.step_began_s)
+        guessed = bool(session.guesses)
+        hit = session.extend(tokens, now)
+        if hit is not None:
+            self._hit(session, hit)
+        elif guessed:
+            self.counts["guess_miss"] += 1
+
+    def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
+        """What is wanted from now on; one for another prefix comes too late, or its verdict was lost."""
+        session = self._session_at(target, request)
+        if session is not None and session.address == (request.base_len, request.prefix_hash):
+            session.take(request, goes_ahead=self._draft_ahead)
+            note = self._resting.discard if session.asked else self._resting.add
+            note(target)
+        return []
+
+    def _begin_anew(self, target: str, resync: Resync) -> list[Send]:
         """The target says that our tokens are not its own."""
         session = self._sessions.get(resync.session)
-        if session is None or session.open.target_address != target:
+        if session is None or session.target != target:
             return []
         self.counts["resync"] += 1
         session.attached = False
-        return [self._resync(session)]
+        return [_resync(session)]
 
     # ------------------------------------------------------------ the drafting pass
 
@@ -196,14 +205,14 @@ class DraftScheduler:
         for name, session in list(self._sessions.items()):
             if len(found) == limit:
                 break
-            if not self._wants_block(session):
+            if not session.wants_block:
                 continue
-            session.proposed_len = length = session.prefix.length
+            length = session.prefix.length
+            session.served_len = length
             self._sessions.move_to_end(name)
-            tokens = tuple(session.prefix.tokens)
             want = Want(
                 session.open,
-                tokens,
+                tuple(session.prefix.tokens),
                 session.prefix.hash,
                 min(session.asked, max_block_len(session.open, length)),
                 least_chance=session.least_chance,
@@ -223,7 +232,7 @@ class DraftScheduler:
         for session in self._sessions.values() if self._draft_ahead else ():
             if len(found) == limit:
                 break
-            if session.unverified is None or not self._may_go_on(session):
+            if session.unverified is None or not session.may_go_on:
                 continue
             want = Want(
                 session.open,
@@ -245,7 +254,7 @@ class DraftScheduler:
     @property
     def has_wants(self) -> bool:
         """Whether some session wants a block for its current length."""
-        return any(self._wants_block(session) for session in self._sessions.values())
+        return any(session.wants_block for session in self._sessions.values())
 
     @property
     def is_ahead_vain(self) -> bool:
@@ -268,14 +277,12 @@ class DraftScheduler:
                 sends += _no_draft(session, proposal) if session is not None else []
             elif proposal.outcome:
                 sends += self._send_ahead(session, proposal)
-            elif (session.prefix.length, session.prefix.hash) != (proposal.base_len, proposal.prefix_hash):
+            elif session.address != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
                 sends += self._note_block(late=True)
             else:
-                session.unverified = proposal.tokens
-                session.alternatives = proposal.alternatives
-                session.sent_len = proposal.base_len
-                session.step_began = now
+                session.sent(proposal)
+                session.step_began_s = now
                 sends.append(self._block(session, proposal))
         return sends
 
@@ -284,7 +291,7 @@ class DraftScheduler:
     @property
     def targets(self) -> frozenset[str]:
         """Addresses of targets that verify for some session here."""
-        return frozenset(s.open.target_address for s in self._sessions.values())
+        return frozenset(session.target for session in self._sessions.values())
 
     @property
     def is_idle(self) -> bool:
@@ -297,31 +304,16 @@ class DraftScheduler:
 
     # ------------------------------------------------------------ helpers
 
-    def _take_ask(self, session: DraftedSession, verdict: Verdict) -> None:
-        """What the target asks for from now on."""
-        session.asked = verdict.draft_tokens
-        session.least_chance = verdict.least_chance
-        session.may_branch = verdict.alternatives
-        note = self._resting.discard if session.asked else self._resting.add
-        note(session.open.target_address)
-
-    def _wants_block(self, session: DraftedSession) -> bool:
-        """Whether one should be drafted now."""
-        return session.passed_len != session.prefix.length and self._lacks_block(session)
-
-    def _lacks_block(self, session: DraftedSession) -> bool:
-        """Whether none was drafted for the current length, where one could be of use."""
-        length = session.prefix.length
-        is_served = session.proposed_len == length or session.asked == 0
-        return session.attached and not is_served and max_block_len(session.open, length) > 0
-
-    def _may_go_on(self, session: DraftedSession) -> bool:
-        """Whether a block could be of use after the verdict that is due."""
-        return session.asked > 0 and max_block_len(session.open, session.prefix.length + 1) > 0
+    def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftedSession | None:
+        """The session that this target speaks of in an attempt that is not over."""
+        session = self._sessions.get(message.session)
+        if session is None or session.target != target or message.attempt < session.open.attempt:
+            return None
+        return session
 
     def _verdict_due(self, session: DraftedSession) -> float:
-        least_s = self._step_interval(session.open.target_address).least_s
-        return math.inf if least_s is None or session.step_began is None else session.step_began + least_s
+        least_s = self._step_interval(session.target).least_s
+        return math.inf if least_s is None or session.step_began_s is None else session.step_began_s + least_s
 
     def _step_interval(self, target: str) -> StepIntervalEstimate:
         return self._step_intervals.get(target) or StepIntervalEstimate()
@@ -335,8 +327,8 @@ class DraftScheduler:
         if session.guesses.get(address) == proposal:
             return []
         self.counts["guesses"] += 1
-        if address == (session.prefix.length, session.prefix.hash):
-            if not self._lacks_block(session):
+        if address == session.address:
+            if not session.lacks_block:
                 return []
             self._hit(session, proposal)
         elif session.prefix.length > proposal.base_len - len(proposal.outcome):
@@ -348,13 +340,11 @@ class DraftScheduler:
     def _note_block(self, late: bool) -> list[Send]:
         """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first.
 
-        Not those that nothing is asked for: they take no time that another could have.
+        Not those that nothing is wanted for: they take no time that another could have.
         """
         excess = self._capacity.note(late, len(self._sessions))
-        if not excess:
-            return []
         sends: list[Send] = []
-        drafted_for = [(name, session) for name, session in self._sessions.items() if session.asked]
+        drafted_for = [(name, session) for name, session in self._sessions.items() if session.asked] if excess else []
         for name, given_up in drafted_for[:excess]:
             self.counts["given_up"] += 1
             self._forget(name)
@@ -363,44 +353,21 @@ class DraftScheduler:
             sends.append(_detach(given_up))
         return sends
 
-    def _settle_guesses(self, session: DraftedSession) -> bool:
-        """The verdict is in: the block for it may be at the target already."""
-        session.unverified = None
-        hit = session.guesses.get((session.prefix.length, session.prefix.hash))
-        if hit is not None:
-            self._hit(session, hit)
-        elif session.guesses:
-            self.counts["guess_miss"] += 1
-        session.guesses = {}
-        return hit is not None
-
     def _hit(self, session: DraftedSession, proposal: Proposal) -> None:
         self.counts["guess_hit"] += 1
         self._sessions.move_to_end(proposal.session)
-        session.proposed_len = session.sent_len = proposal.base_len
-        session.unverified = proposal.tokens
-        session.alternatives = proposal.alternatives
+        session.sent(proposal)
 
     def _block(self, session: DraftedSession, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
         p = proposal
         block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs, p.alternatives)
         self.counts["draft_tokens"] += block.size
-        return session.open.target_address, block
+        return session.target, block
 
     def _attach(self, session: DraftedSession) -> Send:
-        session.attached = True  # what was sent may have been lost
-        session.proposed_len = -1
-        session.passed_len = -1
-        session.guesses = {}
-        session.unverified = None
-        session.step_began = None
-        name = session.open.session
-        prefix = session.prefix
-        return session.open.target_address, Attach(name, prefix.length, prefix.hash)
-
-    def _resync(self, session: DraftedSession) -> Send:
-        return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)
+        session.begin_anew()
+        return session.target, Attach(session.open.session, session.prefix.length, session.prefix.hash)
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits
@@ -424,11 +391,15 @@ class DraftScheduler:
 
 
 def _detach(session: DraftedSession) -> Send:
-    return session.open.target_address, Detach(session.open.session)
+    return session.target, Detach(session.open.session)
+
+
+def _resync(session: DraftedSession) -> Send:
+    return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)
 
 
 def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:
     """Says that there is no block; what was drafted ahead and came to nothing may be asked for again."""
     if proposal.outcome:
         return []
-    return [(session.open.target_address, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]
+    return [(session.target, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]

@@ -1,18 +1,21 @@
 """All sessions of a router: which target and drafter each has, and what peers' words change.
 
-Run by the router and by the simulator: the time is handed in, and what a ledger asks for is handed out. Knows nothing
-of streams, of membership, or of who reads the tokens.
+Router and simulator run it: the time is handed in, and what is to be sent is handed out.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from cluster.dispatch import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.routing.balancing import Peers
 from cluster.routing.circuit_breaker import Breakers
-from cluster.routing.session import Command, Phase, Session
-from protos.messages import LiveSession, Message, Refusal, RefusalReason, Resync, Verdict
+from cluster.routing.session import Command, Event, Phase, Session, ToDrafter, ToTarget
+from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Resync, Verdict
+
+log = logging.getLogger(__name__)
 
 FULL_FOR_S = 1.0  # how long a target that said it is full is left alone
 
@@ -35,19 +38,20 @@ F = TypeVar("F", bound=Assignment)
 
 
 class Assignments(Generic[F]):
-    """Gives every session a target and a drafter, and others when they fail; `do` carries out a ledger's commands.
+    """Gives every session a target and a drafter, and others when they fail; `tell` hears what clients are to hear.
 
     Who may be given sessions is what `targets` and `drafters` are told.
     """
 
-    def __init__(self, router: str, target_wait_s: float, do: Callable[[F, list[Command]], None]) -> None:
+    def __init__(self, router: str, target_wait_s: float, tell: Callable[[F, Event], None]) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.given_up = 0  # times that a drafter was given up as silent
+        self.given_up: list[str] = []  # drafters that were silent for too long, each time that they were
         self._target_wait_s = target_wait_s
-        self._do = do
+        self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
         self._waiting: dict[str, F] = {}  # of them, those that may lack a target or a drafter
+        self._answered: dict[str, F] = {}  # and those whose drafters were asked for blocks since the last tick
         self._full_until: dict[str, float] = {}  # by address of a target that said it is full
         self._breakers = Breakers()  # of the drafters
 
@@ -61,109 +65,95 @@ class Assignments(Generic[F]):
         return iter(list(self._assignments.values()))
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether some session may lack a peer, so that `tick` has something to do."""
-        return bool(self._waiting)
+    def awaits_tick(self) -> bool:
+        """Whether `tick` has something to do."""
+        return bool(self._waiting or self._answered)
 
     # ------------------------------------------------------------ sessions
 
-    def add(self, assignment: F, now: float) -> None:
+    def add(self, assignment: F, now: float) -> list[Send]:
         """A session arrives."""
         self._assignments[assignment.name] = assignment
-        self._place([assignment], now)
+        return self._place([assignment], now)
 
-    def cancel(self, assignment: F) -> None:
+    def cancel(self, assignment: F) -> list[Send]:
         """Nobody wants it any more, or it is over."""
-        self._carry_out(assignment, assignment.session.cancel())
+        sends = self._carry_out(assignment, assignment.session.cancel())
         self.forget(assignment)
+        return sends
 
     def forget(self, assignment: F) -> None:
         """It is over, and its peers know."""
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
+        self._answered.pop(assignment.name, None)
 
-    def tick(self, now: float) -> None:
-        """Places what can be placed; gives up sessions that have waited too long for a target."""
-        self._place(list(self._waiting.values()), now)
+    def tick(self, now: float) -> list[Send]:
+        """Leaves drafters that are silent, places what can be placed, gives up what has waited too long."""
+        sends = self._leave_silent(now)
+        sends += self._place(list(self._waiting.values()), now)
         for assignment in list(self._waiting.values()):
             waited = now - assignment.seeking_since
             if assignment.session.phase is Phase.SEEKING and waited > self._target_wait_s:
-                self._carry_out(assignment, assignment.session.fail(self._no_target(waited)))
+                sends += self._carry_out(assignment, assignment.session.fail(self._no_target(waited)))
+        return sends
 
     # ------------------------------------------------------------ what peers say
 
-    def target_says(self, address: str, message: Message, now: float) -> str | None:
-        """Returns the address of a drafter that is given up now, because the target has missed its blocks."""
-        assignment = self._of(message)
-        silent = None
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Takes a message from a target's or a drafter's address; returns what is to be sent for it."""
+        assignment = self._assignments.get(getattr(message, "session", ""))
         if assignment is None:
-            return None
-        if isinstance(message, Verdict):
-            silent = self._note_answer(address, assignment, message, now)
-            self._carry_out(assignment, assignment.session.on_verdict(address, message))
-        elif isinstance(message, Refusal):
-            if message.reason is RefusalReason.OVERLOADED:
-                self._full_until[address] = now + FULL_FOR_S
-            self._carry_out(assignment, assignment.session.on_target_refusal(address, message))
-            self._await_place(assignment)
-        return silent
+            return []
+        match message:
+            case Verdict():  # straight to its session: placement has no part in a round
+                if message.answer is not DraftAnswer.NOT_ASKED:
+                    self._answered[message.session] = assignment
+                return self._carry_out(assignment, assignment.session.on_verdict(peer, message))
+            case Resync():
+                return self._carry_out(assignment, assignment.session.on_drafter_resync(peer))
+            case Refusal():
+                return self._refused(peer, assignment, message, now)
+        raise AssertionError(f"nobody sends a router a {type(message).__name__}")
 
-    def target_unreadable(self, address: str, session: str, attempt: int, now: float) -> None:
+    def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
         """What a target said of a session is malformed."""
         assignment = self._assignments.get(session)
-        if assignment is not None and assignment.session.target == address:
-            assignment.seeking_since = now
-            self._carry_out(assignment, assignment.session.on_target_unreadable(address, attempt))
-            self._place([assignment], now)
+        if assignment is None or assignment.session.target != target:
+            return []
+        assignment.seeking_since = now
+        sends = self._carry_out(assignment, assignment.session.on_target_unreadable(target, attempt))
+        return sends + self._place([assignment], now)
 
-    def drafter_says(self, address: str, message: Message, now: float) -> None:
-        assignment = self._of(message)
-        if assignment is None:
-            return
-        if isinstance(message, Resync):
-            self._carry_out(assignment, assignment.session.on_drafter_resync(address))
-        elif isinstance(message, Refusal):
-            if message.reason is RefusalReason.OVERLOADED:
-                self._breakers.refused(address, now)
-            self._carry_out(assignment, assignment.session.on_drafter_refusal(address, message))
-            self._await_place(assignment)
-
-    def target_lost(self, address: str, now: float) -> int:
-        """Its stream broke; returns how many sessions it had."""
-        self.targets.down(address)
-        lost = [assignment for assignment in self if assignment.session.target == address]
+    def gone(self, peer: str, now: float) -> list[Send]:
+        """The stream to a target or a drafter broke."""
+        self.targets.down(peer)
+        self.drafters.down(peer)
+        self._breakers.forget(peer)
+        lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
+        log.warning("%s is lost; %d sessions go on elsewhere or without it", peer, len(lost))
+        sends: list[Send] = []
         for assignment in lost:
-            assignment.seeking_since = now
-            self._carry_out(assignment, assignment.session.on_target_gone(address))
-        self._place(lost, now)
-        return len(lost)
+            session = assignment.session
+            if session.target == peer:
+                assignment.seeking_since = now
+                sends += self._carry_out(assignment, session.on_target_gone(peer))
+            else:
+                sends += self._carry_out(assignment, session.on_drafter_gone(peer))
+        return sends + self._place(lost, now)
 
-    def drafter_lost(self, address: str, now: float) -> int:
-        """Its stream broke; returns how many sessions it had."""
-        self.drafters.down(address)
-        self._breakers.forget(address)
-        lost = [assignment for assignment in self if assignment.session.drafter == address]
-        for assignment in lost:
-            self._carry_out(assignment, assignment.session.on_drafter_gone(address))
-        self._place(lost, now)
-        return len(lost)
-
-    # ------------------------------------------------------------ what peers are told
-
-    def live_at_target(self, address: str) -> tuple[LiveSession, ...]:
-        """What the router still wants of what the target may hold."""
-        return _listed(assignment.session for assignment in self if assignment.session.target == address)
-
-    def live_at_drafter(self, address: str) -> tuple[LiveSession, ...]:
-        """What the router still wants of what the drafter may hold."""
-        return _listed(assignment.session for assignment in self if assignment.session.drafter == address)
+    def live_at(self, peer: str) -> tuple[LiveSession, ...]:
+        """What the router still wants of what the target or drafter may hold."""
+        sessions = [assignment.session for assignment in self._assignments.values()]
+        return tuple(
+            LiveSession(session.generation.session, session.attempt)
+            for session in sessions
+            if peer in (session.target, session.drafter)
+        )
 
     # ------------------------------------------------------------ helpers
 
-    def _of(self, message: Message) -> F | None:
-        return self._assignments.get(getattr(message, "session", ""))
-
-    def _carry_out(self, assignment: F, commands: list[Command]) -> None:
+    def _carry_out(self, assignment: F, commands: list[Command]) -> list[Send]:
         """Also counts who has how many sessions now."""
         session = assignment.session
         if assignment.target != session.target:
@@ -172,25 +162,43 @@ class Assignments(Generic[F]):
         if assignment.drafter != session.drafter:
             self.drafters.moved(assignment.drafter, session.drafter)
             assignment.drafter = session.drafter
-        self._do(assignment, commands)
+        sends: list[Send] = []
+        for command in commands:
+            if isinstance(command, ToTarget | ToDrafter):
+                sends.append((command.address, command.message))
+            else:
+                self._tell(assignment, command)
+        return sends
 
-    def _place(self, assignments: Iterable[F], now: float) -> None:
+    def _refused(self, peer: str, assignment: F, refusal: Refusal, now: float) -> list[Send]:
+        """Its session is placed with the next tick: whoever refused it is not asked again at once."""
+        is_overloaded = refusal.reason is RefusalReason.OVERLOADED
+        if peer == assignment.session.target:
+            if is_overloaded:
+                self._full_until[peer] = now + FULL_FOR_S
+            sends = self._carry_out(assignment, assignment.session.on_target_refusal(peer, refusal))
+        else:
+            if is_overloaded:
+                self._breakers.refused(peer, now)
+            sends = self._carry_out(assignment, assignment.session.on_drafter_refusal(peer, refusal))
+        if assignment.name in self._assignments:
+            self._waiting[assignment.name] = assignment
+        return sends
+
+    def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
+        sends: list[Send] = []
         for assignment in assignments:
             session = assignment.session
             if session.phase is Phase.SEEKING and (target := self._choose_target(session, now)):
-                self._carry_out(assignment, session.assign_target(target))
+                sends += self._carry_out(assignment, session.assign_target(target))
             if session.wants_drafter and (drafter := self._choose_drafter(now)):
-                self._assign_drafter(assignment, drafter, now)
+                sends += self._assign_drafter(assignment, drafter, now)
             if session.phase is Phase.SEEKING or session.wants_drafter:
                 self._waiting[assignment.name] = assignment
             else:
                 self._waiting.pop(assignment.name, None)
-
-    def _await_place(self, assignment: F) -> None:
-        """With the next tick: whoever refused it is not asked again at once."""
-        if assignment.name in self._assignments:
-            self._waiting[assignment.name] = assignment
+        return sends
 
     def _choose_target(self, session: Session, now: float) -> str | None:
         return self.targets.choose(lambda address: self._full_until.get(address, 0.0) <= now, session.failed_targets)
@@ -198,36 +206,40 @@ class Assignments(Generic[F]):
     def _choose_drafter(self, now: float) -> str | None:
         return self.drafters.choose(lambda address: self._breakers.takes(address, now))
 
-    def _assign_drafter(self, assignment: F, drafter: str, now: float) -> None:
-        self._carry_out(assignment, assignment.session.assign_drafter(drafter))
+    def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
+        sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
         self._breakers.placed(drafter, assignment.name, now)
+        return sends
 
-    def _note_answer(self, address: str, assignment: F, verdict: Verdict, now: float) -> str | None:
-        """Whether the drafter keeps up; one that is silent for too long is given up."""
-        session = assignment.session
-        drafter = assignment.session.drafter
-        if drafter is None or session.target != address or verdict.attempt != session.attempt:
-            return None  # of an older attempt: that drafter may have been another
-        if not self._breakers.note(drafter, assignment.name, verdict.answer, session.has_drafted, now):
-            return None
-        self.given_up += 1
-        self._move_off(drafter, now)
-        return drafter
+    def _leave_silent(self, now: float) -> list[Send]:
+        """Looks at what drafters' sessions have seen since the last tick; one that is silent for too long is left."""
+        answered = list(self._answered.values())
+        self._answered = {}
+        sends: list[Send] = []
+        for assignment in answered:
+            drafter = assignment.session.drafter
+            for answer in assignment.session.take_answers():
+                if drafter is not None and self._is_given_up(drafter, assignment, answer, now):
+                    self.given_up.append(drafter)
+                    log.warning("drafter %s is silent; its sessions go to others", drafter)
+                    sends += self._move_off(drafter, now)
+        return sends
 
-    def _move_off(self, address: str, now: float) -> None:
+    def _is_given_up(self, drafter: str, assignment: F, answer: DraftAnswer, now: float) -> bool:
+        return self._breakers.note(drafter, assignment.name, answer, assignment.session.has_drafted, now)
+
+    def _move_off(self, address: str, now: float) -> list[Send]:
         """Gives a silent drafter's sessions to others; where there is none, they stay and go on without blocks."""
+        sends: list[Send] = []
         for assignment in [assignment for assignment in self if assignment.session.drafter == address]:
             if (drafter := self._choose_drafter(now)) is None:
-                return
-            self._carry_out(assignment, assignment.session.leave_drafter())
+                break
+            sends += self._carry_out(assignment, assignment.session.leave_drafter())
             if assignment.session.wants_drafter:
-                self._assign_drafter(assignment, drafter, now)
+                sends += self._assign_drafter(assignment, drafter, now)
+        return sends
 
     def _no_target(self, waited: float) -> SlipstreamError:
         if self.targets:
             return CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
         return TargetLostError(f"no target replica could be reached for {waited:.0f} s")
-
-
-def _listed(sessions: Iterable[Session]) -> tuple[LiveSession, ...]:
-    return tuple(LiveSession(session.generation.session, session.attempt) for session in sessions)

@@ -76,7 +76,10 @@ class Failed:
     error: SlipstreamError
 
 
-Command = ToTarget | ToDrafter | Emit | Ended | Failed
+Event = Emit | Ended | Failed
+"""What whoever waits for the session's tokens hears."""
+
+Command = ToTarget | ToDrafter | Event
 
 
 class Phase(Enum):
@@ -107,6 +110,7 @@ class Session:
         self.target: str | None = None
         self.drafter: str | None = None
         self.has_drafted = False  # whether this drafter ever had a block in time, or said that it has none
+        self._answers: list[DraftAnswer] = []  # what came of the blocks asked of it, since that was last taken
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.max_draft_tokens > 0
         self.counts = Counts()
@@ -136,6 +140,7 @@ class Session:
         assert self.wants_drafter
         self.drafter = address
         self.has_drafted = False
+        self._answers = []
         return self._open_drafter()
 
     def leave_drafter(self) -> list[Command]:
@@ -144,6 +149,12 @@ class Session:
         left = self.drafter
         self.drafter = None
         return [ToDrafter(left, Close(self.generation.session, self.attempt))]
+
+    def take_answers(self) -> list[DraftAnswer]:
+        """What came of the blocks that its drafter was asked for since this was last called."""
+        answers = self._answers
+        self._answers = []
+        return answers
 
     # ------------------------------------------------------------ events
 
@@ -159,7 +170,9 @@ class Session:
         self.counts.blocks += verdict.drafted > 0
         self.counts.drafted += verdict.drafted
         self.counts.accepted += verdict.accepted
-        self.has_drafted |= self.drafter is not None and verdict.answer is DraftAnswer.GIVEN
+        if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
+            self._answers.append(verdict.answer)
+            self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
         commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted)]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]

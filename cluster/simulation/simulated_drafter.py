@@ -15,7 +15,7 @@ from cluster.drafting.requests import Proposal, Want, max_block_len
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
 from cluster.simulation.oracle import DraftQuality, Script
-from protos.messages import Close, Hello, Open, Resync, Verdict
+from protos.messages import Hello, Open
 from protos.prefix import hashes_after
 from protos.values import value
 
@@ -178,7 +178,7 @@ class SimulatedDrafter:
         self._targets: dict[str, SimulatedLink] = {}  # by address
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
-        self.door = Door(process, self._router_up, self._router_frame, self._router_down)
+        self.door = Door(process, self._router_up, self.receive, self._router_down)
 
     # ------------------------------------------------------------ the loop
 
@@ -229,32 +229,29 @@ class SimulatedDrafter:
             elif link := self._targets.get(receiver):
                 link.send(message)
 
-    # ------------------------------------------------------------ routers
+    # ------------------------------------------------------------ streams
 
     def _router_up(self, hello: Hello, wire: Wire) -> str:
         self._streams[hello.peer_id] += 1
         stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
         self._routers[stream] = wire
-        self.scheduler.hello(stream, hello.live)
+        self.scheduler.receive(stream, hello, self.process.clock.now)
         self._go_on()
         return stream
 
-    def _router_frame(self, stream: str, frame: Frame) -> None:
+    def receive(self, peer: str, frame: Frame) -> None:
+        """What a router or a target has for this drafter at one moment."""
         for message in frame:
+            sends = self.scheduler.receive(peer, message, self.process.clock.now)
             if isinstance(message, Open):
-                sends = self.scheduler.open(stream, message)
                 self._connect(message.target_address)
-                self._send(sends)
-            elif isinstance(message, Close):
-                self._send(self.scheduler.close(stream, message))
+            self._send(sends)
         self._go_on()
 
     def _router_down(self, stream: str) -> None:
-        self.scheduler.router_gone(stream)
+        self.scheduler.gone(stream)
         del self._routers[stream]
         self._go_on()
-
-    # ------------------------------------------------------------ targets
 
     def _connect(self, address: str) -> None:
         if address not in self._targets:
@@ -265,16 +262,8 @@ class SimulatedDrafter:
             self._targets.pop(address).close()
 
     def target_up(self, address: str) -> None:
-        self._send(self.scheduler.target_up(address))
-        self._go_on()
-
-    def target_frame(self, address: str, frame: Frame) -> None:
-        for message in frame:
-            if isinstance(message, Verdict):
-                self._send(self.scheduler.verdict(address, message, self.process.clock.now))
-            elif isinstance(message, Resync):
-                self._send(self.scheduler.resync(address, message))
+        self._send(self.scheduler.connected(address))
         self._go_on()
 
     def target_down(self, address: str) -> None:
-        self.scheduler.target_gone(address)
+        self.scheduler.gone(address)

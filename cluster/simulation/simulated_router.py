@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cluster.dispatch import Send
 from cluster.errors import SlipstreamError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.balancing import Peers
-from cluster.routing.session import Command, Emit, Ended, Failed, Session, ToDrafter, ToTarget
+from cluster.routing.session import Emit, Ended, Event, Failed, Session
 from cluster.simulation.network import Door, Frame, Network, Process, SimulatedLink
 
 MEMBERSHIP_PERIOD_S = 0.25
@@ -50,9 +51,8 @@ class SimulatedRouter:
         self.process = process
         self._on_commit = on_commit
         self._on_over = on_over
-        self._assignments: Assignments[SimulatedAssignment] = Assignments(process.address, target_wait_s, self._do)
-        self._targets: dict[str, SimulatedLink] = {}  # by address
-        self._drafters: dict[str, SimulatedLink] = {}
+        self._assignments: Assignments[SimulatedAssignment] = Assignments(process.address, target_wait_s, self._tell)
+        self._links: dict[str, SimulatedLink] = {}  # by address
         self._ticking = False
 
     @property
@@ -62,23 +62,25 @@ class SimulatedRouter:
     @property
     def given_up(self) -> int:
         """Times that a drafter was given up as silent."""
-        return self._assignments.given_up
+        return len(self._assignments.given_up)
 
     def generate(self, session: Session) -> None:
         now = self.process.clock.now
-        self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, heard_s=now), now)
-        self._tick_later()
+        self._go_on(self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, heard_s=now), now))
 
-    def _do(self, assignment: SimulatedAssignment, commands: Sequence[Command]) -> None:
-        for command in commands:
-            if isinstance(command, Emit):
-                self._hear(assignment, len(command.tokens))
-            elif isinstance(command, ToTarget):
-                self._targets[command.address].send(command.message)
-            elif isinstance(command, ToDrafter):
-                self._drafters[command.address].send(command.message)
-            else:
-                self._end(assignment, command)
+    def _tell(self, assignment: SimulatedAssignment, event: Event) -> None:
+        if isinstance(event, Emit):
+            self._hear(assignment, len(event.tokens))
+        else:
+            self._end(assignment, event)
+
+    def _go_on(self, sends: Sequence[Send]) -> None:
+        """Sends what is to be sent, and ticks while there is something to do: the simulation ends when nothing is."""
+        for address, message in sends:
+            self._links[address].send(message)
+        if self._assignments.awaits_tick and not self._ticking:
+            self._ticking = True
+            self.process.after(MEMBERSHIP_PERIOD_S, self._tick)
 
     def _hear(self, assignment: SimulatedAssignment, tokens: int) -> None:
         now = self.process.clock.now
@@ -95,68 +97,38 @@ class SimulatedRouter:
         self._assignments.forget(assignment)
         self._on_over(assignment)
 
-    # ------------------------------------------------------------ what peers say
-
-    def target_frame(self, address: str, frame: Frame) -> None:
-        for message in frame:
-            self._assignments.target_says(address, message, self.process.clock.now)
-        self._tick_later()
-
-    def drafter_frame(self, address: str, frame: Frame) -> None:
-        for message in frame:
-            self._assignments.drafter_says(address, message, self.process.clock.now)
-        self._tick_later()
-
-    def target_down(self, address: str) -> None:
-        self._assignments.target_lost(address, self.process.clock.now)
-        self._tick_later()
-
-    def drafter_down(self, address: str) -> None:
-        self._assignments.drafter_lost(address, self.process.clock.now)
-        self._tick_later()
-
-    # ------------------------------------------------------------ the slow loop
-
-    def _tick_later(self) -> None:
-        """Only while there is something to do: the simulation ends when nothing happens any more."""
-        if self._assignments.has_waiting and not self._ticking:
-            self._ticking = True
-            self.process.after(MEMBERSHIP_PERIOD_S, self._tick)
-
-    def _tick(self) -> None:
-        self._ticking = False
-        self._assignments.tick(self.process.clock.now)
-        self._tick_later()
-
-    # ------------------------------------------------------------ streams
+    # ------------------------------------------------------------ peers
 
     def connect_target(self, network: Network, door: Door) -> None:
         """Keeps a stream to a target from now on."""
-        address = door.process.address
-        self._targets[address] = SimulatedLink(
-            network,
-            self.process,
-            door,
-            live=partial(self._assignments.live_at_target, address),
-            on_up=partial(self._up, self._assignments.targets, address),
-            on_frame=partial(self.target_frame, address),
-            on_down=partial(self.target_down, address),
-        )
+        self._connect(network, door, self._assignments.targets)
 
     def connect_drafter(self, network: Network, door: Door) -> None:
         """Keeps a stream to a drafter from now on."""
+        self._connect(network, door, self._assignments.drafters)
+
+    def _connect(self, network: Network, door: Door, pool: Peers) -> None:
         address = door.process.address
-        self._drafters[address] = SimulatedLink(
+        self._links[address] = SimulatedLink(
             network,
             self.process,
             door,
-            live=partial(self._assignments.live_at_drafter, address),
-            on_up=partial(self._up, self._assignments.drafters, address),
-            on_frame=partial(self.drafter_frame, address),
-            on_down=partial(self.drafter_down, address),
+            live=partial(self._assignments.live_at, address),
+            on_up=partial(self._up, pool, address),
+            on_frame=partial(self._frame, address),
+            on_down=lambda: self._go_on(self._assignments.gone(address, self.process.clock.now)),
         )
 
-    def _up(self, peers: Peers, address: str) -> None:
-        peers.up(address)
-        self._assignments.tick(self.process.clock.now)
-        self._tick_later()
+    def _up(self, pool: Peers, address: str) -> None:
+        pool.up(address)
+        self._go_on(self._assignments.tick(self.process.clock.now))
+
+    def _frame(self, address: str, frame: Frame) -> None:
+        sends: list[Send] = []
+        for message in frame:
+            sends += self._assignments.receive(address, message, self.process.clock.now)
+        self._go_on(sends)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._go_on(self._assignments.tick(self.process.clock.now))

@@ -13,7 +13,7 @@ from cluster.simulation.network import Door, Frame, Process, Wire
 from cluster.simulation.oracle import Script
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
-from protos.messages import Attach, Block, Close, Detach, Hello, NoDraft, Open
+from protos.messages import Block, Hello
 
 NOTHING = -1  # in a page, where no token was written
 
@@ -94,8 +94,7 @@ class SimulatedTarget:
         self._streams: Counter[str] = Counter()
         self._in_step = False
         self._wakes_at: float | None = None
-        self.router_door = Door(process, self._router_up, self._router_frame, self._router_down)
-        self.drafter_door = Door(process, self._stream_up, self._drafter_frame, self._drafter_down)
+        self.door = Door(process, self._up, self._frame, self._down)
 
     # ------------------------------------------------------------ the loop
 
@@ -143,47 +142,23 @@ class SimulatedTarget:
 
     # ------------------------------------------------------------ streams
 
-    def _stream_up(self, hello: Hello, wire: Wire) -> str:
+    def _up(self, hello: Hello, wire: Wire) -> str:
         self._streams[hello.peer_id] += 1
         stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
         self._wires[stream] = wire
-        return stream
-
-    def _router_up(self, hello: Hello, wire: Wire) -> str:
-        stream = self._stream_up(hello, wire)
-        self.scheduler.hello(stream, hello.live, self.process.clock.now)
+        self.scheduler.receive(stream, hello, self.process.clock.now)
         self._go_on()
         return stream
 
-    def _router_frame(self, stream: str, frame: Frame) -> None:
-        now = self.process.clock.now
-        for message in frame:
-            if isinstance(message, Open):
-                self._send(self.scheduler.open(stream, message, now))
-            elif isinstance(message, Close):
-                self.scheduler.close(stream, message, now)
-        self._go_on()
-
-    def _router_down(self, stream: str) -> None:
-        self.scheduler.router_gone(stream, self.process.clock.now)
-        del self._wires[stream]
-        self._go_on()
-
-    def _drafter_frame(self, stream: str, frame: Frame) -> None:
+    def _frame(self, stream: str, frame: Frame) -> None:
         now = self.process.clock.now
         for message in frame:
             if isinstance(message, Block):
                 self.received_tokens += message.size
-                self.scheduler.block(stream, message, now)
-            elif isinstance(message, Attach):
-                self._send(self.scheduler.attach(stream, message, now))
-            elif isinstance(message, NoDraft):
-                self.scheduler.no_draft(stream, message, now)
-            elif isinstance(message, Detach):
-                self.scheduler.detach(stream, message)
+            self._send(self.scheduler.receive(stream, message, now))
         self._go_on()
 
-    def _drafter_down(self, stream: str) -> None:
-        self.scheduler.drafter_gone(stream)
+    def _down(self, stream: str) -> None:
+        self.scheduler.gone(stream, self.process.clock.now)
         del self._wires[stream]
         self._go_on()

@@ -106,7 +106,7 @@ class World:
         self.targets.append(made)
         self._doors[made.process.address] = made
         for router in self.routers:
-            router.connect_target(self._network, made.router_door)
+            router.connect_target(self._network, made.door)
 
     def _add_drafter(self) -> None:
         setting = self.setting
@@ -129,7 +129,7 @@ class World:
         )
         self.routers.append(made)
         for target in self.targets:
-            made.connect_target(self._network, target.router_door)
+            made.connect_target(self._network, target.door)
         for drafter in self.drafters:
             made.connect_drafter(self._network, drafter.door)
 
@@ -137,10 +137,10 @@ class World:
         return SimulatedLink(
             self._network,
             drafter.process,
-            self._doors[address].drafter_door,
+            self._doors[address].door,
             live=list,
             on_up=partial(drafter.target_up, address),
-            on_frame=partial(drafter.target_frame, address),
+            on_frame=partial(drafter.receive, address),
             on_down=partial(drafter.target_down, address),
             ordered=False,
         )

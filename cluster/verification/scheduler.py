@@ -7,7 +7,7 @@ are handed in.
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.costs import ForwardCost
@@ -32,12 +32,14 @@ from protos.messages import (
     Close,
     Detach,
     Finish,
-    LiveSession,
+    Hello,
+    Message,
     NoDraft,
     Open,
     Refusal,
     RefusalReason,
     Resync,
+    Shape,
     Verdict,
 )
 from protos.prefix import Prefix
@@ -80,11 +82,45 @@ class VerificationScheduler:
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
         self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
 
-    # ------------------------------------------------------------ what a router says
+    # ------------------------------------------------------------ what peers say
 
-    def hello(self, router: str, live: Iterable[LiveSession], now: float) -> None:
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Takes a message from a router's or a drafter's stream; returns what is to be sent for it."""
+        match message:
+            case Block():
+                self._block(peer, message, now)
+            case Attach():
+                return self._attach(peer, message, now)
+            case NoDraft():
+                self._no_draft(peer, message, now)
+            case Open():
+                return self._open(peer, message, now)
+            case Close():
+                self._close(peer, message, now)
+            case Detach():
+                self._detach(peer, message)
+            case Hello():
+                self._hello(peer, message, now)
+            case _:
+                raise AssertionError(f"nobody sends a target a {type(message).__name__}")
+        return []
+
+    def gone(self, peer: str, now: float) -> None:
+        """A stream broke: a router's sessions are nobody's, a drafter's go on plainly with the blocks that arrived."""
+        self._silent.heard(peer)
+        for session in self._admission:
+            if session.router == peer:
+                self._forget(session.open.session)
+            elif session.drafter == peer:
+                session.drafter = None
+        self._unopened.drafter_gone(peer)
+        self._admit(now)
+
+    # ------------------------------------------------------------ routers
+
+    def _hello(self, router: str, hello: Hello, now: float) -> None:
         """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
-        wanted = {(item.session, item.attempt) for item in live}
+        wanted = {(item.session, item.attempt) for item in hello.live}
         for session in self._admission:
             if peer_of(session.router) != peer_of(router):
                 continue
@@ -93,7 +129,7 @@ class VerificationScheduler:
                 self._forget(session.open.session)
         self._admit(now)
 
-    def open(self, router: str, request: Open, now: float) -> list[Send]:
+    def _open(self, router: str, request: Open, now: float) -> list[Send]:
         """Serves a session from its ledger; an open one is replaced unless the request is older."""
         if refusal := self._refuse(request):
             return [(router, refusal)]
@@ -115,27 +151,20 @@ class VerificationScheduler:
         if waiting is None:
             return []
         for block in waiting.blocks:
-            self.block(waiting.drafter, block, now)
-        return self.attach(waiting.drafter, waiting.attach, now) if waiting.attach else []
+            self._block(waiting.drafter, block, now)
+        return self._attach(waiting.drafter, waiting.attach, now) if waiting.attach else []
 
-    def close(self, router: str, close: Close, now: float) -> None:
+    def _close(self, router: str, close: Close, now: float) -> None:
         """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
         known = self._admission.find(close.session)
         if known is not None and known.router == router and known.open.attempt <= close.attempt:
             self._forget(close.session)
             self._admit(now)
 
-    def router_gone(self, router: str, now: float) -> None:
-        """The stream broke: its sessions are nobody's."""
-        for session in self._admission:
-            if session.router == router:
-                self._forget(session.open.session)
-        self._admit(now)
+    # ------------------------------------------------------------ drafters
 
-    # ------------------------------------------------------------ what a drafter says
-
-    def attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
-        """Sends the session's verdicts to this drafter from now on; first what it missed, and what it is asked for."""
+    def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
+        """Sends the session's verdicts to this drafter from now on; first what it missed, and what is wanted of it."""
         session = self._admission.find(attach.session)
         if session is None:
             self._unopened.attach(drafter, attach, now)
@@ -143,22 +172,14 @@ class VerificationScheduler:
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attached(drafter)
-        catch_up = Verdict(
-            attach.session,
-            session.open.attempt,
-            attach.have_len,
-            attach.have_hash,
-            tuple(session.prefix.tokens[attach.have_len :]),
-            accepted=0,
-            drafted=0,
-            draft_tokens=session.asked,
-            waits=session.drafting.hold_step,
-            least_chance=session.drafting.least_chance,
-            alternatives=self._may_branch(session.open),
-        )
-        return [(drafter, catch_up)]
+        request = (drafter, session.draft_request(self._block_shape(session.open)))
+        missed = tuple(session.prefix.tokens[attach.have_len :])
+        if not missed:
+            return [request]
+        verdict = Verdict(attach.session, session.open.attempt, attach.have_len, attach.have_hash, missed, 0, 0)
+        return [(drafter, verdict), request]
 
-    def block(self, drafter: str, block: Block, now: float) -> None:
+    def _block(self, drafter: str, block: Block, now: float) -> None:
         """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
         if cause := self._unfit(block):
             self._counts.drop(cause, block)
@@ -167,14 +188,14 @@ class VerificationScheduler:
         if session is None:
             self._unopened.block(drafter, block, now)
             return
-        if block.alternatives and not self._may_branch(session.open):
+        if block.alternatives and self._block_shape(session.open) is Shape.CHAIN:
             self._counts.drop("alternatives", block)
             return
         self._silent.heard(drafter)
         self._note_answer(session, block, len(block.tokens), now)
         session.buffer.place(block, session.open, session.prefix, now)
 
-    def no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
+    def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """The drafter has no block for this prefix: it is not waited for."""
         self._silent.heard(drafter)
         session = self._admission.find(no_draft.session)
@@ -184,20 +205,12 @@ class VerificationScheduler:
             if not any(taken is session for taken, _ in self._in_step):  # else it need not have been in a hurry
                 self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
 
-    def detach(self, drafter: str, detach: Detach) -> None:
+    def _detach(self, drafter: str, detach: Detach) -> None:
         """The drafter has left the session, which goes on plainly; blocks that arrived stay good."""
         self._unopened.detach(drafter, detach.session)
         session = self._admission.find(detach.session)
         if session is not None and session.drafter == drafter:
             session.drafter = None
-
-    def drafter_gone(self, drafter: str) -> None:
-        """The stream broke: its sessions go on plainly; blocks that arrived stay good."""
-        self._silent.heard(drafter)
-        for session in self._admission:
-            if session.drafter == drafter:
-                session.drafter = None
-        self._unopened.drafter_gone(drafter)
 
     # ------------------------------------------------------------ the step
 
@@ -343,8 +356,9 @@ class VerificationScheduler:
             return "beyond_context"
         return None
 
-    def _may_branch(self, request: Open) -> bool:
-        return self._limits.alternatives and request.may_branch
+    def _block_shape(self, request: Open) -> Shape:
+        """What blocks for a session may look like."""
+        return Shape.TREE if self._limits.alternatives and request.may_branch else Shape.CHAIN
 
     def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """How long it took; not of a block drafted ahead, nor of the first, before which a prompt was read."""
@@ -416,16 +430,12 @@ class VerificationScheduler:
             decision.accepted,
             row.drafted,
             decision.finish,
-            session.asked,
-            answer=session.answer,
-            waits=session.drafting.hold_step,
-            least_chance=session.drafting.least_chance,
-            alternatives=self._may_branch(session.open),
+            session.answer,
         )
         sends: list[Send] = []
         if session.drafter is not None:
-            if (news := session.for_drafter(verdict)) is not None:
-                sends.append((session.drafter, news))
+            news = session.for_drafter(verdict, self._block_shape(session.open))
+            sends += [(session.drafter, message) for message in news]
             sends += self._alarm(session, session.drafter)
         if decision.finish is not Finish.NONE:
             self._forget(session.open.session)

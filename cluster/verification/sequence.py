@@ -11,7 +11,7 @@ from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
-from protos.messages import Block, DraftAnswer, Finish, NoDraft, Open, Verdict
+from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
 from protos.values import value
 
@@ -103,13 +103,32 @@ class TargetSession:
         self.is_read = False
         self.paused = not self.drafting.tokens
 
-    def for_drafter(self, verdict: Verdict) -> Verdict | None:
-        """What the drafter is told of a verdict, and all that it was not told before; nothing while it paused."""
-        if self.paused and not self.drafting.tokens and verdict.finish is Finish.NONE:
-            return None
-        sent_len = self.sent_len
+    def draft_request(self, shape: Shape) -> DraftRequest:
+        """What is wanted of the drafter after the tokens that are decided now."""
+        return DraftRequest(
+            self.open.session,
+            self.open.attempt,
+            self.prefix.length,
+            self.prefix.hash,
+            self.drafting.tokens,
+            self.drafting.hold_step,
+            self.drafting.least_chance,
+            shape,
+        )
+
+    def for_drafter(self, verdict: Verdict, shape: Shape) -> list[Verdict | DraftRequest]:
+        """What the drafter is told: all that it has not heard, and what is wanted next; nothing while paused."""
+        is_over = verdict.finish is not Finish.NONE
+        if self.paused and not self.drafting.tokens and not is_over:
+            return []
+        news = self._unsent(verdict)
         self.sent_len = self.prefix.length
         self.paused = not self.drafting.tokens
+        return [news] if is_over else [news, self.draft_request(shape)]
+
+    def _unsent(self, verdict: Verdict) -> Verdict:
+        """The verdict, with all tokens before it that the drafter has not heard of."""
+        sent_len = self.sent_len
         if sent_len == verdict.base_len:
             return verdict
         prefix_hash = self.prefix.hash_at(sent_len)

@@ -34,27 +34,19 @@ async def test_a_block_goes_from_drafter_to_target_over_its_own_stream():
     async with cluster() as c:
         ((_, target),) = c.targets.items()
         ((_, drafter),) = c.drafters.items()
-        from_drafter: list[tuple[str, Decoded]] = []
-        from_router: list[Decoded] = []
-        drafter_frame = target.drafter_frame
-        router_frame = target.router_frame
+        heard: list[tuple[str, Decoded]] = []
+        receive = target.receive
 
-        def tap_drafter(stream: str, frame: Decoded) -> None:
-            from_drafter.append((stream, frame))
-            drafter_frame(stream, frame)
+        def tap(stream: str, frame: Decoded) -> None:
+            heard.append((stream, frame))
+            receive(stream, frame)
 
-        def tap_router(stream: str, frame: Decoded) -> None:
-            from_router.append(frame)
-            router_frame(stream, frame)
-
-        target.drafter_frame = tap_drafter  # type: ignore[method-assign]
-        target.router_frame = tap_router
+        target.receive = tap  # type: ignore[method-assign]
         await c.tokens(c.generation())
-        blocks = [(s, m) for s, frame in from_drafter for m in frame.messages if isinstance(m, Block)]
+        blocks = [stream for stream, frame in heard for m in frame.messages if isinstance(m, Block)]
         assert blocks
-        assert all(stream.startswith(drafter.peer_id) for stream, _ in blocks)
-        assert from_router
-        assert not any(isinstance(m, Block) for frame in from_router for m in frame.messages)
+        assert all(stream.startswith(drafter.peer_id) for stream in blocks)
+        assert any(not stream.startswith(drafter.peer_id) for stream, _ in heard), "a router spoke too"
 
 
 class GatedEngine:
@@ -113,15 +105,15 @@ def _lose_next_verdict(c: Cluster) -> list[Verdict]:
     """Makes the drafter miss one verdict of its target that decides something."""
     (drafter,) = c.drafters.values()
     lost: list[Verdict] = []
-    deliver = drafter._target_frame
+    deliver = drafter.receive
 
     def lossy(address: str, frame: Decoded) -> None:
         if not lost:
-            lost.extend(m for m in frame.messages if isinstance(m, Verdict) and m.tokens)
+            lost.extend(m for m in frame.messages if isinstance(m, Verdict))
             frame = Decoded(tuple(m for m in frame.messages if m not in lost))
         deliver(address, frame)
 
-    drafter._target_frame = lossy  # type: ignore[method-assign]
+    drafter.receive = lossy  # type: ignore[method-assign]
     return lost
 
 

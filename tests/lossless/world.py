@@ -20,7 +20,7 @@ from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.pard import MaskTokens
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
-from cluster.dispatch import Send
+from cluster.dispatch import Scheduler, Send
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
 from cluster.pacing.policy import Adaptive, LockStep
@@ -28,7 +28,7 @@ from cluster.page_allocator import PageCopy
 from cluster.routing.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Row, StepPlan
-from protos.messages import Acceptance, Block, Close, Detach, Message, NoDraft, Open, Refusal, Resync, Sampling, Verdict
+from protos.messages import Acceptance, Block, DraftRequest, Message, Refusal, Resync, Sampling, Verdict
 from tests.unit.cluster.token_memory import TokenMemory
 
 ROUTER = "router#1"
@@ -209,7 +209,7 @@ class World:
 
         def end() -> None:
             self._stepping = False
-            self._route(self.verification.apply(outcomes, STEP_S, self._now))
+            self._route(TARGET, self.verification.apply(outcomes, STEP_S, self._now))
 
         self._after(STEP_S, end)
 
@@ -238,13 +238,11 @@ class World:
             self._drafting = False
 
         for index, proposals in enumerate(told, 1):
-            self._after(
-                PASS_S * index / len(told), lambda p=proposals: self._route(self.drafting.proposed(p, self._now))
-            )
+            self._after(PASS_S * index / len(told), lambda p=proposals: self._offer(p))
         self._after(PASS_S, end)
 
     def _offer(self, proposals: list[Proposal]) -> None:
-        self._route(self.drafting.proposed(proposals, self._now))
+        self._route(DRAFTER, self.drafting.proposed(proposals, self._now))
 
     def _is_interrupted(self) -> bool:
         """At random, and never for anything in the tokens that are drafted."""
@@ -257,59 +255,49 @@ class World:
 
     def _do(self, commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command, ToTarget):
-                self._after(HOP_S, lambda m=command.message: self._to_target(m))
-            elif isinstance(command, ToDrafter):
-                self._after(HOP_S, lambda m=command.message: self._to_drafter(m))
+            if isinstance(command, ToTarget | ToDrafter):
+                receiver = self.verification if isinstance(command, ToTarget) else self.drafting
+                self._after(HOP_S, lambda to=receiver, m=command.message: self._deliver(to, ROUTER, [m]))
             else:
                 assert isinstance(command, Emit | Ended)
 
-    def _route(self, sends: list[Send]) -> None:
-        """Router links are reliable; what drafter and target say to each other is up to the schedule."""
-        for receiver, message in sends:
-            if receiver == ROUTER:
-                self._after(HOP_S, lambda m=message: self._to_router(m))
-                continue
-            deliver = self._to_target if receiver == TARGET else self._to_drafter
-            for delay in self._setting.schedule(message, self._rng):
-                self._after(delay, lambda m=message, to=deliver: to(m))
+    def _route(self, sender: str, sends: list[Send]) -> None:
+        """Router links are reliable; what drafter and target say to each other is up to the schedule.
 
-    def _to_router(self, message: Message) -> None:
-        session = self.sessions[message.session]
-        if isinstance(message, Verdict):
-            self._do(session.on_verdict(TARGET, message))
-        elif isinstance(message, Refusal):
-            self._do(session.on_drafter_refusal(DRAFTER, message))
-            self._after(STEP_S, lambda: self._seek_drafter(session))
-        else:
-            assert isinstance(message, Resync)
-            self._do(session.on_drafter_resync(DRAFTER))
+        A verdict and what is wanted after it are one frame: they come or are lost together.
+        """
+        frames: list[tuple[str, list[Message]]] = []
+        for receiver, message in sends:
+            if isinstance(message, DraftRequest) and frames and isinstance(frames[-1][1][-1], Verdict):
+                frames[-1][1].append(message)
+            else:
+                frames.append((receiver, [message]))
+        for receiver, frame in frames:
+            if receiver == ROUTER:
+                self._after(HOP_S, lambda f=frame: self._to_router(sender, f))
+                continue
+            scheduler = self.verification if receiver == TARGET else self.drafting
+            for delay in self._setting.schedule(frame[0], self._rng):
+                self._after(delay, lambda to=scheduler, f=frame: self._deliver(to, sender, f))
+
+    def _deliver(self, scheduler: Scheduler, sender: str, frame: list[Message]) -> None:
+        receiver = TARGET if scheduler is self.verification else DRAFTER
+        for message in frame:
+            self._route(receiver, scheduler.receive(sender, message, self._now))
+
+    def _to_router(self, sender: str, frame: list[Message]) -> None:
+        for message in frame:
+            session = self.sessions[message.session]
+            if isinstance(message, Verdict):
+                self._do(session.on_verdict(sender, message))
+            elif isinstance(message, Refusal):
+                self._do(session.on_drafter_refusal(sender, message))
+                self._after(STEP_S, lambda s=session: self._seek_drafter(s))
+            else:
+                assert isinstance(message, Resync)
+                self._do(session.on_drafter_resync(sender))
 
     def _seek_drafter(self, session: Session) -> None:
         """There is only the one that gave it up."""
         if session.wants_drafter:
             self._do(session.assign_drafter(DRAFTER))
-
-    def _to_target(self, message: Message) -> None:
-        if isinstance(message, Open):
-            self._route(self.verification.open(ROUTER, message, self._now))
-        elif isinstance(message, Close):
-            self.verification.close(ROUTER, message, self._now)
-        elif isinstance(message, Block):
-            self.verification.block(DRAFTER, message, self._now)
-        elif isinstance(message, NoDraft):
-            self.verification.no_draft(DRAFTER, message, self._now)
-        elif isinstance(message, Detach):
-            self.verification.detach(DRAFTER, message)
-        else:
-            self._route(self.verification.attach(DRAFTER, message, self._now))
-
-    def _to_drafter(self, message: Message) -> None:
-        if isinstance(message, Open):
-            self._route(self.drafting.open(ROUTER, message))
-        elif isinstance(message, Close):
-            self._route(self.drafting.close(ROUTER, message))
-        elif isinstance(message, Verdict):
-            self._route(self.drafting.verdict(TARGET, message, self._now))
-        else:
-            self._route(self.drafting.resync(TARGET, message))

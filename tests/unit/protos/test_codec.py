@@ -18,6 +18,7 @@ from protos.messages import (
     Close,
     Detach,
     DraftAnswer,
+    DraftRequest,
     Finish,
     Hello,
     LiveSession,
@@ -27,10 +28,12 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    Shape,
     SparseProbs,
     Verdict,
     Welcome,
 )
+from tests.unit.cluster.samples import an_open
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -43,7 +46,7 @@ def token_lists(smallest: int, largest: int) -> st.SearchStrategy[tuple[int, ...
 
 
 def floats(low: float, high: float, **kwargs: Any) -> st.SearchStrategy[float]:
-    return st.floats(low, high, width=32, **kwargs)  # as wide as on the wire
+    return st.floats(low, high, **kwargs)
 
 
 SAMPLINGS = st.builds(
@@ -95,9 +98,8 @@ def blocks(draw: st.DrawFn) -> Block:
 
 @st.composite
 def verdicts(draw: st.DrawFn) -> Verdict:
-    tokens = draw(token_lists(0, 5))
+    tokens = draw(token_lists(1, 5))
     accepted = draw(st.integers(0, len(tokens)))
-    only_asks = not tokens
     return Verdict(
         session=draw(NAMES),
         attempt=draw(U32),
@@ -105,11 +107,9 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         prefix_hash=draw(U64),
         tokens=tokens,
         accepted=accepted,
-        drafted=0 if only_asks else draw(st.integers(accepted, 2**32 - 1)),
-        finish=Finish.NONE if only_asks else draw(st.sampled_from(Finish)),
-        hidden_states=draw(st.binary(max_size=8)),
+        drafted=draw(st.integers(accepted, 2**32 - 1)),
+        finish=draw(st.sampled_from(Finish)),
         answer=draw(st.sampled_from(DraftAnswer)),
-        alternatives=draw(st.booleans()),
     )
 
 
@@ -122,6 +122,17 @@ NO_DRAFTS = st.builds(NoDraft, NAMES, U32, U64)
 DETACHES = st.builds(Detach, NAMES)
 ATTACHES = st.builds(Attach, NAMES, U32, U64)
 RESYNCS = st.builds(Resync, NAMES, U32, U64)
+DRAFT_REQUESTS = st.builds(
+    DraftRequest,
+    NAMES,
+    U32,
+    U32,
+    U64,
+    st.integers(0, MAX_BLOCK_TOKENS),
+    st.booleans(),
+    st.floats(0.0, 1.0),
+    st.sampled_from(Shape),
+)
 REFUSALS = st.builds(Refusal, NAMES, U32, st.sampled_from(RefusalReason), st.text(max_size=8))
 FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then what repeats, in the frame's order
     pb.RouterToDrafter: (HELLOS, opens(), CLOSES),
@@ -129,8 +140,16 @@ FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then 
     pb.RouterToTarget: (HELLOS, opens(), CLOSES),
     pb.TargetToRouter: (WELCOMES, verdicts(), REFUSALS),
     pb.DrafterToTarget: (HELLOS, DETACHES, ATTACHES, blocks(), NO_DRAFTS),
-    pb.TargetToDrafter: (WELCOMES, verdicts(), RESYNCS),
+    pb.TargetToDrafter: (WELCOMES, verdicts(), DRAFT_REQUESTS, RESYNCS),
 }
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.9), Sampling(top_p=1e-46), Sampling(min_p=1 / 3)])
+def test_sampling_parameters_arrive_as_they_were_sent(sampling):
+    """In single precision 0.9 would be 0.89999998, and 1e-46 nothing at all, which no top_p may be."""
+    request = an_open(sampling=sampling)
+    (received,) = decode(encode(pb.RouterToTarget, [request])).messages
+    assert received == request
 
 
 @pytest.mark.parametrize("frame_type", FRAMES, ids=lambda t: t.__name__)
@@ -305,7 +324,7 @@ def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
         prompt_len=st.integers(0, 6) | U32,
         max_len=U32,
         stop_ids=st.binary(max_size=9),
-        sampling=st.builds(pb.Sampling, temperature=st.floats(width=32), top_k=U32, top_p=st.floats(width=32)),
+        sampling=st.builds(pb.Sampling, temperature=st.floats(), top_k=U32, top_p=st.floats()),
         acceptance=st.integers(-(2**31), 2**31 - 1),
         max_draft_tokens=U32,
     ),

@@ -86,8 +86,8 @@ def test_publishing_is_cheap_however_often_it_is_asked_for(clock: Clock) -> None
 def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock) -> None:
     target = a_target(clock)
     scheduler = target.scheduler
-    scheduler.open("router#1", an_open(tokens=(1, 2)), now=0.0)
-    scheduler.block("drafter#1", a_block((1, 2, 9, 9), (1, 2, 3, 4, 5)), now=0.0)
+    scheduler.receive("router#1", an_open(tokens=(1, 2)), 0.0)
+    scheduler.receive("drafter#1", a_block((1, 2, 9, 9), (1, 2, 3, 4, 5)), 0.0)
     assert scheduler.plan(now=2.0) is not None
     target.refused["Block"] += 1
     counts = target_counts(target)

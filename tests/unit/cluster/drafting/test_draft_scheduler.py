@@ -19,7 +19,9 @@ from protos.messages import (
     Close,
     Detach,
     DraftAnswer,
+    DraftRequest,
     Finish,
+    Hello,
     LiveSession,
     NoDraft,
     Open,
@@ -51,20 +53,27 @@ class Book:
     def open(self, session: str = "s", router: str = ROUTER, asks: int | None = None, **changes: Any) -> list[Send]:
         """The target answers that it asks for blocks of `asks` tokens; None: it has not answered yet."""
         request = an_open(session, **{"tokens": (1, 2), "target_address": TARGET} | changes)
-        sends = self.scheduler.open(router, request)
+        sends = self.scheduler.receive(router, request, 0.0)
         if asks is not None and any(isinstance(message, Attach) for _, message in sends):
-            self.scheduler.verdict(request.target_address, self.answer(request, asks), self.now)
+            self.scheduler.receive(request.target_address, self.answer(request, asks), self.now)
         return sends
 
-    def answer(self, request: Open, asks: int) -> Verdict:
+    def answer(self, request: Open, asks: int) -> DraftRequest:
         """What the target says to an Attach that missed nothing."""
         length = len(request.tokens)
         prefix_hash = hash_of(*request.tokens)
-        return Verdict(request.session, request.attempt, length, prefix_hash, (), 0, 0, draft_tokens=asks)
+        return DraftRequest(request.session, request.attempt, length, prefix_hash, asks)
 
     def verdict(self, before: tuple[int, ...], *tokens: int, session: str = "s", **changes: Any) -> list[Send]:
+        """And what is wanted after it: `max_tokens`, `hold_step`, `least_chance`."""
         verdict = Verdict(session, 1, len(before), hash_of(*before), tokens, 0, 0)
-        return self.scheduler.verdict(TARGET, replace(verdict, **changes), self.now)
+        wanted = {name: changes.pop(name) for name in ("max_tokens", "hold_step", "least_chance") if name in changes}
+        sends = self.scheduler.receive(TARGET, replace(verdict, **changes), self.now)
+        return sends + self.request((*before, *tokens), session, **wanted)
+
+    def request(self, after: tuple[int, ...], session: str = "s", **wanted: Any) -> list[Send]:
+        request = DraftRequest(session, 1, len(after), hash_of(*after), **wanted)
+        return self.scheduler.receive(TARGET, request, self.now)
 
     def want(self) -> Want:
         (want,) = self.scheduler.wants(9)
@@ -164,7 +173,7 @@ def test_a_contradiction_goes_to_the_router_and_its_ledger_heals_it():
 def test_a_resync_stops_drafting_until_the_ledger_comes():
     desk = Book()
     desk.open()
-    assert desk.scheduler.resync(TARGET, Resync("s", 5, 5)) == [(ROUTER, Resync("s", 2, hash_of(1, 2)))]
+    assert desk.scheduler.receive(TARGET, Resync("s", 5, 5), desk.now) == [(ROUTER, Resync("s", 2, hash_of(1, 2)))]
     assert desk.scheduler.wants(9) == []
     assert desk.open(tokens=(1, 3)) == [(TARGET, Attach("s", 2, hash_of(1, 3)))]
     assert desk.want().tokens == (1, 3)
@@ -182,7 +191,7 @@ def test_a_verdict_that_is_not_this_sessions_is_counted_and_changes_nothing(targ
     desk = Book()
     desk.open()
     verdict = replace(Verdict("s", 1, 2, hash_of(1, 2), (5,), 0, 0), **changes)
-    assert desk.scheduler.verdict(target, verdict, desk.now) == []
+    assert desk.scheduler.receive(target, verdict, desk.now) == []
     assert desk.scheduler.counts["verdict_unknown"] == 1
     assert desk.want().tokens == (1, 2)
 
@@ -201,7 +210,7 @@ def test_a_session_that_was_opened_again_begins_anew_in_its_method_and_is_named_
     """What the method remembers of it may be what was wrong."""
     desk = Book()
     desk.open()
-    desk.scheduler.close(ROUTER, Close("s", 1))
+    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
     desk.open(attempt=2)
     desk.open(attempt=3)
     assert desk.scheduler.take_closed() == ["s"]
@@ -228,22 +237,22 @@ def test_whatever_verdicts_are_lost_doubled_or_reordered_the_prefix_is_the_targe
 def test_blocks_are_as_long_as_the_target_asked_for_with_its_verdict():
     desk = Book(draft_ahead=True)
     desk.open()
-    desk.verdict((1, 2), 3, draft_tokens=2)
+    desk.verdict((1, 2), 3, max_tokens=2)
     want = desk.want()
     assert want.max_tokens == 2
     desk.propose(want, 5, 6)
     assert desk.ahead().max_tokens == 2
-    desk.verdict((1, 2, 3), 5, draft_tokens=99)
+    desk.verdict((1, 2, 3), 5, max_tokens=99)
     assert desk.want().max_tokens == 4, "but never longer than the session may have"
 
 
 def test_nothing_is_drafted_while_the_target_asks_for_nothing():
     desk = Book(draft_ahead=True)
     desk.open()
-    desk.verdict((1, 2), 3, draft_tokens=0)
+    desk.verdict((1, 2), 3, max_tokens=0)
     assert desk.scheduler.wants(9) == []
     assert not desk.scheduler.has_wants
-    desk.verdict((1, 2, 3), 4, draft_tokens=1)
+    desk.verdict((1, 2, 3), 4, max_tokens=1)
     assert desk.want().tokens == (1, 2, 3, 4)
 
 
@@ -257,10 +266,10 @@ def test_while_a_target_asks_for_nothing_a_new_session_of_it_is_not_drafted_for_
     desk.open()
     assert desk.scheduler.wants(9) == []
     assert not desk.scheduler.has_wants
-    assert desk.verdict((1, 2), draft_tokens=3, least_chance=0.5) == []
+    assert desk.request((1, 2), max_tokens=3, least_chance=0.5) == []
     want = desk.want()
     assert (want.open.session, want.max_tokens, want.least_chance) == ("s", 3, 0.5)
-    desk.scheduler.close(ROUTER, Close("resting", 1))
+    desk.scheduler.receive(ROUTER, Close("resting", 1), desk.now)
     desk.open("at another", target_address="t2", asks=0)
     desk.open("here again")
     assert desk.want().open.session == "here again"
@@ -269,7 +278,7 @@ def test_while_a_target_asks_for_nothing_a_new_session_of_it_is_not_drafted_for_
 def test_of_a_target_that_is_back_nothing_is_known():
     desk = Book()
     desk.open("resting", asks=0)
-    desk.scheduler.target_gone(TARGET)
+    desk.scheduler.gone(TARGET)
     desk.open()
     assert desk.want().open.session == "s"
 
@@ -277,9 +286,9 @@ def test_of_a_target_that_is_back_nothing_is_known():
 def test_what_an_old_verdict_asked_for_that_comes_once_more_is_not_asked_for():
     desk = Book()
     desk.open()
-    desk.verdict((1, 2), 3, draft_tokens=2)
-    desk.verdict((1, 2, 3), 4, draft_tokens=1)
-    desk.verdict((1, 2), 3, draft_tokens=2)
+    desk.verdict((1, 2), 3, max_tokens=2)
+    desk.verdict((1, 2, 3), 4, max_tokens=1)
+    desk.verdict((1, 2), 3, max_tokens=2)
     assert desk.want().max_tokens == 1
 
 
@@ -305,19 +314,19 @@ def test_an_older_open_and_a_foreign_close_change_nothing():
     desk = Book()
     desk.open(attempt=2)
     assert desk.open(tokens=(9, 9), attempt=1) == []
-    desk.scheduler.close(ROUTER, Close("s", 1))
-    desk.scheduler.close("other#1", Close("s", 9))
-    desk.scheduler.close(ROUTER, Close("unknown", 9))
+    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
+    desk.scheduler.receive("other#1", Close("s", 9), desk.now)
+    desk.scheduler.receive(ROUTER, Close("unknown", 9), desk.now)
     assert desk.want().tokens == (1, 2)
 
 
 def test_a_broken_stream_to_the_target_stops_drafting_until_it_is_back():
     desk = Book()
     desk.open()
-    desk.scheduler.target_gone(TARGET)
+    desk.scheduler.gone(TARGET)
     assert desk.scheduler.wants(9) == []
-    assert desk.scheduler.target_up("t2") == []
-    assert desk.scheduler.target_up(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2)))]
+    assert desk.scheduler.connected("t2") == []
+    assert desk.scheduler.connected(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2)))]
     assert desk.want().tokens == (1, 2)
 
 
@@ -326,11 +335,11 @@ def test_a_router_that_is_gone_or_does_not_list_a_session_frees_it():
     desk.open("a")
     desk.open("b")
     desk.open("c", "other#1")
-    desk.scheduler.hello("router#2", [LiveSession("a", 1)])
+    desk.scheduler.receive("router#2", Hello("router", "", "", (LiveSession("a", 1),)), desk.now)
     assert desk.scheduler.take_closed() == ["b"]
-    desk.scheduler.router_gone(ROUTER)
+    desk.scheduler.gone(ROUTER)
     assert desk.scheduler.take_closed() == [], "the old stream's end, heard late, is nothing to the new one"
-    desk.scheduler.router_gone("router#2")
+    desk.scheduler.gone("router#2")
     assert desk.scheduler.take_closed() == ["a"]
     assert desk.scheduler.targets == {TARGET}
     assert desk.scheduler.load() == {"sessions": 1.0}
@@ -458,7 +467,7 @@ def going_on() -> Book:
     desk = Book(draft_ahead=True)
     desk.open()
     desk.propose(desk.want(), 9)
-    desk.verdict((1, 2), 3, waits=False)
+    desk.verdict((1, 2), 3, hold_step=False)
     return desk
 
 
@@ -468,7 +477,7 @@ def test_a_target_that_goes_on_gets_blocks_for_what_its_step_may_bring():
     want = desk.ahead()
     assert (want.tokens, want.unverified) == ((1, 2, 3), ())
     assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), (5, 6)))]
-    desk.verdict((1, 2, 3), 4, waits=False)
+    desk.verdict((1, 2, 3), 4, hold_step=False)
     assert desk.ahead().unverified == (5, 6), "the guess was right: that block is being verified"
 
 
@@ -476,7 +485,7 @@ def test_a_block_for_what_was_guessed_late_is_sent_all_the_same():
     """The target went on, and what it decides next may be the block's first token."""
     desk = going_on()
     want = desk.ahead()
-    desk.verdict((1, 2, 3), 4, waits=False)
+    desk.verdict((1, 2, 3), 4, hold_step=False)
     assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), (5, 6)))]
     assert desk.guess(want, (8,), 5, 6) == []
 
@@ -485,7 +494,7 @@ def test_without_drafting_ahead_a_block_is_drafted_although_nobody_waits():
     desk = Book(draft_ahead=False)
     desk.open()
     desk.propose(desk.want(), 9)
-    desk.verdict((1, 2), 3, waits=False)
+    desk.verdict((1, 2), 3, hold_step=False)
     assert desk.want().tokens == (1, 2, 3)
 
 
@@ -493,12 +502,12 @@ def test_drafting_ahead_is_vain_once_all_its_verdicts_are_in():
     desk = Book(draft_ahead=True)
     for name in "ab":
         desk.open(name)
-        desk.verdict((1, 2), 3, session=name, waits=False)
+        desk.verdict((1, 2), 3, session=name, hold_step=False)
     assert desk.scheduler.is_ahead_vain
     assert len(desk.scheduler.wants_ahead(9)) == 2
-    desk.verdict((1, 2, 3), 4, session="a", waits=False)
+    desk.verdict((1, 2, 3), 4, session="a", hold_step=False)
     assert not desk.scheduler.is_ahead_vain
-    desk.verdict((1, 2, 3), 4, session="b", waits=False)
+    desk.verdict((1, 2, 3), 4, session="b", hold_step=False)
     assert desk.scheduler.is_ahead_vain
 
 
@@ -508,9 +517,9 @@ def test_a_want_ahead_says_by_when_its_verdict_is_due():
     desk.open()
     desk.propose(desk.want(), 9)
     desk.now = 0.5
-    desk.verdict((1, 2), 3, waits=False)
+    desk.verdict((1, 2), 3, hold_step=False)
     desk.now = 0.6
-    desk.verdict((1, 2, 3), 4, waits=False)
+    desk.verdict((1, 2, 3), 4, hold_step=False)
     cadence = StepIntervalEstimate().after(0.5).after(0.1)
     assert cadence.least_s is not None
     assert desk.ahead().until == pytest.approx(0.6 + cadence.least_s)
@@ -519,7 +528,7 @@ def test_a_want_ahead_says_by_when_its_verdict_is_due():
 def test_of_a_target_that_is_new_nothing_is_known():
     desk = Book(draft_ahead=True)
     desk.open()
-    desk.verdict((1, 2), 3, waits=False)
+    desk.verdict((1, 2), 3, hold_step=False)
     assert desk.ahead().until == math.inf
 
 
@@ -528,7 +537,7 @@ def test_wants_carry_what_a_token_must_be_worth():
     desk.open()
     desk.verdict((1, 2), 3, least_chance=0.25)
     assert desk.want().least_chance == 0.25
-    desk.verdict((1, 2, 3), 4, least_chance=0.5, waits=False)
+    desk.verdict((1, 2, 3), 4, least_chance=0.5, hold_step=False)
     assert desk.ahead().least_chance == 0.5
 
 
@@ -537,7 +546,7 @@ def test_only_blocks_that_are_waited_for_end_in_doubt():
     desk.open()
     desk.verdict((1, 2), 3)
     assert desk.want().min_confidence == 0.5
-    desk.verdict((1, 2, 3), 4, waits=False)
+    desk.verdict((1, 2, 3), 4, hold_step=False)
     assert desk.ahead().min_confidence == 0.0
 
 
@@ -556,7 +565,7 @@ def test_a_guess_for_a_session_that_is_gone_or_without_tokens_is_no_block():
     desk = under_verification()
     want = desk.ahead()
     assert desk.guess(want, (4,)) == []
-    desk.scheduler.close(ROUTER, Close("s", 1))
+    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
     assert desk.guess(want, (4,), 3) == []
     assert desk.scheduler.counts["nothing_to_propose"] == 2
 
@@ -601,9 +610,9 @@ def test_has_wants_says_whether_some_session_waits_for_a_block():
     assert not desk.scheduler.has_wants
     desk.verdict((1, 2), 7)
     assert desk.scheduler.has_wants
-    desk.scheduler.target_gone(TARGET)
+    desk.scheduler.gone(TARGET)
     assert not desk.scheduler.has_wants
-    desk.scheduler.target_up(TARGET)
+    desk.scheduler.connected(TARGET)
     assert desk.scheduler.has_wants
     desk.verdict((1, 2, 7), 0, finish=Finish.STOP)
     assert not desk.scheduler.has_wants
@@ -647,9 +656,9 @@ def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_on
 def test_a_session_that_is_closed_is_detached_from_its_target():
     desk = Book()
     desk.open()
-    assert desk.scheduler.close("router#2", Close("s", 1)) == []
-    assert desk.scheduler.close(ROUTER, Close("s", 1)) == [(TARGET, Detach("s"))]
-    assert desk.scheduler.close(ROUTER, Close("s", 1)) == []
+    assert desk.scheduler.receive("router#2", Close("s", 1), desk.now) == []
+    assert desk.scheduler.receive(ROUTER, Close("s", 1), desk.now) == [(TARGET, Detach("s"))]
+    assert desk.scheduler.receive(ROUTER, Close("s", 1), desk.now) == []
 
 
 def overtaken(desk: Book, sessions: dict[str, tuple[int, ...]], rounds: int) -> list[Send]:

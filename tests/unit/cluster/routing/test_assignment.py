@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from cluster.dispatch import Send
 from cluster.errors import CapacityError, TargetLostError
 from cluster.routing.assignment import FULL_FOR_S, Assignment, Assignments
 from cluster.routing.circuit_breaker import FIRST_BLOCK_S, TRIP_MISSES
-from cluster.routing.session import Command, Emit, Failed, Generation, Session, ToDrafter, ToTarget
+from cluster.routing.session import Emit, Event, Failed, Generation, Session
 from protos.messages import (
     Acceptance,
     Close,
@@ -31,10 +32,10 @@ class Desk:
     """A router whose peers say what tests tell them to."""
 
     def __init__(self, targets: str = "T", drafters: str = "D") -> None:
-        self.assignments: Assignments[Assignment] = Assignments("router", TARGET_WAIT_S, self._do)
+        self.assignments: Assignments[Assignment] = Assignments("router", TARGET_WAIT_S, self._tell)
         self.now = 0.0
         self.sent: list[tuple[str, str, Any]] = []  # session, receiver, message
-        self.out: dict[str, list[Command]] = {}  # by session, what whoever waits for it gets
+        self.out: dict[str, list[Event]] = {}  # by session, what whoever waits for it gets
         for address in targets:
             self.assignments.targets.up(address)
         for address in drafters:
@@ -44,29 +45,44 @@ class Desk:
         coupled = Acceptance.COUPLED
         generation = Generation(name, PROMPT, 50, (0,), GREEDY, 7, 8, 0, KEY, coupled, max_draft_tokens)
         assignment = Assignment(Session(generation), self.now)
-        self.assignments.add(assignment, self.now)
+        self.note(self.assignments.add(assignment, self.now))
         return assignment
 
-    def verdict(self, assignment: Assignment, *tokens: int, **changes: Any) -> str | None:
+    def tick(self, now: float) -> None:
+        self.note(self.assignments.tick(now))
+
+    def cancel(self, assignment: Assignment) -> None:
+        self.note(self.assignments.cancel(assignment))
+
+    def gone(self, peer: str) -> None:
+        self.note(self.assignments.gone(peer, self.now))
+
+    def receive(self, peer: str, message: Any) -> None:
+        self.note(self.assignments.receive(peer, message, self.now))
+
+    def verdict(self, assignment: Assignment, *tokens: int, **changes: Any) -> None:
         session = assignment.session
         here = Prefix(KEY, PROMPT + session.committed)
         verdict = Verdict(assignment.name, session.attempt, len(here), here.hash, tokens or (4,), 0, 0)
         source = changes.pop("source", session.target)
-        return self.assignments.target_says(source, replace(verdict, **changes), self.now)
+        self.receive(source, replace(verdict, **changes))
 
     def refuse(self, assignment: Assignment, source: str, reason: RefusalReason = RefusalReason.OVERLOADED) -> None:
-        refusal = Refusal(assignment.name, assignment.session.attempt, reason, "no")
-        says = self.assignments.target_says if source.startswith("T") else self.assignments.drafter_says
-        says(source, refusal, self.now)
+        self.receive(source, Refusal(assignment.name, assignment.session.attempt, reason, "no"))
 
-    def fall_silent(self, *assignments: Assignment) -> str | None:
+    def fall_silent(self, *assignments: Assignment) -> list[str]:
         """The drafter's blocks are missed for as long as it takes; who is given up for it."""
         for _ in range(TRIP_MISSES):
             for assignment in assignments:
-                if (silent := self.verdict(assignment, answer=DraftAnswer.MISSED)) is not None:
-                    return silent
+                self.verdict(assignment, answer=DraftAnswer.MISSED)
+            self.tick(self.now)
+            if self.assignments.given_up:
+                break
             self.now += FIRST_BLOCK_S / (TRIP_MISSES - 1)
-        return None
+        return self.assignments.given_up
+
+    def note(self, sends: list[Send]) -> None:
+        self.sent += [(message.session, to, message) for to, message in sends]
 
     def opened_at(self, name: str) -> list[str]:
         return [to for session, to, message in self.sent if session == name and isinstance(message, Open)]
@@ -74,12 +90,8 @@ class Desk:
     def errors(self, name: str) -> list[Exception]:
         return [command.error for command in self.out.get(name, []) if isinstance(command, Failed)]
 
-    def _do(self, assignment: Assignment, commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command, ToTarget | ToDrafter):
-                self.sent.append((assignment.name, command.address, command.message))
-            else:
-                self.out.setdefault(assignment.name, []).append(command)
+    def _tell(self, assignment: Assignment, event: Event) -> None:
+        self.out.setdefault(assignment.name, []).append(event)
 
 
 def test_sessions_are_spread_over_both_pools():
@@ -88,38 +100,38 @@ def test_sessions_are_spread_over_both_pools():
     assert sorted(str(assignment.target) for assignment in assignments) == ["T", "T", "U", "U"]
     assert sorted(str(assignment.drafter) for assignment in assignments) == ["D", "D", "E", "E"]
     assert desk.opened_at("a") == [assignments[0].target, assignments[0].drafter]
-    assert not desk.assignments.has_waiting
+    assert not desk.assignments.awaits_tick
 
 
 def test_a_session_that_is_over_makes_room():
     desk = Desk("TU", "")
     first = desk.begin("a")
     second = desk.begin("b")
-    desk.assignments.cancel(first)
+    desk.cancel(first)
     assert desk.sent[-1] == ("a", first_target := desk.opened_at("a")[0], Close("a", 1))
     assert "a" not in desk.assignments
     assert desk.begin("c").target == first_target
     assert len(desk.assignments) == 2
-    desk.assignments.cancel(second)
-    desk.assignments.cancel(second)
+    desk.cancel(second)
+    desk.cancel(second)
     assert [assignment.name for assignment in desk.assignments] == ["c"]
 
 
 def test_a_request_without_speculation_has_no_drafter_and_waits_for_none():
     desk = Desk()
     assert desk.begin(max_draft_tokens=0).drafter is None
-    assert not desk.assignments.has_waiting
+    assert not desk.assignments.awaits_tick
 
 
 def test_a_session_waits_for_peers_and_gets_them_as_they_come():
     desk = Desk("", "")
     assignment = desk.begin()
-    assert desk.assignments.has_waiting
+    assert desk.assignments.awaits_tick
     desk.assignments.targets.up("T")
-    desk.assignments.tick(1.0)
+    desk.tick(1.0)
     assert (assignment.target, assignment.drafter) == ("T", None)
     desk.assignments.drafters.up("D")
-    desk.assignments.tick(2.0)
+    desk.tick(2.0)
     assert assignment.drafter == "D"
     assert desk.opened_at("s") == ["T", "D"]
 
@@ -132,7 +144,7 @@ def test_a_leaving_peer_keeps_what_it_has_and_gets_nothing_new():
     assert here is not None
     desk.assignments.targets.down(here)
     assert [desk.begin(name).target for name in "bc"] == [other, other]
-    assert desk.assignments.live_at_target(here) == (LiveSession("a", 1),)
+    assert desk.assignments.live_at(here) == (LiveSession("a", 1),)
 
 
 @pytest.mark.parametrize(("up", "error"), [("T", CapacityError), ("", TargetLostError)])
@@ -143,7 +155,7 @@ def test_a_session_without_a_target_is_given_up_after_a_while_with_the_reason(up
         if assignment.target is not None:
             desk.refuse(assignment, "T")
         desk.now += 0.1
-        desk.assignments.tick(desk.now)
+        desk.tick(desk.now)
         if desk.errors("s"):
             break
     (failed,) = desk.errors("s")
@@ -156,9 +168,9 @@ def test_a_full_target_is_left_alone_for_a_while():
     assignment = desk.begin()
     desk.refuse(assignment, "T")
     assert assignment.target is None
-    desk.assignments.tick(FULL_FOR_S / 2)
+    desk.tick(FULL_FOR_S / 2)
     assert desk.opened_at("s") == ["T"]
-    desk.assignments.tick(FULL_FOR_S)
+    desk.tick(FULL_FOR_S)
     assert desk.opened_at("s") == ["T", "T"]
 
 
@@ -167,8 +179,8 @@ def test_a_request_that_a_target_finds_fault_with_fails_and_waits_for_nobody():
     assignment = desk.begin()
     desk.refuse(assignment, "T", RefusalReason.INVALID)
     assert len(desk.errors("s")) == 1
-    desk.assignments.tick(0.0)
-    assert not desk.assignments.has_waiting
+    desk.tick(0.0)
+    assert not desk.assignments.awaits_tick
     assert len(desk.opened_at("s")) == 2, "at its target and its drafter, once"
 
 
@@ -178,7 +190,7 @@ def test_a_lost_targets_sessions_move_with_what_was_committed():
     desk.verdict(assignments[0], 7)
     lost = str(assignments[0].target)
     other = str(assignments[1].target)
-    assert desk.assignments.target_lost(lost, 0.0) == 1
+    desk.gone(lost)
     assert assignments[0].target == other
     reopened = [message for name, to, message in desk.sent if (name, to) == ("a", other)]
     assert [(message.tokens, message.attempt) for message in reopened] == [((*PROMPT, 7), 2)]
@@ -192,22 +204,22 @@ def test_what_is_malformed_moves_its_session_and_no_other():
     assignments = {name: desk.begin(name) for name in "abcd"}
     here = str(assignments["a"].target)
     other = "U" if here == "T" else "T"
-    desk.assignments.target_unreadable(other, "a", 1, 0.0)
+    desk.note(desk.assignments.unreadable(other, "a", 1, 0.0))
     assert assignments["a"].target == here, "only its own target can spoil it"
-    desk.assignments.target_unreadable(here, "a", 1, 0.0)
+    desk.note(desk.assignments.unreadable(here, "a", 1, 0.0))
     assert assignments["a"].target == other
-    desk.assignments.target_unreadable(here, "unknown", 1, 0.0)
+    desk.note(desk.assignments.unreadable(here, "unknown", 1, 0.0))
     assert sorted(str(assignment.target) for assignment in assignments.values()) == sorted([here, other, other, other])
 
 
 def test_a_lost_drafters_sessions_go_to_another_or_on_without():
     desk = Desk("T", "DE")
     assignments = [desk.begin(name) for name in "ab"]
-    assert desk.assignments.drafter_lost(str(assignments[0].drafter), 0.0) == 1
+    desk.gone(str(assignments[0].drafter))
     assert assignments[0].drafter == assignments[1].drafter
-    assert desk.assignments.drafter_lost(str(assignments[1].drafter), 0.0) == 2
+    desk.gone(str(assignments[1].drafter))
     assert [assignment.drafter for assignment in assignments] == [None, None]
-    assert desk.assignments.has_waiting
+    assert desk.assignments.awaits_tick
     desk.verdict(assignments[0], 7)
     assert desk.out["a"] == [Emit((7,), 0, 0)]
 
@@ -216,17 +228,16 @@ def test_a_silent_drafter_is_given_up_and_named_and_its_sessions_move():
     desk = Desk("T", "DE")
     assignments = [desk.begin(name) for name in "abc"]
     silent = str(assignments[0].drafter)
-    assert desk.fall_silent(assignments[0]) == silent
-    assert desk.assignments.given_up == 1
+    assert desk.fall_silent(assignments[0]) == [silent]
     assert silent not in [assignment.drafter for assignment in assignments]
-    assert desk.assignments.live_at_drafter(silent) == ()
+    assert desk.assignments.live_at(silent) == ()
     assert desk.begin("d").drafter != silent, "though it has fewer sessions than the other"
 
 
 def test_where_there_is_no_other_a_silent_drafter_keeps_its_sessions_and_gets_no_more():
     desk = Desk("T", "D")
     assignment = desk.begin("a")
-    assert desk.fall_silent(assignment) == "D"
+    assert desk.fall_silent(assignment) == ["D"]
     assert assignment.drafter == "D"
     assert desk.begin("b").drafter is None
 
@@ -238,7 +249,8 @@ def test_what_another_attempt_says_of_a_drafter_does_not_count(changes):
     assignment = desk.begin()
     drafter = assignment.drafter
     for _ in range(3 * TRIP_MISSES):
-        assert desk.verdict(assignment, answer=DraftAnswer.MISSED, **changes) is None
+        desk.verdict(assignment, answer=DraftAnswer.MISSED, **changes)
+        desk.tick(desk.now)
         desk.now += 1.0
     assert assignment.drafter == drafter
 
@@ -249,7 +261,7 @@ def test_an_overloaded_drafter_is_left_for_another():
     first = str(assignment.drafter)
     desk.refuse(assignment, first)
     assert assignment.drafter is None
-    desk.assignments.tick(0.0)
+    desk.tick(0.0)
     assert assignment.drafter not in (first, None)
 
 
@@ -257,13 +269,13 @@ def test_a_drafter_that_cannot_follow_gets_the_ledger_again():
     desk = Desk()
     assignment = desk.begin()
     desk.verdict(assignment, 7)
-    desk.assignments.drafter_says("D", Resync("s", 3, 1), 0.0)
+    desk.receive("D", Resync("s", 3, 1))
     _, to, message = desk.sent[-1]
     assert (to, message.tokens) == ("D", (*PROMPT, 7))
 
 
 def test_words_about_unknown_sessions_change_nothing():
     desk = Desk()
-    assert desk.assignments.target_says("T", Verdict("x", 1, 3, 1, (4,), 0, 0), 0.0) is None
-    desk.assignments.drafter_says("D", Resync("x", 3, 1), 0.0)
+    desk.receive("T", Verdict("x", 1, 3, 1, (4,), 0, 0))
+    desk.receive("D", Resync("x", 3, 1))
     assert desk.sent == []

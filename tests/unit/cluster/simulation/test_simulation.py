@@ -283,7 +283,7 @@ def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
 
 
 def test_a_drafter_that_never_forgets_is_found(monkeypatch):
-    monkeypatch.setattr(DraftScheduler, "close", lambda self, router, close: [])
+    monkeypatch.setattr(DraftScheduler, "_close", lambda self, router, close: [])
     assert found_by_random_scenarios()
 
 

@@ -26,13 +26,16 @@ from protos.messages import (
     Close,
     Detach,
     DraftAnswer,
+    DraftRequest,
     Finish,
+    Hello,
     LiveSession,
     NoDraft,
     Refusal,
     RefusalReason,
     Resync,
     Sampling,
+    Shape,
     SparseProbs,
     Verdict,
 )
@@ -102,15 +105,15 @@ class Desk:
         self._memory = TokenMemory(self.limits.page_size)
 
     def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
-        return self.scheduler.open(router, an_open(session, **changes), self.now)
+        return self.scheduler.receive(router, an_open(session, **changes), self.now)
 
     def attach(self, tokens: tuple[int, ...], session: str = "s", drafter: str = DRAFTER) -> list[Send]:
-        return self.scheduler.attach(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
+        return self.scheduler.receive(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
 
     def block(
         self, before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s", others: tuple[int, ...] = ()
     ) -> None:
-        self.scheduler.block(DRAFTER, a_block(before, tokens, session, others), self.now)
+        self.scheduler.receive(DRAFTER, a_block(before, tokens, session, others), self.now)
 
     def step(self) -> list[Send]:
         plan = self.scheduler.plan(self.now)
@@ -163,8 +166,8 @@ class Desk:
             if plan is None:
                 break
             for receiver, message in self.scheduler.apply(self.compute(plan), 0.1, self.now):
-                assert isinstance(message, Verdict)
                 if receiver == ROUTER:
+                    assert isinstance(message, Verdict)
                     got[message.session] = got.get(message.session, ()) + message.tokens
         assert self.scheduler.is_idle
         assert not self.known, "the engine still remembers a session"
@@ -172,9 +175,20 @@ class Desk:
 
 
 def only_verdict(sends: list[Send], receiver: str = ROUTER) -> Verdict:
-    (verdict,) = (message for to, message in sends if to == receiver)
+    (verdict,) = (message for to, message in sends if to == receiver and not isinstance(message, DraftRequest))
     assert isinstance(verdict, Verdict)
     return verdict
+
+
+def verdicts(sends: list[Send]) -> list[Verdict]:
+    return [message for _, message in sends if isinstance(message, Verdict)]
+
+
+def only_request(sends: list[Send]) -> DraftRequest:
+    """What the drafter is told that is wanted, after all verdicts."""
+    (request,) = (message for _, message in sends if isinstance(message, DraftRequest))
+    assert [message for to, message in sends if to == DRAFTER][-1] is request
+    return request
 
 
 # ---------------------------------------------------------------- settle
@@ -262,7 +276,7 @@ def test_plain_steps_say_nothing_of_acceptance_and_a_drafter_with_nothing_to_off
     desk.step()
     assert desk.scheduler.acceptance == AcceptanceCounts()
     tokens = (1, 2, *text((1, 2), 1))
-    desk.scheduler.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+    desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
     desk.step()
     assert desk.scheduler.acceptance == AcceptanceCounts(reached=(1, 0), accepted=(0, 0))
 
@@ -289,7 +303,9 @@ def test_drafters_are_told_first():
         desk.open(session, tokens=(1, 2))
         if drafter is not None:
             desk.attach((1, 2), session, drafter)
-    assert [receiver for receiver, _ in desk.step()] == ["drafter-b#1", "drafter-c#1", ROUTER, ROUTER, ROUTER]
+    told = [(receiver, type(message)) for receiver, message in desk.step()]
+    both = [(drafter, kind) for drafter in ("drafter-b#1", "drafter-c#1") for kind in (Verdict, DraftRequest)]
+    assert told == [*both, *[(ROUTER, Verdict)] * 3]
 
 
 def test_a_session_that_is_closed_during_its_step_gets_no_verdict():
@@ -297,7 +313,7 @@ def test_a_session_that_is_closed_during_its_step_gets_no_verdict():
     desk.open(tokens=(1, 2))
     plan = desk.scheduler.plan(0.0)
     assert plan is not None
-    desk.scheduler.close(ROUTER, Close("s", 1), 0.0)
+    desk.scheduler.receive(ROUTER, Close("s", 1), 0.0)
     assert desk.scheduler.apply(desk.compute(plan), 0.1, 0.0) == []
     assert desk.scheduler.plan(0.0) == StepPlan(("s",), (), ())
 
@@ -319,14 +335,14 @@ def test_an_older_or_equal_attempt_changes_nothing():
     desk.open(tokens=(4, 5, 6), attempt=2)
     assert desk.open(tokens=(1, 2), attempt=1) == []
     assert desk.open(tokens=(1, 2), attempt=2) == []
-    desk.scheduler.close(ROUTER, Close("s", 1), 0.0)
+    desk.scheduler.receive(ROUTER, Close("s", 1), 0.0)
     assert only_verdict(desk.step()).base_len == 3
 
 
 def test_opening_and_closing_before_a_step_never_reaches_the_engine():
     desk = Desk()
     desk.open()
-    desk.scheduler.close(ROUTER, Close("s", 1), 0.0)
+    desk.scheduler.receive(ROUTER, Close("s", 1), 0.0)
     assert desk.scheduler.plan(0.0) is None
     assert desk.scheduler.is_idle
 
@@ -335,7 +351,7 @@ def test_a_row_carries_its_blocks_draft_probs():
     desk = Desk()
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9,),), ((1,),))
-    desk.scheduler.block(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
+    desk.scheduler.receive(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
     desk.step()
     assert desk.rows[0][0].draft_probs == probs
     desk.step()
@@ -491,7 +507,7 @@ def test_with_its_session_a_block_is_wasted():
     desk = Desk()
     desk.open(tokens=(1, 2))
     desk.block((1, 2), (5, 6))
-    desk.scheduler.close(ROUTER, Close("s", 1), desk.now)
+    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
     assert settled(desk) == (0, 2)
     desk.block((1, 2), (5,))
     assert desk.dropped == {"ended": 1}
@@ -521,7 +537,7 @@ def test_a_late_blocks_draft_probs_stay_with_their_tokens():
     desk = Desk()
     desk.open(tokens=(1, 2))
     desk.step()
-    desk.scheduler.block(DRAFTER, replace(a_block((1, 2), right[:3]), draft_probs=probs), desk.now)
+    desk.scheduler.receive(DRAFTER, replace(a_block((1, 2), right[:3]), draft_probs=probs), desk.now)
     desk.step()
     (row,) = desk.rows[-1]
     assert row.tokens[-row.draft_len :] == right[1:3]
@@ -560,7 +576,7 @@ BAD_BLOCKS = {
 def test_what_can_never_be_verified_is_dropped_and_disturbs_nothing(cause):
     desk = Desk()
     desk.open(tokens=(1, 2))
-    desk.scheduler.block(DRAFTER, BAD_BLOCKS[cause], 0.0)
+    desk.scheduler.receive(DRAFTER, BAD_BLOCKS[cause], 0.0)
     assert desk.dropped == {cause: 1}
     assert only_verdict(desk.step()).tokens == text((1, 2), 1)
 
@@ -581,7 +597,7 @@ def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
     desk = Desk()
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9, VOCABULARY),), ((1, 1),))
-    desk.scheduler.block(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
+    desk.scheduler.receive(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
     assert desk.dropped == {"out_of_vocabulary": 1}
 
 
@@ -633,7 +649,7 @@ def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
     desk.attach((1, 2))
     desk.block((1, 2), (5,))
     if gone:
-        desk.scheduler.drafter_gone(DRAFTER)
+        desk.scheduler.gone(DRAFTER, desk.now)
     else:
         due = desk.scheduler.next_due()
         assert due == 5.0, "the loop must wake for it"
@@ -680,8 +696,9 @@ def test_a_drafter_that_attaches_late_gets_what_it_missed_as_one_verdict():
     desk.step()
     missed = only_verdict(desk.attach((1, 2)), DRAFTER)
     assert (missed.base_len, missed.prefix_hash, missed.tokens) == (2, Prefix(KEY, (1, 2)).hash, text((1, 2), 2))
-    again = only_verdict(desk.attach((1, 2, *missed.tokens)), DRAFTER)
-    assert (again.base_len, again.tokens) == (2 + len(missed.tokens), ()), "nothing was missed"
+    again = desk.attach((1, 2, *missed.tokens))
+    assert verdicts(again) == [], "nothing was missed"
+    assert only_request(again).base_len == 2 + len(missed.tokens)
 
 
 @pytest.mark.parametrize("tokens", [(1, 3), (1, 2, 3)], ids=["other tokens", "more tokens"])
@@ -697,7 +714,7 @@ def test_a_drafter_that_left_is_told_nothing_and_waited_for_no_more():
     desk.open(tokens=(1, 2))
     desk.attach((1, 2))
     desk.step()
-    desk.scheduler.drafter_gone(DRAFTER)
+    desk.scheduler.gone(DRAFTER, desk.now)
     assert [receiver for receiver, _ in desk.step()] == [ROUTER]
 
 
@@ -739,7 +756,7 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
             on.append(bool(desk.scheduler.speculation["on"]))
             desk.now += 0.2 if on[-1] and max_draft_tokens else 0.1
             desk.step()
-        desk.scheduler.close(ROUTER, Close(session, 1), desk.now)
+        desk.scheduler.receive(ROUTER, Close(session, 1), desk.now)
         return on
 
     lost = run("a", 4, 120)
@@ -755,15 +772,15 @@ def test_a_drafter_of_which_nothing_is_asked_hears_no_verdicts_until_something_i
     desk = Desk()
     desk.scheduler = VerificationScheduler(desk.limits, Steady(lambda _: 0.0, asked_next=lambda: next(asks, 0)))
     desk.open(tokens=(1, 2), max_len=11)
-    first = only_verdict(desk.attach((1, 2)), DRAFTER)
+    assert [(to, message.max_tokens) for to, message in desk.attach((1, 2))] == [(DRAFTER, 0)]
     told = [[message for to, message in desk.step() if to == DRAFTER] for _ in range(9)]
     whole = (1, 2, *text((1, 2), 9))
-    nothing, still_nothing, (caught_up,), (second,), (paused,), *quiet, (last,) = told
+    nothing, still_nothing, caught_up, second, paused, *quiet, (last,) = told
     assert nothing == still_nothing == []
     assert not any(quiet)
-    assert [len(verdict.tokens) for verdict in (first, caught_up, second, paused)] == [0, 3, 1, 1]
-    assert caught_up.prefix_hash == Prefix(KEY, whole[:2]).hash
-    assert [verdict.draft_tokens for verdict in (first, caught_up, second, paused)] == [0, 2, 2, 0]
+    assert [len(verdict.tokens) for verdict, _ in (caught_up, second, paused)] == [3, 1, 1]
+    assert caught_up[0].prefix_hash == Prefix(KEY, whole[:2]).hash
+    assert [request.max_tokens for _, request in (caught_up, second, paused)] == [2, 2, 0]
     assert last.finish is Finish.LENGTH
     assert last.tokens == whole[last.base_len :], "the end is told, with all before it"
 
@@ -816,7 +833,7 @@ def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
     desk.open("new", tokens=(7,), max_len=150)
     desk.step()
     desk.attach((7, *text((7,), 1)), "new")
-    assert len(desk.step()) == 4, "both, at once, for router and drafter"
+    assert len(verdicts(desk.step())) == 4, "both, at once, for router and drafter"
     desk.block((7, *text((7,), 2)), (1,), "new")
     assert [row.session for row in desk.rows[-1]] == ["s", "new"]
     desk.step()
@@ -847,7 +864,7 @@ def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_sil
     desk.attach(tokens)
     for _ in range(2 * TRIP_STEPS):
         assert desk.scheduler.plan(desk.now) is None
-        desk.scheduler.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+        desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
         verdict = only_verdict(desk.step())
         assert verdict.answer is DraftAnswer.GIVEN
         tokens += verdict.tokens
@@ -859,15 +876,16 @@ def test_a_drafter_that_never_has_anything_to_offer_is_soon_asked_no_more():
     desk.scheduler = VerificationScheduler(desk.limits)
     desk.open(max_len=900)
     tokens: tuple[int, ...] = (1, 2, 3)
-    desk.attach(tokens)
+    wanted = [only_request(desk.attach(tokens)).max_tokens]  # what was said last stands
     asked = []
     for _ in range(300):
         desk.now += 0.05
-        desk.scheduler.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+        desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
         desk.now += 0.1
-        verdict = only_verdict(desk.step())
-        tokens += verdict.tokens
-        asked.append(verdict.draft_tokens > 0)
+        sends = desk.step()
+        tokens += only_verdict(sends).tokens
+        wanted += [message.max_tokens for _, message in sends if isinstance(message, DraftRequest)]
+        asked.append(wanted[-1] > 0)
     assert asked[0]
     assert 0 < sum(asked[100:]) < 20
 
@@ -892,7 +910,7 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
         plan = desk.scheduler.plan(desk.now)
         assert plan is not None
         desk.now += 0.05
-        desk.scheduler.no_draft(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
+        desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
         verdict = only_verdict(desk.scheduler.apply(desk.compute(plan), 0.1, desk.now), DRAFTER)
         assert verdict.answer is not DraftAnswer.MISSED
         tokens += verdict.tokens
@@ -904,9 +922,9 @@ def test_having_nothing_to_offer_for_another_prefix_says_nothing():
     desk.open()
     tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
     desk.attach(tokens)
-    desk.scheduler.no_draft(DRAFTER, NoDraft("s", len(tokens), 1), desk.now)
-    desk.scheduler.no_draft(DRAFTER, NoDraft("s", 3, Prefix(KEY, (1, 2, 3)).hash), desk.now)
-    desk.scheduler.no_draft(DRAFTER, NoDraft("unknown", 3, 1), desk.now)
+    desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), 1), desk.now)
+    desk.scheduler.receive(DRAFTER, NoDraft("s", 3, Prefix(KEY, (1, 2, 3)).hash), desk.now)
+    desk.scheduler.receive(DRAFTER, NoDraft("unknown", 3, 1), desk.now)
     assert desk.scheduler.plan(desk.now) is None
 
 
@@ -915,9 +933,9 @@ def test_a_drafter_that_detaches_is_not_waited_for_and_another_ones_detach_is_vo
     desk.open()
     tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
     desk.attach(tokens)
-    desk.scheduler.detach("drafter#2", Detach("s"))
+    desk.scheduler.receive("drafter#2", Detach("s"), desk.now)
     assert desk.scheduler.plan(desk.now) is None
-    desk.scheduler.detach(DRAFTER, Detach("s"))
+    desk.scheduler.receive(DRAFTER, Detach("s"), desk.now)
     ((receiver, verdict),) = desk.step()
     assert isinstance(verdict, Verdict)
     assert (receiver, verdict.answer) == (ROUTER, DraftAnswer.MISSED), "the router knows whether it assigned anybody"
@@ -956,8 +974,8 @@ def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
     desk = Desk(hold=1.0, waits=False)
     desk.open(tokens=(1, 2))
     desk.attach((1, 2))
-    verdict = only_verdict(desk.step(), DRAFTER)
-    assert (verdict.draft_tokens, verdict.waits) == (4, False)
+    request = only_request(desk.step())
+    assert (request.max_tokens, request.hold_step) == (4, False)
     assert desk.scheduler.next_due() == desk.now
     verdict = only_verdict(desk.step(), DRAFTER)
     assert verdict.answer is DraftAnswer.NOT_ASKED, "nothing was missed"
@@ -979,7 +997,7 @@ def test_a_step_begins_as_soon_as_the_last_block_that_it_waits_for_is_there():
     assert desk.scheduler.plan(desk.now) is None
     desk.now = 1.0
     desk.block((1, 2, *decided), (6,), "b")
-    assert len(desk.step()) == 4, "a verdict for each, for router and drafter"
+    assert len(verdicts(desk.step())) == 4, "a verdict for each, for router and drafter"
     assert [row.session for row in desk.rows[-1]] == ["a", "b"]
 
 
@@ -990,11 +1008,11 @@ def test_a_verdict_says_how_much_to_draft_next_and_who_is_asked_for_nothing_is_n
     desk = Desk(patience=lambda _: 9.0, asked=2)
     desk.open(tokens=(1, 2))
     desk.attach((1, 2))
-    assert only_verdict(desk.step(), DRAFTER).draft_tokens == 2
+    assert only_request(desk.step()).max_tokens == 2
     assert desk.scheduler.plan(desk.now) is None
     plain = Desk(patience=lambda _: 9.0, asked=0)
     plain.open(tokens=(1, 2))
-    assert only_verdict(plain.attach((1, 2)), DRAFTER).draft_tokens == 0
+    assert only_request(plain.attach((1, 2))).max_tokens == 0
     assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 1)
     assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 2)[1:]
 
@@ -1019,7 +1037,7 @@ def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
     assert desk.scheduler.desyncs == 1
     assert [receiver for receiver, _ in desk.step()] == [ROUTER], "nothing more until it attaches again"
     tokens += text(tokens, 1)
-    assert only_verdict(desk.attach(tokens), DRAFTER).tokens == ()
+    assert verdicts(desk.attach(tokens)) == []
     assert only_verdict(desk.step(), DRAFTER).tokens == text(tokens, 1)
 
 
@@ -1033,7 +1051,7 @@ def test_sessions_beyond_the_cache_queue_in_order_and_come_in_between_steps():
     desk.step()
     assert [row.session for row in desk.rows[0]] == ["a", "b"]
     assert desk.scheduler.load() == {"sessions": 2.0, "queued": 1.0}, "a has ended, and c has its place"
-    desk.scheduler.close(ROUTER, Close("b", 1), 0.0)
+    desk.scheduler.receive(ROUTER, Close("b", 1), 0.0)
     desk.step()
     assert [row.session for row in desk.rows[1]] == ["c", "d"]
 
@@ -1045,7 +1063,7 @@ def test_a_queued_session_can_be_attached_closed_and_replaced():
     desk.open("c", tokens=(1, 2))
     desk.open("b", tokens=(3, 4), attempt=2)
     desk.attach((3, 4), "b")
-    desk.scheduler.close(ROUTER, Close("c", 1), 0.0)
+    desk.scheduler.receive(ROUTER, Close("c", 1), 0.0)
     desk.step()
     verdict = only_verdict(desk.step(), DRAFTER)
     assert (verdict.session, verdict.tokens) == ("b", text((3, 4), 1))
@@ -1055,7 +1073,7 @@ def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block_so_that_it
     desk = Desk(max_sessions=1, asked=3)
     desk.open("a", tokens=(1, 2))
     desk.open("b", tokens=(3, 4))
-    assert only_verdict(desk.attach((3, 4), "b"), DRAFTER).draft_tokens == 3
+    assert only_request(desk.attach((3, 4), "b")).max_tokens == 3
 
 
 def test_a_full_queue_is_refused_and_so_is_what_can_never_be_served():
@@ -1252,8 +1270,7 @@ def test_a_preempted_session_keeps_its_drafter_and_the_block_that_waits_for_it()
     desk.attach(tokens, "c")
     while not desk.scheduler.preempted:
         for receiver, message in desk.step():
-            if receiver == DRAFTER:
-                assert isinstance(message, Verdict)
+            if receiver == DRAFTER and isinstance(message, Verdict):
                 tokens += message.tokens
     desk.block(tokens, text(tokens, 2), "c")
     further: list[Verdict] = []
@@ -1266,8 +1283,8 @@ def test_a_preempted_session_that_is_closed_is_named_to_the_engine_once():
     desk = a_crowd()
     while not desk.scheduler.preempted:
         desk.step()
-    desk.scheduler.close(ROUTER, Close("c", 1), desk.now)
-    desk.scheduler.close(ROUTER, Close("c", 1), desk.now)
+    desk.scheduler.receive(ROUTER, Close("c", 1), desk.now)
+    desk.scheduler.receive(ROUTER, Close("c", 1), desk.now)
     closes: list[str] = []
     while (plan := desk.scheduler.plan(desk.now)) is not None:
         closes += plan.closes
@@ -1323,7 +1340,7 @@ def test_however_small_the_pool_every_session_gets_its_plain_text(prompts, pages
             if rng.random() < 0.5:
                 desk.block(tokens[name], tuple(draft), name)
             if rng.random() < 0.01:
-                desk.scheduler.close(ROUTER, Close(name, 1), desk.now)
+                desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
                 wanted[name] = tokens[name]
         oldest = next(iter(desk.scheduler._admission.running), None)
         plan = desk.scheduler.plan(desk.now)
@@ -1349,9 +1366,9 @@ def test_a_router_that_is_gone_frees_its_sessions_and_no_others():
     desk.open("a", tokens=(1, 2))
     desk.open("b", "other#2", tokens=(1, 2))
     desk.open("c", "other#2", tokens=(1, 2))
-    desk.scheduler.router_gone(ROUTER, 0.0)
+    desk.scheduler.gone(ROUTER, 0.0)
     assert {message.session for _, message in desk.step()} == {"b", "c"}
-    desk.scheduler.router_gone("other#2", 0.0)
+    desk.scheduler.gone("other#2", 0.0)
     assert desk.scheduler.plan(0.0) == StepPlan(("b", "c"), (), ())
 
 
@@ -1360,10 +1377,22 @@ def test_a_new_stream_of_a_router_frees_what_it_does_not_list():
     for name in "abc":
         desk.open(name, tokens=(1, 2))
     desk.open("d", "other#1", tokens=(1, 2))
-    desk.scheduler.hello("router#5", [LiveSession("a", 1), LiveSession("b", 2)], 0.0)
+    desk.scheduler.receive(
+        "router#5",
+        Hello(
+            "router",
+            "",
+            "",
+            (
+                LiveSession("a", 1),
+                LiveSession("b", 2),
+            ),
+        ),
+        0.0,
+    )
     sends = desk.step()
     assert sorted((receiver, message.session) for receiver, message in sends) == [("other#1", "d"), ("router#5", "a")]
-    desk.scheduler.router_gone(ROUTER, 0.0)
+    desk.scheduler.gone(ROUTER, 0.0)
     assert desk.scheduler.load()["sessions"] == 2, "the old stream's end, heard late, is nothing to the new one"
 
 
@@ -1372,23 +1401,23 @@ def test_what_a_hello_frees_is_given_to_the_queue():
     desk = Desk(max_sessions=1)
     desk.open("a", tokens=(1, 2))
     desk.open("b", "other#1", tokens=(1, 2))
-    desk.scheduler.hello("router#2", [], 0.0)
+    desk.scheduler.receive("router#2", Hello("router", "", "", ()), 0.0)
     assert [message.session for _, message in desk.step()] == ["b"]
 
 
 def test_another_router_cannot_close_a_session():
     desk = Desk()
     desk.open(tokens=(1, 2))
-    desk.scheduler.close("other#1", Close("s", 9), 0.0)
+    desk.scheduler.receive("other#1", Close("s", 9), 0.0)
     assert desk.scheduler.load()["sessions"] == 1
 
 
 def test_unknown_sessions_are_no_error():
     desk = Desk()
-    desk.scheduler.close(ROUTER, Close("unknown", 1), 0.0)
-    desk.scheduler.router_gone("unknown#1", 0.0)
-    desk.scheduler.drafter_gone("unknown#1")
-    desk.scheduler.hello("unknown#1", [LiveSession("unknown", 1)], 0.0)
+    desk.scheduler.receive(ROUTER, Close("unknown", 1), 0.0)
+    desk.scheduler.gone("unknown#1", 0.0)
+    desk.scheduler.gone("unknown#1", desk.now)
+    desk.scheduler.receive("unknown#1", Hello("unknown", "", "", (LiveSession("unknown", 1),)), 0.0)
     assert desk.scheduler.is_idle
     assert desk.scheduler.plan(0.0) is None
     assert desk.scheduler.next_due() is None
@@ -1416,9 +1445,9 @@ def a_branching_desk(**changes: Any) -> tuple[Desk, tuple[int, ...]]:
     desk = Desk(**changes)
     desk.open(tokens=PROMPT, max_len=20, max_draft_tokens=4)
     desk.attach(PROMPT)
-    verdict = only_verdict(desk.step(), DRAFTER)
-    assert verdict.alternatives
-    return desk, PROMPT + verdict.tokens
+    sends = desk.step()
+    assert only_request(sends).shape is Shape.TREE
+    return desk, PROMPT + only_verdict(sends).tokens
 
 
 def test_an_alternative_is_accepted_with_the_token_after_it_and_fed_again_for_it_lay_elsewhere():
@@ -1439,7 +1468,7 @@ def test_after_an_alternative_a_session_waits_for_its_block_as_any_other_and_is_
     desk, before = a_branching_desk(patience=lambda _: 5.0, hold=5.0)
     right = text(before, 2)
     desk.block(before, ((right[0] + 1) % VOCABULARY,), others=right[:1])
-    assert only_verdict(desk.step(), DRAFTER).draft_tokens == 3
+    assert only_request(desk.step()).max_tokens == 3
     assert desk.scheduler.plan(desk.now) is None
     desk.block((*before, *right), (7,))
     assert desk.scheduler.plan(desk.now) is not None
@@ -1466,9 +1495,9 @@ def test_alternatives_are_neither_asked_for_nor_taken_where_they_could_not_be_ve
     desk = Desk(**limits)
     desk.open(tokens=PROMPT, **session)
     desk.attach(PROMPT)
-    verdict = only_verdict(desk.step(), DRAFTER)
-    assert not verdict.alternatives
-    desk.block(PROMPT + verdict.tokens, (7,), others=(8,))
+    sends = desk.step()
+    assert only_request(sends).shape is Shape.CHAIN
+    desk.block(PROMPT + only_verdict(sends).tokens, (7,), others=(8,))
     assert desk.dropped == {"alternatives": 1}
 
 
@@ -1553,6 +1582,6 @@ def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
     desk.step()
     assert told[-1].delay.weight == 0, "with four at once nothing is known yet"
     for name in "abc":
-        desk.scheduler.close(ROUTER, Close(name, 1), desk.now)
+        desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
     desk.step()
     assert told[-1].delay.base_s == pytest.approx(0.01)
