@@ -41,7 +41,6 @@ class Drafter:
         vocabulary: str,
         target_model: str,
         draft_ahead: bool = True,
-        min_confidence: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
         profile: DraftCost = UNKNOWN,
@@ -49,7 +48,7 @@ class Drafter:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = DraftScheduler(limits, draft_ahead, min_confidence)
+        self.scheduler = DraftScheduler(limits, draft_ahead)
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind

@@ -18,7 +18,7 @@ from ray import serve
 from rich.console import Console
 from turns import Work
 
-from actors.engine.tensor_parallel import run_on
+from actors.engine.process import run_on
 from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
 from cluster.telemetry import STAGES, Actor, spans, unpack

@@ -5,6 +5,7 @@ Each part of the system is given the narrow sub-model it needs. Knows nothing of
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -88,24 +89,53 @@ class TargetPool(_Frozen):
     step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
 
 
-class DraftPool(_Frozen):
-    """The pool of drafters."""
+class DraftModelOptions(_Frozen):
+    """Of the methods that ask a draft model: draft_model and lookup_first."""
 
-    method: Literal["draft_model", "prompt_lookup", "lookup_first"] = Field(
-        "draft_model", description="lookup_first looks the continuation up in the text and else asks the model"
-    )
-    model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     quantization: Literal["none", "int8"] = Field(
         "none",
         description="int8: the draft model's matrix products in 8 bits, on CPUs; about twice as fast, and only what is"
         " proposed changes, never an answer",
     )
+    min_confidence: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="a block that is waited for ends once its chance to be accepted so far is below; not under ratio",
+    )
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+
+
+class PromptLookupOptions(_Frozen):
+    """Of the methods that look the continuation up in the text: prompt_lookup and lookup_first."""
+
+    max_ngram: Positive = Field(4, description="longest suffix of the text that is searched for")
+    min_ngram: Positive = Field(2, description="shortest suffix of the text that is searched for")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_ngram < self.min_ngram:
+            raise ValueError(f"max_ngram is {self.max_ngram}, expected at least min_ngram, which is {self.min_ngram}")
+        return self
+
+
+class DraftPool(_Frozen):
+    """The pool of drafters. A method's options are in the section of its name.
+
+    `model` is none of them: whatever the method, it is the checkpoint that drafters load, and what is checked against
+    the target's vocabulary before anything starts.
+    """
+
+    method: Literal["draft_model", "prompt_lookup", "lookup_first"] = Field(
+        "draft_model", description="lookup_first looks the continuation up in the text and else asks the model"
+    )
+    model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
+    draft_model: DraftModelOptions = DraftModelOptions()
+    prompt_lookup: PromptLookupOptions = PromptLookupOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
-    lookup_max_ngram: Positive = Field(4, description="longest suffix that prompt_lookup searches for")
-    lookup_min_ngram: Positive = Field(2, description="shortest suffix that prompt_lookup searches for")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -113,10 +143,12 @@ class DraftPool(_Frozen):
             raise ValueError("method prompt_lookup takes no model")
         if self.method != "prompt_lookup" and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
-        if self.quantization != "none" and (self.model is None or self.resources.num_gpus):
-            raise ValueError(f"quantization {self.quantization} is for a draft model on CPUs; leave it out")
-        if self.lookup_max_ngram < self.lookup_min_ngram:
-            raise ValueError("lookup_max_ngram is smaller than lookup_min_ngram")
+        if self.draft_model != DraftModelOptions() and self.method == "prompt_lookup":
+            raise ValueError("draft_model has options, but method prompt_lookup asks no model; leave them out")
+        if self.prompt_lookup != PromptLookupOptions() and self.method == "draft_model":
+            raise ValueError("prompt_lookup has options, but method draft_model looks nothing up; leave them out")
+        if self.draft_model.quantization != "none" and self.resources.num_gpus:
+            raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
         return self
 
 
@@ -129,7 +161,6 @@ class SpeculationConfig(_Frozen):
     acceptance: Literal["coupled", "ratio"] = Field(
         "coupled", description="rule for requests without a seed; requests with one are coupled"
     )
-    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
     pacing: Literal["adaptive", "lock_step"] = Field(
         "adaptive",
         description="adaptive: drafts as far as it pays, waits as long as it pays; lock_step: drafts for all sessions,"
@@ -139,13 +170,6 @@ class SpeculationConfig(_Frozen):
         True,
         description="several candidates for a block's first token; neither for tokens sampled under ratio nor with"
         " penalties",
-    )
-    draft_ahead: bool = Field(True, description="draft past a block whose verdict is not in, on a guess")
-    min_confidence: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="a block that is waited for ends once its chance to be accepted so far is below; not under ratio",
     )
 
 
@@ -174,6 +198,19 @@ class SlipstreamConfig(_Frozen):
     draft: DraftPool
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
+
+
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "draft.lookup_max_ngram": "is draft.prompt_lookup.max_ngram now",
+        "draft.lookup_min_ngram": "is draft.prompt_lookup.min_ngram now",
+        "draft.quantization": "is draft.draft_model.quantization now",
+        "speculation.draft_probs_top_k": "is draft.draft_model.draft_probs_top_k now",
+        "speculation.min_confidence": "is draft.draft_model.min_confidence now",
+        "speculation.draft_ahead": "is gone; speculation.pacing: lock_step drafts nothing ahead",
+    }
+)
+"""Keys of earlier releases, and what became of each."""
 
 
 def load_config(
@@ -206,11 +243,20 @@ def load_config(
 
 def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
     """The config in `data`, or ConfigError with one line per wrong key."""
+    moved = [f"{key} {fate}" for key, fate in MOVED.items() if _has(data, key)]
+    if moved:
+        raise ConfigError("wrong configuration\n  " + "\n  ".join(moved))
     try:
         return SlipstreamConfig.model_validate(data)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
         raise ConfigError("wrong configuration\n  " + "\n  ".join(lines)) from error
+
+
+def _has(data: Any, key: str) -> bool:
+    """Whether there is something at a dotted key."""
+    section, _, rest = key.partition(".")
+    return isinstance(data, Mapping) and section in data and (not rest or _has(data[section], rest))
 
 
 def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> None:

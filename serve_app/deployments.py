@@ -17,12 +17,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
 from actors.drafter import Drafter
-from actors.engine.tensor_parallel import RankGroup, RankSpec, compute_in_background, device_of, run_on, use_cpu
-from actors.methods.lookup_first import LookupFirst
+from actors.engine.process import compute_in_background, run_on, use_cpu
+from actors.engine.tensor_parallel import RankGroup, RankSpec
 from actors.methods.pass_profile import profile_drafting
-from actors.methods.prompt_lookup import PromptLookup
+from actors.methods.registry import create_method
+from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import (
-    check_draft,
     check_tensor_parallel,
     checkpoint_fingerprint,
     local_folder,
@@ -32,7 +32,6 @@ from actors.models.checkpoint import (
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
-from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep
@@ -157,18 +156,17 @@ class DraftDeployment:
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
         loop = asyncio.get_running_loop()
-        method = await loop.run_in_executor(None, _drafting_method, config, tokens)
+        setup = DraftSetup(config.model.dtype, config.model.max_context, config.speculation.max_draft_tokens, tokens)
+        method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
-        ahead = config.speculation.draft_ahead and config.speculation.pacing == "adaptive"
         self._drafter = Drafter(
             method,
             limits,
             vocabulary_fingerprint(tokens),
             target_model,
-            ahead,
-            config.speculation.min_confidence,
+            draft_ahead=config.speculation.pacing == "adaptive",
             prepare_thread=compute_in_background if config.draft.resources.background else None,
             profile=self._costs,
         )
@@ -208,32 +206,6 @@ class DraftDeployment:
         await asyncio.gather(self._work, return_exceptions=True)
         await self._server.stop()
         await self._drafter.close()
-
-
-def _drafting_method(config: SlipstreamConfig, target_tokens: dict[int, str]) -> DraftingMethod:
-    draft = config.draft
-    speculation = config.speculation
-    lookup = PromptLookup(draft.lookup_max_ngram, draft.lookup_min_ngram)
-    if draft.model is None:
-        return lookup
-    from actors.methods.draft_model import DraftingLimits
-    from actors.methods.model.loading import load_draft_model
-
-    folder = local_folder(draft.model)
-    check_draft(target_tokens, folder)
-    model = load_draft_model(
-        folder,
-        dtype=config.model.dtype,
-        device=device_of(draft.resources),
-        cache=draft.cache,
-        sessions=draft.max_sessions,
-        context=config.model.max_context,
-        target_ids=target_tokens.keys(),
-        limits=DraftingLimits(speculation.draft_probs_top_k),
-        longest_block=speculation.max_draft_tokens,
-        int8=draft.quantization == "int8",
-    )
-    return LookupFirst(lookup, model) if draft.method == "lookup_first" else model
 
 
 @serve.ingress()

@@ -7,7 +7,7 @@ done for: its replica is replaced as a whole. Knows nothing of verification.
 import asyncio
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from actors.compute.collectives import Alone, Group, join
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import page_count
+from actors.engine.process import device_of, use_cpu
 from actors.engine.profile import profile_steps
 from actors.engine.runner import ModelRunner, Runner
 from actors.engine.step_channel import StepCaller, StepListener
@@ -69,32 +70,6 @@ class RankReport:
     pages: int  # that its memory has room for
     load: LoadReport
     attention: AttentionReport
-
-
-def run_on(cores: Collection[int]) -> None:
-    """Keeps this process, and those that it starts, to these cores; none: any."""
-    if cores:
-        for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
-            os.sched_setaffinity(int(thread), cores)
-
-
-def use_cpu(resources: Resources) -> None:
-    """Gives this process its cores and threads."""
-    run_on(resources.cpu_affinity)
-    torch.set_num_threads(resources.threads)
-
-
-def compute_in_background() -> None:
-    """Has the calling thread, and those it starts, run only while nobody else wants their cores.
-
-    Whoever else wakes up finds such a core as good as idle, and goes on there at once.
-    """
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
-def device_of(resources: Resources) -> torch.device:
-    """The GPU that Ray made visible to this process, or the CPU."""
-    return torch.device("cuda", 0) if resources.num_gpus > 0 else torch.device("cpu")
 
 
 class LeadingRunner:

@@ -46,12 +46,14 @@ class DraftingLimits:
     """How a draft model drafts.
 
     `top_k` entries of draft_probs are sent per token under ratio, as whole weights of which the likeliest token's is
-    `weight_scale`: uint16 on the wire. A forward feeds at most `pass_tokens`: longer prompts
-    are read over several rounds, so that they neither keep the others' blocks waiting for long nor need more memory
-    than there is.
+    `weight_scale`: uint16 on the wire. Not under ratio, a block that is waited for ends once its chance to be accepted
+    so far is below `min_confidence`: whoever waits for a block waits for its further tokens too, and that takes more
+    than what verifies them. A forward feeds at most `pass_tokens`: longer prompts are read over several rounds, so that
+    they neither keep the others' blocks waiting for long nor need more memory than there is.
     """
 
     top_k: int
+    min_confidence: float = 0.0
     pass_tokens: int = 2048
     weight_scale: int = 60_000
 
@@ -122,6 +124,8 @@ class DraftModel:
 
     def _propose_now(self, wants: Sequence[Want]) -> list[Proposal]:
         drafts = [self._begin(want, want.tokens, want.max_tokens) for want in wants]
+        for draft in drafts:
+            draft.min_confidence = 0.0 if draft.ratio else self._limits.min_confidence
         self._name_at_once(drafts)
         active = [draft for draft in drafts if not draft.drafted]
         busy = _sessions(wants)

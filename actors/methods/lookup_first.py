@@ -6,8 +6,16 @@ of the two drafts depends on tokens before the block alone, so ratio acceptance 
 
 from collections.abc import Callable, Sequence
 
+from actors.methods import prompt_lookup
+from actors.methods.model import loading
+from actors.methods.setup import DraftSetup
+from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import Proposal, Want
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
+    return LookupFirst(prompt_lookup.create(draft, setup), loading.create(draft, setup))
 
 
 class LookupFirst:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from actors.methods.setup import DraftSetup
+from cluster.config import DraftPool
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want, max_block_len
 from protos.prefix import hashes_after
@@ -33,6 +35,11 @@ def _latest(text: bytes, suffix: bytes) -> int | None:
             return (start + len(suffix)) // TOKEN_BYTES
         before = start + len(suffix) - 1  # the bytes of two neighbours look alike: no occurrence
     return None
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> "PromptLookup":
+    options = draft.prompt_lookup
+    return PromptLookup(options.max_ngram, options.min_ngram)
 
 
 class PromptLookup:

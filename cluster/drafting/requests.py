@@ -12,9 +12,8 @@ class Want:
 
     With `unverified`, a step is under way whose verdict is not in, over these draft tokens (and `alternatives` to the
     first of them) or over none: then blocks are wanted for what may come of it, one for each likely outcome, and by
-    `until`. A token is not wanted if its chance to be accepted, and all before it, is below `least_chance`, and none is
-    after one for which it is below `min_confidence`; as the method sees it, and not under ratio, where a block's length
-    may not depend on its tokens.
+    `until`. A token is not wanted if its chance to be accepted, and all before it, is below `least_chance`,
+    as the method sees it, and not under ratio, where a block's length may not depend on its tokens.
     """
 
     open: Open
@@ -24,7 +23,6 @@ class Want:
     unverified: tuple[int, ...] | None = None
     until: float = math.inf
     least_chance: float = 0.0
-    min_confidence: float = 0.0
     may_branch: bool = False  # whether a block may have alternatives
     alternatives: tuple[int, ...] = ()
 

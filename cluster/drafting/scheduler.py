@@ -46,14 +46,9 @@ class DrafterLimits:
 class DraftScheduler:
     """All sessions of one drafter."""
 
-    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True, min_confidence: float = 0.0) -> None:
-        """`min_confidence` is that of wants whose blocks are waited for.
-
-        Whoever waits for a block waits for its further tokens too: that takes more than what verifies them.
-        """
+    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True) -> None:
         self._limits = limits
         self._draft_ahead = draft_ahead
-        self._min_confidence = min_confidence
         self._sessions: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
         self._closed: list[str] = []  # for the drafting method, with the next pass
         self._capacity = Capacity(limits.max_sessions)
@@ -216,7 +211,6 @@ class DraftScheduler:
                 session.prefix.hash,
                 min(session.asked, max_block_len(session.open, length)),
                 least_chance=session.least_chance,
-                min_confidence=self._min_confidence,
                 may_branch=session.may_branch,
             )
             found.append(want)

@@ -68,7 +68,7 @@ class Reference:
 
 def main() -> None:
     """The process, from inside."""
-    from actors.engine.tensor_parallel import device_of, use_cpu
+    from actors.engine.process import device_of, use_cpu
     from actors.models.checkpoint import load_model, local_folder
     from serve_app.http.text import TextCodec
 

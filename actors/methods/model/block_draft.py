@@ -45,6 +45,7 @@ class BlockDraft:
     state: Tensor | None = None  # (hidden,) what the logits were made of at the place just before the block
     unverified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
     main: "BlockDraft | None" = None  # a root's that reads an alternative: the one that reads what it is one to
+    min_confidence: float = 0.0  # of the tokens so far to stand, to go on from there
     logits: int = 1  # are wanted of the last so many of the tokens to feed
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
@@ -108,11 +109,6 @@ class BlockDraft:
     def least_chance(self) -> float:
         """Of the tokens so far to stand, to be worth sending."""
         return 0.0 if self.ratio or self.is_root else self.want.least_chance
-
-    @property
-    def min_confidence(self) -> float:
-        """Of the tokens so far to stand, to go on from there."""
-        return 0.0 if self.ratio or self.is_root else self.want.min_confidence
 
     @property
     def urgency(self) -> float:

@@ -3,61 +3,62 @@
 Knows nothing of how it drafts.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from actors.compute.linear import EightBitProjection, can_round, projection
 from actors.engine.memory import page_bytes, page_count
+from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.methods.draft_model import DraftingLimits, DraftModel
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.pard import ONE_AT_A_TIME, read_mask_tokens, tokens_per_forward
 from actors.methods.model.recurrent_head import load_recurrent_head
 from actors.methods.model.vocab_pruning import read_frequent_tokens, reduce_head
-from actors.models.checkpoint import load_model
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import check_draft, load_model, local_folder
 from actors.models.decoder import decoder_for
-from cluster.config import CacheConfig
+from cluster.config import DraftPool
 from cluster.errors import ModelError
 
 FURTHER_TOKENS = 8192  # most frequent ones that a recurrent head chooses among: it seldom knows the others
 
 
-def load_draft_model(
-    folder: Path,
-    dtype: str,
-    device: torch.device,
-    cache: CacheConfig,
-    sessions: int,
-    context: int,
-    target_ids: Iterable[int],
-    limits: DraftingLimits,
-    longest_block: int,
-    int8: bool = False,
-) -> DraftModel:
+def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
+    """Raises ModelError where the model does not fit the target's vocabulary, or the device."""
+    assert draft.model is not None, "a configuration whose method asks a model has one"
+    folder = local_folder(draft.model)
+    check_draft(setup.target_tokens, folder)
+    return load_draft_model(folder, draft, setup, device_of(draft.resources))
+
+
+def load_draft_model(folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device) -> DraftModel:
     """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed.
 
-    `int8`: products of weights and rows rounded to 8 bits, and float32 beside them. Raises ModelError where
+    Quantised, its products are of weights and rows rounded to 8 bits, and float32 beside them. Raises ModelError where
     there are none.
     """
+    options = draft.draft_model
+    int8 = options.quantization == "int8"
     if int8 and not can_round(device):
-        raise ModelError(f"there are no products in 8 bits on {device}; leave draft.quantization out")
+        raise ModelError(f"there are no products in 8 bits on {device}; leave draft.draft_model.quantization out")
     product = EightBitProjection if int8 else projection
-    model = load_model(folder, "float32" if int8 else dtype, device)
+    model = load_model(folder, "float32" if int8 else setup.dtype, device)
     rows = int(model.config.get_text_config().vocab_size)
     frequent = read_frequent_tokens(folder, rows)
-    known = set(target_ids)
-    proposable = [token for token in (range(rows) if frequent is None else frequent) if token in known]
+    proposable = [token for token in (range(rows) if frequent is None else frequent) if token in setup.target_tokens]
     token_ids = torch.tensor(proposable, device=device)
     if proposable != list(range(rows)):
         reduce_head(model, token_ids)
-    width = tokens_per_forward(model.config, longest_block)
+    width = tokens_per_forward(model.config, setup.max_draft_tokens)
     decoder = decoder_for(model.eval(), product)
     columns = None if frequent is None else FURTHER_TOKENS
     further = load_recurrent_head(folder, model, decoder, width, product, columns)
-    masks = ONE_AT_A_TIME if further else read_mask_tokens(model.config, longest_block)
-    pages = page_count(cache, page_bytes(model, cache.page_size), sessions, context, device)
-    runner = ModelRunner(model, pages, cache.page_size, decoder=decoder)
-    draft_cache = DraftCache(pages, cache.page_size)
+    masks = ONE_AT_A_TIME if further else read_mask_tokens(model.config, setup.max_draft_tokens)
+    page_size = draft.cache.page_size
+    pages = page_count(draft.cache, page_bytes(model, page_size), draft.max_sessions, setup.max_context, device)
+    runner = ModelRunner(model, pages, page_size, decoder=decoder)
+    draft_cache = DraftCache(pages, page_size)
+    limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)
     return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, further=further)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import SlipstreamConfig, load_config, validated
+from cluster.config import MOVED, SlipstreamConfig, load_config, validated
 from cluster.errors import ConfigError
 
 SMALLEST = {"model": {"target": "org/model"}, "draft": {"method": "prompt_lookup"}}
@@ -62,7 +62,7 @@ WRONG = {
     "bounds swapped": ("draft.replicas={min: 3, max: 2}", "draft.replicas"),
     "a draft model without one": ("draft.method=draft_model", "draft"),
     "a model that is not used": ("draft.model=org/draft", "draft"),
-    "ngrams swapped": ("draft.lookup_max_ngram=1", "lookup_max_ngram"),
+    "ngrams swapped": ("draft.prompt_lookup.max_ngram=1", "draft.prompt_lookup"),
     "into a value": ("model.target.x=1", "model.target.x"),
     "no value": ("model.target", "model.target"),
     "no YAML value": ("model.target=[", "model.target"),
@@ -115,18 +115,50 @@ def test_every_key_has_a_place_in_the_schema():
     }
 
 
+INT8 = {"model": "org/draft", "draft_model": {"quantization": "int8"}}
+
+
+def test_eight_bits_are_for_cpus():
+    with pytest.raises(ConfigError, match=r"draft_model\.quantization int8 is for CPUs"):
+        validated(SMALLEST | {"draft": INT8 | {"resources": {"num_gpus": 0.5}}})
+    assert validated(SMALLEST | {"draft": INT8}).draft.draft_model.quantization == "int8"
+
+
 @pytest.mark.parametrize(
-    "draft",
+    ("draft", "named"),
     [
-        {"method": "prompt_lookup", "quantization": "int8"},
-        {"model": "org/draft", "quantization": "int8", "resources": {"num_gpus": 0.5}},
+        ({"method": "prompt_lookup", "draft_model": {"quantization": "int8"}}, "asks no model"),
+        ({"model": "org/draft", "prompt_lookup": {"max_ngram": 9}}, "looks nothing up"),
     ],
-    ids=["no model", "on a GPU"],
 )
-def test_eight_bits_are_for_draft_models_on_cpus(draft):
-    with pytest.raises(ConfigError, match="quantization int8 is for a draft model on CPUs"):
+def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
+    with pytest.raises(ConfigError, match=named):
         validated(SMALLEST | {"draft": draft})
-    assert validated(SMALLEST | {"draft": {"model": "org/draft", "quantization": "int8"}}).draft.quantization == "int8"
+    both = {"method": "lookup_first", "prompt_lookup": {"max_ngram": 9}} | INT8
+    assert validated(SMALLEST | {"draft": both}).draft.prompt_lookup.max_ngram == 9
+
+
+@pytest.mark.parametrize(("old", "fate"), MOVED.items())
+def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path, old, fate):
+    """Wherever it was given: in the file, by the environment or on the command line."""
+    section, key = old.split(".")
+    variable = f"SLIPSTREAM__{section.upper()}__{key.upper()}"
+    for data, overrides, environment in (
+        (SMALLEST | {section: {"method": "prompt_lookup"} | {key: 1}}, [], {}),
+        (SMALLEST, [f"{old}=1"], {}),
+        (SMALLEST, [], {variable: "1"}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(written(tmp_path, data), overrides, environment)
+        assert f"{old} {fate}" in str(error.value)
+
+
+@pytest.mark.parametrize("fate", [fate for fate in MOVED.values() if fate.startswith("is draft")])
+def test_what_a_key_is_said_to_be_now_exists(fate):
+    part = SlipstreamConfig
+    for name in fate.split()[1].split("."):
+        assert name in part.model_fields
+        part = part.model_fields[name].annotation
 
 
 def test_the_example_to_copy_is_right() -> None:

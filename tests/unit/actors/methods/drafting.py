@@ -80,9 +80,10 @@ def a_method(
     pages: int = 64,
     pass_tokens: int = 2048,
     clock: Callable[[], float] = lambda: 0.0,
+    min_confidence: float = 0.0,
 ) -> DraftModel:
     """`kept` are the ids whose logits the runner's columns are."""
-    limits = DraftingLimits(top_k, pass_tokens)
+    limits = DraftingLimits(top_k, min_confidence, pass_tokens)
     return DraftModel(runner, torch.tensor(list(kept)), DraftCache(pages, PAGE_SIZE), limits, clock)
 
 

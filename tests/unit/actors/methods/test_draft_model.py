@@ -181,18 +181,15 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
 
 @pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
 def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, sampling):
-    want = replace(a_want((1,), 5, sampling=sampling, acceptance=acceptance), min_confidence=1.0)
-    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
+    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want], never)
     assert len(proposal.tokens) == 1
     assert proposal.draft_probs is None
-    ahead, patient = (
-        a_method(SpyRunner()).propose([replace(want, unverified=(5, 6), min_confidence=least)], never)
-        for least in (1.0, 0.0)
-    )
-    assert {len(block.tokens) for block in ahead} == {1}
-    assert {len(block.tokens) for block in patient} == {4}
-    outcomes = [{block.outcome for block in found} for found in (ahead, patient)]
-    assert outcomes[0] == outcomes[1], "what is under verification is read to its end"
+    ahead = a_method(SpyRunner(), min_confidence=1.0).propose([replace(want, unverified=(5, 6))], never)
+    assert {len(block.tokens) for block in ahead} == {4}, "nobody waits for them"
+    doubted = a_method(SpyRunner()).propose([replace(want, unverified=(5, 6), least_chance=0.3)], never)
+    patient = a_method(SpyRunner()).propose([replace(want, unverified=(5, 6))], never)
+    assert {block.outcome for block in doubted} <= {block.outcome for block in patient}
 
 
 @pytest.mark.parametrize("unverified", [None, (), (5, 6)])
@@ -209,8 +206,8 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, s
 
 
 def test_under_ratio_no_token_is_left_out_for_what_it_is():
-    want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=RATIO), least_chance=1.0, min_confidence=1.0)
-    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=RATIO), least_chance=1.0)
+    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want], never)
     assert len(proposal.tokens) == 5
 
 
@@ -228,9 +225,9 @@ def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance,
 # ---------------------------------------------------------------- ratio's conditions
 
 
-def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **changes: Any) -> Any:
+def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **limits: Any) -> Any:
     want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=RATIO)
-    (proposal,) = a_method(SpyRunner()).propose([replace(want, **changes)], never)
+    (proposal,) = a_method(SpyRunner(), **limits).propose([want], never)
     return proposal
 
 

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model import loading
 from actors.methods.model.loading import load_draft_model
 from actors.methods.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.methods.model.vocab_pruning import FILE as FREQUENT_TOKENS
-from cluster.config import CacheConfig
+from actors.methods.setup import DraftSetup
+from cluster.config import CacheConfig, DraftModelOptions, DraftPool
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from tests.unit.actors.methods.drafting import a_want, never
@@ -42,9 +43,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, device: torch.device = CPU, int8: bool = False) -> DraftModel:
-    limits = DraftingLimits(top_k=4)
+    options = DraftModelOptions(quantization="int8" if int8 else "none", draft_probs_top_k=4)
     cache = CacheConfig(page_size=4, gib=0.001)
-    return load_draft_model(folder, "float32", device, cache, 2, 64, range(VOCABULARY), limits, 4, int8)
+    draft = DraftPool(model=str(folder), cache=cache, max_sessions=2, draft_model=options)
+    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(VOCABULARY)})
+    return load_draft_model(folder, draft, setup, device)
 
 
 def drafted(method: DraftModel) -> Proposal:
@@ -104,5 +107,5 @@ def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(folder: Path, m
 
 def test_eight_bits_are_refused_where_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "can_round", lambda device: False)
-    with pytest.raises(ModelError, match=r"leave draft\.quantization out"):
+    with pytest.raises(ModelError, match=r"leave draft\.draft_model\.quantization out"):
         load(folder, int8=True)

@@ -117,7 +117,7 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptan
 
 
 def test_doubt_cuts_a_group_and_what_was_named_after_it_is_dropped():
-    (proposal,) = a_method(MaskRunner()).propose([replace(a_want((1,), 3), min_confidence=1.0)], never)
+    (proposal,) = a_method(MaskRunner(), min_confidence=1.0).propose([a_want((1,), 3)], never)
     assert proposal.tokens == named(1, 1)
 
 

@@ -186,8 +186,8 @@ def test_what_is_not_read_to_its_end_yet_is_not_gone_on_from():
 def test_doubt_ends_a_block_at_any_of_its_tokens():
     want = a_want((1,), 3)
     for confidence in (0.0, 0.1, 0.3, 1.0):
-        doubted = replace(want, min_confidence=confidence)
-        found = [a_method(SpyRunner(), head).propose([doubted], never) for head in (None, Following)]
+        methods = [a_method(SpyRunner(), head, min_confidence=confidence) for head in (None, Following)]
+        found = [method.propose([want], never) for method in methods]
         assert found[0] == found[1]
 
 

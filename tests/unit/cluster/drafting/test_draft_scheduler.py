@@ -46,8 +46,8 @@ def hash_of(*tokens: int) -> int:
 class Book:
     """A scheduler with a target that says what tests tell it to."""
 
-    def __init__(self, draft_ahead: bool = False, min_confidence: float = 0.0) -> None:
-        self.scheduler = DraftScheduler(LIMITS, draft_ahead, min_confidence)
+    def __init__(self, draft_ahead: bool = False) -> None:
+        self.scheduler = DraftScheduler(LIMITS, draft_ahead)
         self.now = 0.0
 
     def open(self, session: str = "s", router: str = ROUTER, asks: int | None = None, **changes: Any) -> list[Send]:
@@ -539,15 +539,6 @@ def test_wants_carry_what_a_token_must_be_worth():
     assert desk.want().least_chance == 0.25
     desk.verdict((1, 2, 3), 4, least_chance=0.5, hold_step=False)
     assert desk.ahead().least_chance == 0.5
-
-
-def test_only_blocks_that_are_waited_for_end_in_doubt():
-    desk = Book(draft_ahead=True, min_confidence=0.5)
-    desk.open()
-    desk.verdict((1, 2), 3)
-    assert desk.want().min_confidence == 0.5
-    desk.verdict((1, 2, 3), 4, hold_step=False)
-    assert desk.ahead().min_confidence == 0.0
 
 
 def test_the_draft_probs_of_a_block_that_was_drafted_ahead_go_with_it():

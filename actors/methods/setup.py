@@ -1,0 +1,15 @@
+"""What every drafting method is told of the deployment that it drafts for."""
+
+from collections.abc import Mapping
+
+from protos.values import value
+
+
+@value
+class DraftSetup:
+    """Beside the method's own section of the configuration."""
+
+    dtype: str  # of both models
+    max_context: int  # tokens of the longest session
+    max_draft_tokens: int  # of the longest block
+    target_tokens: Mapping[int, str]  # by id; no other is ever proposed
