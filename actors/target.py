@@ -18,7 +18,8 @@ from cluster.dispatch import Send, stream_name
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
-from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome

@@ -37,7 +37,7 @@ from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
-from cluster.verification.scheduler import VerificationLimits
+from cluster.verification.intake import VerificationLimits
 from serve_app.replica_counters import ReplicaCounters, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")

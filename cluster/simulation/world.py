@@ -23,7 +23,8 @@ from cluster.simulation.simulated_drafter import OracleMethod, SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
 from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
 from cluster.simulation.workload import ClosedLoop
-from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Sampling
 
 Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget

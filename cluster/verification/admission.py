@@ -33,6 +33,10 @@ class Admission:
         return self.running.get(name) or self.waiting.get(name)
 
     @property
+    def has_sessions(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is held, nor due to the engine."""
         return not any((self.running, self.waiting, self.order, self._opens, self._closes))

@@ -40,6 +40,7 @@ class TargetSession:
     cached_len: int = 0  # tokens in the engine's cache that stand
     uncached_accepted: int = 0  # tokens before the last one that stand and are not cached: an alternative, or none
     in_engine: bool = False  # whether the engine has heard of it
+    in_step: bool = False  # whether it is in the step under way
     drafter: str | None = None
     sent_len: int = 0  # length that the drafter knows of
     paused: bool = False  # whether it knows that nothing is asked of it

@@ -20,7 +20,7 @@ from actors.target import TargetReplica
 from cluster.drafting.scheduler import DrafterLimits
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
-from cluster.verification.scheduler import VerificationLimits
+from cluster.verification.intake import VerificationLimits
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits

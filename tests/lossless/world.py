@@ -26,7 +26,8 @@ from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.page_allocator import PageCopy
 from cluster.routing.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
-from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Row, StepPlan
 from protos.messages import Acceptance, Block, DraftRequest, Message, Refusal, Resync, Sampling, Verdict
 from tests.unit.cluster.token_memory import TokenMemory

@@ -17,7 +17,8 @@ from cluster.pacing.load import Load
 from cluster.pacing.policy import Awaited, DraftingDecision
 from cluster.routing.circuit_breaker import FIRST_PROBE_STEPS, TRIP_STEPS
 from cluster.verification.early_messages import BufferLimits
-from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.sequence import MISSED_ROUNDS, settle
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import (

@@ -1,0 +1,267 @@
+"""What peers say to a target: sessions open and close, drafters attach and leave, blocks arrive.
+
+Between two steps all of it happens at once; `scheduler.py` makes the steps.
+"""
+
+from dataclasses import dataclass
+
+from cluster.dispatch import Send, peer_of
+from cluster.pacing.pacer import Pacer
+from cluster.routing.circuit_breaker import SilentDrafters
+from cluster.verification.admission import Admission
+from cluster.verification.block_buffer import BlockBuffer, BlockCounts
+from cluster.verification.early_messages import BufferLimits, EarlyMessages
+from cluster.verification.sequence import TargetSession
+from protos.messages import (
+    Attach,
+    Block,
+    Close,
+    Detach,
+    Hello,
+    Message,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Shape,
+    Verdict,
+)
+from protos.prefix import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationLimits:
+    """Bounds of one target replica."""
+
+    vocabulary: int  # token ids are below this
+    max_context: int
+    max_sessions: int  # in the cache at once; further ones queue
+    max_step_tokens: int
+    pages: int = 4096  # of the cache
+    page_size: int = 16  # positions
+    alternatives: bool = True  # whether the engine computes them
+    max_queued: int = 1024
+    buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
+
+
+class Intake:
+    """All sessions of one target replica, as what is said of them leaves them."""
+
+    def __init__(
+        self,
+        limits: VerificationLimits,
+        admission: Admission,
+        pacer: Pacer,
+        silent: SilentDrafters,
+        counts: BlockCounts,
+    ) -> None:
+        self._limits = limits
+        self._admission = admission
+        self._pacer = pacer
+        self._silent = silent
+        self._counts = counts
+        self._early = EarlyMessages(limits.buffer, counts)
+
+    # ------------------------------------------------------------ what peers say
+
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Takes a message from a router's or a drafter's stream; returns what is to be sent for it."""
+        match message:
+            case Block():
+                self._block(peer, message, now)
+            case Attach():
+                return self._attach(peer, message, now)
+            case NoDraft():
+                self._no_draft(peer, message, now)
+            case Open():
+                return self._open(peer, message, now)
+            case Close():
+                self._close(peer, message, now)
+            case Detach():
+                self._detach(peer, message)
+            case Hello():
+                self._hello(peer, message, now)
+            case _:
+                raise AssertionError(f"nobody sends a target a {type(message).__name__}")
+        return []
+
+    def gone(self, peer: str, now: float) -> None:
+        """A stream broke: a router's sessions are nobody's, a drafter's go on plainly with the blocks that arrived."""
+        self._silent.heard(peer)
+        for session in self._admission:
+            if session.router == peer:
+                self.forget(session.open.session)
+            elif session.drafter == peer:
+                session.drafter = None
+        self._early.drafter_gone(peer)
+        self.admit(now)
+
+    # ------------------------------------------------------------ routers
+
+    def _hello(self, router: str, hello: Hello, now: float) -> None:
+        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        wanted = {(item.session, item.attempt) for item in hello.live}
+        for session in self._admission:
+            if peer_of(session.router) != peer_of(router):
+                continue
+            session.router = router
+            if (session.open.session, session.open.attempt) not in wanted:
+                self.forget(session.open.session)
+        self.admit(now)
+
+    def _open(self, router: str, request: Open, now: float) -> list[Send]:
+        """Serves a session from its ledger; an open one is replaced unless the request is older."""
+        if refusal := self._refuse(request):
+            return [(router, refusal)]
+        name = request.session
+        known = self._admission.find(name)
+        if known is not None and known.open.attempt >= request.attempt:
+            return []
+        self.forget(name)
+        buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
+        prefix = Prefix(request.hash_key, request.tokens)
+        session = TargetSession(request, router, prefix, buffer, waiting_since=now)
+        self._admission.waiting[name] = session
+        self.admit(now)
+        if name in self._admission.waiting:
+            self.ask(session)  # so that its drafter has read the prompt when it gets its place
+        waiting = self._early.take(name)
+        if waiting is None:
+            return []
+        for block in waiting.blocks:
+            self._block(waiting.drafter, block, now)
+        return self._attach(waiting.drafter, waiting.attach, now) if waiting.attach else []
+
+    def _close(self, router: str, close: Close, now: float) -> None:
+        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
+        known = self._admission.find(close.session)
+        if known is not None and known.router == router and known.open.attempt <= close.attempt:
+            self.forget(close.session)
+            self.admit(now)
+
+    # ------------------------------------------------------------ drafters
+
+    def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
+        """Sends the session's verdicts to this drafter from now on; first what it missed, and what is wanted of it."""
+        session = self._admission.find(attach.session)
+        if session is None:
+            self._early.attach(drafter, attach, now)
+            return []
+        if not session.prefix.matches(attach.have_len, attach.have_hash):
+            return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
+        session.attached(drafter)
+        request = (drafter, session.draft_request(self.block_shape(session.open)))
+        missed = tuple(session.prefix.tokens[attach.have_len :])
+        if not missed:
+            return [request]
+        verdict = Verdict(attach.session, session.open.attempt, attach.have_len, attach.have_hash, missed, 0, 0)
+        return [(drafter, verdict), request]
+
+    def _block(self, drafter: str, block: Block, now: float) -> None:
+        """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
+        if cause := self._unfit(block):
+            self._counts.drop(cause, block)
+            return
+        session = self._admission.find(block.session)
+        if session is None:
+            self._early.block(drafter, block, now)
+            return
+        if block.alternatives and self.block_shape(session.open) is Shape.CHAIN:
+            self._counts.drop("alternatives", block)
+            return
+        self._silent.heard(drafter)
+        self._note_answer(session, block, len(block.tokens), now)
+        session.buffer.place(block, session.open, session.prefix, now)
+
+    def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
+        """The drafter has no block for this prefix: it is not waited for."""
+        self._silent.heard(drafter)
+        session = self._admission.find(no_draft.session)
+        if session is not None and session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
+            session.no_draft_len = no_draft.base_len
+            session.has_answered = True
+            if not session.in_step:  # else it need not have been in a hurry
+                self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
+
+    def _detach(self, drafter: str, detach: Detach) -> None:
+        """The drafter has left the session, which goes on plainly; blocks that arrived stay good."""
+        self._early.detach(drafter, detach.session)
+        session = self._admission.find(detach.session)
+        if session is not None and session.drafter == drafter:
+            session.drafter = None
+
+    # ------------------------------------------------------------ who is served
+
+    def forget(self, name: str) -> None:
+        self._early.ended(name)
+        if (session := self._admission.find(name)) is not None:
+            session.buffer.leave()
+        self._admission.forget(name)
+
+    def admit(self, now: float) -> None:
+        for session in self._admission.admit():
+            session.waiting_since = now
+            self.ask(session)
+
+    def ask(self, session: TargetSession) -> None:
+        """Decides how long a block the drafter is asked for next."""
+        limit = session.open.max_draft_tokens - session.uncached_accepted  # so that a row never has more tokens
+        if limit > 0:
+            sessions = max(1, len(self._admission.running))
+            session.drafting, session.stats = self._pacer.decide(session.stats, limit, sessions)
+
+    def block_shape(self, request: Open) -> Shape:
+        """What blocks for a session may look like."""
+        return Shape.TREE if self._limits.alternatives and request.may_branch else Shape.CHAIN
+
+    # ------------------------------------------------------------ what waits for its session
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits for a session that is not open."""
+        return not self._early
+
+    def expire(self, now: float) -> None:
+        """Drops what has waited for too long."""
+        self._early.expire(now)
+
+    def next_expiry(self) -> float | None:
+        """When `expire` will have something to do."""
+        return self._early.next_expiry()
+
+    # ------------------------------------------------------------ helpers
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        limits = self._limits
+        reason = RefusalReason.INVALID
+        why = ""
+        if max(request.tokens) >= limits.vocabulary:
+            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
+        elif request.max_len > limits.max_context:
+            why = f"max_len is {request.max_len}, the context holds {limits.max_context} tokens"
+        elif self._admission.pages.pages_for(request.max_len) > limits.pages:
+            why = f"max_len is {request.max_len}, the cache holds {limits.pages * limits.page_size} tokens"
+        elif len(self._admission.waiting) >= limits.max_queued:
+            reason = RefusalReason.OVERLOADED
+            why = f"{len(self._admission.waiting)} sessions are queued already"
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _unfit(self, block: Block) -> str | None:
+        rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
+        drafted = (*block.tokens, *block.alternatives)
+        if max(drafted) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
+            return "out_of_vocabulary"
+        if block.base_len + block.size > self._limits.max_context:
+            return "beyond_context"
+        return None
+
+    def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
+        """How long it took; not of a block drafted ahead, nor of the first, before which a prompt was read."""
+        session.has_answered = True
+        is_read = session.is_read
+        session.is_read = True
+        delay_s = session.delay_of(answer, now)
+        if delay_s is not None and is_read:
+            session.stats = session.stats.after_arrival(delay_s)
+            self._pacer.block_arrived(tokens, delay_s)
