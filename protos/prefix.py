@@ -67,7 +67,3 @@ class Prefix:
         del self._hashes[length + 1 :]
         self.length = length
         self.hash = self._hashes[-1]
-
-    def hash_after(self, tokens: Iterable[int]) -> int:
-        """Hash over all tokens and then `tokens`, were they appended."""
-        return [self.hash, *hashes_after(self.hash, tokens)][-1]

@@ -182,7 +182,9 @@ def curves(
 ) -> str:
     """Lines through points, and dashed levels to compare them with; the vertical axis begins at 0."""
     (width, height) = size
-    (left, top, bottom) = (70.0, 60.0, 50.0)
+    left = 70.0
+    top = 60.0
+    bottom = 50.0
     points = [point for line in lines.values() for point in line]
     xs = [x for x, _ in points]
     ys = [*(y for _, y in points), *levels.values()]

@@ -28,11 +28,6 @@ def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
     return 1.0 + sum(accumulate(acceptances, lambda reached, this: reached * this))
 
 
-def full_hit(acceptance: float, block_len: int) -> float:
-    """How often a block drafted ahead is the one wanted: all of the block before accepted, and the bonus guessed."""
-    return math.pow(acceptance, block_len + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
     """What one round costs for a batch that stays the same."""
@@ -65,22 +60,9 @@ def draft_ahead(costs: RoundCosts) -> float:
     return max(costs.verify_s, costs.draft_s)
 
 
-def draft_ahead_at(hit: float) -> RoundTime:
-    """Guesses are right in the share `hit` of rounds; the others wait for a new block as in lock-step."""
-    return lambda costs: hit * draft_ahead(costs) + (1 - hit) * lock_step(costs)
-
-
 def speed_up(tokens: float, round_s: float, plain_s: float) -> float:
     """How many times the tokens per second of plain decoding, which gives one token each `plain_s`."""
     return tokens * plain_s / round_s
-
-
-def break_even_acceptance(block_len: int, costs: RoundCosts, round_time: RoundTime = lock_step) -> float | None:
-    """The acceptance from which speculation is no slower than plain decoding; None if it always is."""
-    needed = round_time(costs) / costs.plain_s
-    if needed > block_len + 1:
-        return None
-    return _least(lambda acceptance: expected_tokens(acceptance, block_len) >= needed, 0.0, 1.0)
 
 
 def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime = lock_step) -> float:
@@ -94,17 +76,6 @@ def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime =
         return round_time(replace(costs, draft_s=draft_s)) > worth
 
     return 0.0 if too_long(0.0) else _least(too_long, 0.0, _first_doubled(too_long, worth))
-
-
-def best_block_len(acceptance: float, costs_of: Callable[[int], RoundCosts], round_time: RoundTime, most: int) -> int:
-    """The block length up to `most` with the highest speed-up; 0, plain decoding, when none exceeds 1."""
-
-    def gain(block_len: int) -> float:
-        costs = costs_of(block_len)
-        return speed_up(expected_tokens(acceptance, block_len), round_time(costs), costs.plain_s)
-
-    best = max(range(1, most + 1), key=gain, default=0)
-    return best if best and gain(best) > 1.0 else 0
 
 
 def _first_doubled(holds: Callable[[float], bool], start: float) -> float:
@@ -121,5 +92,8 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
         return low
     while high - low > PRECISION * max(1.0, high):
         middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
     return high

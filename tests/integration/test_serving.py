@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 import ray
+from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.app import APPLICATION
@@ -26,6 +27,8 @@ PROMPTS = (
     "List five fruits that are yellow.",
     "Rewrite this sentence politely: give me the report now.",
 )
+
+PATIENCE = 20  # times to ask until something is drafted: pacing may have speculation rest for some hundred steps
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +60,27 @@ def assert_nothing_left(served: Served) -> None:
         eventually(lambda d=deployment: all(r["idle"] for r in served.inspect(d)), f"{deployment} holds nothing")
 
 
-def ask(served: Served, prompt: str, max_tokens: int = 32, **options: object) -> str:
+def complete(served: Served, prompt: str, max_tokens: int = 32, **options: object) -> ChatCompletion:
     options = {"temperature": 0.0, **options}
-    answer = served.client.chat.completions.create(
+    answer: ChatCompletion = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",
         messages=[{"role": "user", "content": prompt}],
         max_tokens=max_tokens,
         **options,  # type: ignore[call-overload]
     )
-    return str(answer.choices[0].message.content)
+    return answer
+
+
+def ask(served: Served, prompt: str, max_tokens: int = 32, **options: object) -> str:
+    return str(complete(served, prompt, max_tokens, **options).choices[0].message.content)
+
+
+def predictions(answer: ChatCompletion) -> tuple[int, int]:
+    """Draft tokens that were accepted and rejected."""
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    return details.accepted_prediction_tokens or 0, details.rejected_prediction_tokens or 0
 
 
 async def ask_all(served: Served, prompts: tuple[str, ...], max_tokens: int) -> list[str]:
@@ -91,33 +106,33 @@ async def test_greedy_text_equals_plain_generate(served: Served, reference: Refe
 
 def test_drafts_are_used_and_accounted_for(served: Served) -> None:
     """On a busy machine speculation may have been found to lose: then it is tried again after some hundred steps."""
-    for _ in range(20):
-        answer = served.client.chat.completions.create(
-            model="SmolLM2-135M-Instruct",
-            messages=[{"role": "user", "content": PROMPTS[1]}],
-            max_tokens=48,
-            temperature=0,
-        )
-        assert answer.usage is not None
-        details = answer.usage.completion_tokens_details
-        assert details is not None
-        if details.accepted_prediction_tokens:
+    for _ in range(PATIENCE):
+        answer = complete(served, PROMPTS[1], 48)
+        accepted, rejected = predictions(answer)
+        if accepted:
             break
-    assert details.accepted_prediction_tokens
-    assert details.accepted_prediction_tokens < answer.usage.completion_tokens
-    assert details.rejected_prediction_tokens
+    assert answer.usage is not None
+    assert 0 < accepted < answer.usage.completion_tokens
+    assert rejected
 
 
 def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
-    def text(**speculation: object) -> str:
-        extra = {"extra_body": {"speculation": speculation}} if speculation else {}
-        return ask(served, PROMPTS[0], temperature=0.8, seed=1234, **extra)
+    """Each is asked for until some of it was drafted, for pacing may have speculation rest."""
 
-    first = text()
-    assert text() == first
-    assert text(max_draft_tokens=1) == first
-    assert text(max_draft_tokens=4, acceptance="coupled") == first
-    assert text(max_draft_tokens=0) == first
+    def answer(**speculation: object) -> ChatCompletion:
+        extra = {"extra_body": {"speculation": speculation}} if speculation else {}
+        return complete(served, PROMPTS[0], temperature=0.8, seed=1234, **extra)
+
+    plain = answer(max_draft_tokens=0)
+    assert predictions(plain) == (0, 0)
+    for speculation in ({}, {"max_draft_tokens": 1}, {"max_draft_tokens": 4, "acceptance": "coupled"}):
+        for _ in range(PATIENCE):
+            drafted = answer(**speculation)
+            assert drafted.choices[0].message.content == plain.choices[0].message.content
+            accepted, _ = predictions(drafted)
+            if accepted:
+                break
+        assert accepted, f"no draft token was ever accepted with {speculation}"
 
 
 def test_lock_step_answers_as_the_adaptive_loop_does(served: Served) -> None:
@@ -222,12 +237,8 @@ def test_a_drafter_killed_in_mid_stream_changes_no_token(served: Served, referen
 
 
 def _accepts(served: Served) -> bool:
-    answer = served.client.chat.completions.create(
-        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=32, temperature=0
-    )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens_details is not None
-    return bool(answer.usage.completion_tokens_details.accepted_prediction_tokens)
+    accepted, _ = predictions(complete(served, PROMPTS[1]))
+    return accepted > 0
 
 
 def test_a_target_that_is_stopped_and_woken_commits_nothing(served: Served, reference: Reference) -> None:

@@ -1,20 +1,15 @@
 """The closed formulas: known values, limits, and that they agree with each other."""
 
-import math
 import random
 
 import pytest
 
 from cluster.planning.expectation import (
     RoundCosts,
-    best_block_len,
-    break_even_acceptance,
     break_even_draft_s,
     draft_ahead,
-    draft_ahead_at,
     expected_tokens,
     expected_tokens_by_position,
-    full_hit,
     in_process,
     lock_step,
     speed_up,
@@ -49,40 +44,18 @@ def test_acceptance_by_position_with_one_value_is_the_geometric_case():
     assert expected_tokens_by_position([0.9, 0.5, 0.0, 0.9]) == pytest.approx(1 + 0.9 + 0.45)
 
 
-def test_a_hit_takes_the_whole_block_and_the_guess():
-    assert full_hit(0.8, 3) == pytest.approx(0.8**4)
-
-
 def test_round_times():
     assert lock_step(COSTS) == pytest.approx(0.034)
     assert in_process(COSTS) == pytest.approx(0.032)
     assert draft_ahead(COSTS) == 0.022
     assert draft_ahead(RoundCosts(0.02, 0.02, 0.05)) == 0.05
-    assert draft_ahead_at(0.0)(COSTS) == pytest.approx(lock_step(COSTS))
-    assert draft_ahead_at(1.0)(COSTS) == draft_ahead(COSTS)
-    assert draft_ahead_at(0.25)(COSTS) == pytest.approx(0.25 * 0.022 + 0.75 * 0.034)
 
 
 def test_speed_up():
     assert speed_up(3.4, 0.034, 0.020) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead, draft_ahead_at(0.3)])
-def test_at_the_break_even_acceptance_speculation_is_as_fast_as_plain(round_time):
-    least = break_even_acceptance(4, COSTS, round_time)
-    assert least is not None
-    assert speed_up(expected_tokens(least, 4), round_time(COSTS), COSTS.plain_s) == pytest.approx(1.0, abs=1e-6)
-
-
-def test_no_acceptance_is_enough_where_a_round_costs_more_than_its_block():
-    assert break_even_acceptance(2, RoundCosts(0.01, 0.01, 0.05)) is None
-
-
-def test_any_acceptance_is_enough_where_a_round_costs_no_more_than_a_step():
-    assert break_even_acceptance(2, RoundCosts(0.01, 0.01, 0.005), draft_ahead) == 0.0
-
-
-@pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead, draft_ahead_at(0.3)])
+@pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead])
 def test_at_the_break_even_draft_time_the_gain_is_eaten(round_time):
     draft_s = break_even_draft_s(3.0, COSTS, round_time)
     there = RoundCosts(COSTS.plain_s, COSTS.verify_s, draft_s, COSTS.hop_s)
@@ -95,15 +68,3 @@ def test_drafting_ahead_bears_slower_drafts_than_lock_step():
 
 def test_a_verification_that_costs_all_that_it_brings_leaves_nothing_for_drafts():
     assert break_even_draft_s(1.5, RoundCosts(0.010, 0.016, 0.001)) == 0.0
-
-
-def costs_of(block_len: int) -> RoundCosts:
-    return RoundCosts(0.020, 0.020 + 0.001 * block_len, 0.002 * block_len)
-
-
-def test_the_best_block_length_grows_with_acceptance_and_is_never_beaten():
-    lengths = [best_block_len(acceptance, costs_of, lock_step, most=12) for acceptance in (0.05, 0.5, 0.8, 0.95)]
-    assert lengths == sorted(lengths)
-    assert lengths[0] == 0, "nothing pays where hardly a token is accepted"
-    gains = [speed_up(expected_tokens(0.8, k), lock_step(costs_of(k)), 0.020) for k in range(1, 13)]
-    assert math.isclose(gains[lengths[2] - 1], max(gains))

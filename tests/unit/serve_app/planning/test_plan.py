@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
-from cluster.planning.expectation import RoundCosts, break_even_acceptance, break_even_draft_s
+from cluster.planning.expectation import RoundCosts, break_even_draft_s, expected_tokens, lock_step
 from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.setting import Mode
 from cluster.simulation.workload import ClosedLoop, Poisson
@@ -88,7 +88,8 @@ LOCK_STEP = CandidateFleet(1, 1, 4, Mode.LOCK_STEP)
 def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
     found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1)
     costs = RoundCosts(plain_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
-    assert found.acceptance == pytest.approx(break_even_acceptance(4, costs), abs=0.03)
+    assert found.acceptance is not None
+    assert expected_tokens(found.acceptance, 4) == pytest.approx(lock_step(costs) / costs.plain_s, abs=0.03)
     assert found.draft_s == pytest.approx(break_even_draft_s((1 - 0.9**5) / 0.1, costs), rel=0.05)
 
 
