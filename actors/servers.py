@@ -1,7 +1,4 @@
-"""The gRPC servers of drafter and target: streams in, calls on the replica out.
-
-Knows nothing of what the messages do.
-"""
+"""The gRPC servers of drafter and target: streams in, calls on the replica out."""
 
 from typing import Any
 

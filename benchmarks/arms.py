@@ -1,7 +1,7 @@
 """The engines that `engine.py` compares, each behind the same small interface and in a process of its own.
 
 An arm's processes run only while it is asked and are stopped in between, so arms that share a machine do not disturb
-each other: some engines spin while they wait. Knows nothing of what is compared with what.
+each other: some engines spin while they wait.
 """
 
 import multiprocessing as mp

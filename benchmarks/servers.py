@@ -2,7 +2,7 @@
 
 Each is a Serve application of its own with its own processes, behind one HTTP proxy. Those without the turn are left
 idle, not stopped: Serve's health checks and gRPC's keep-alive would take a stopped process for a dead one. What idling
-costs is measured instead. Knows nothing of what is compared with what.
+costs is measured instead.
 """
 
 import shutil

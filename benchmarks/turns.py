@@ -1,7 +1,4 @@
-"""What the turns of `pipeline.py` come to, for each arm at each concurrency and for pairs of arms. Pure.
-
-Knows nothing of servers or of how the turns were taken.
-"""
+"""What the turns of `pipeline.py` come to, for each arm at each concurrency and for pairs of arms. Pure."""
 
 import statistics
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """The configuration: one frozen pydantic model, read from YAML, overridden by environment and command line.
 
-Each part of the system is given the narrow sub-model it needs. Knows nothing of what the parts do with it.
+Each part of the system is given the narrow sub-model it needs.
 """
 
 from collections.abc import Iterable, Mapping

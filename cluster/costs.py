@@ -1,7 +1,6 @@
-"""What forwards and messages cost in time: data, measured or stated, that can be published, saved and loaded.
+"""What forwards and messages cost in time, measured or stated: data that can be published, saved and loaded.
 
-Replicas publish what they measured at their start; the simulator and `slipstream plan` run on it. Knows nothing of who
-measured it or of what is computed.
+Replicas publish what they measured at their start; the simulator and `slipstream plan` run on it.
 """
 
 from bisect import bisect_left

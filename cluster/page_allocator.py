@@ -1,4 +1,4 @@
-"""The pages of a paged cache: which page of the pool holds which positions of which session.
+"""The pages of a paged cache: which page holds which positions of which session, shared, forked, evicted.
 
 A session's cache is a prefix, stored in the pages of its table. Pages are shared between sessions in two ways: a
 fork shares its parent's, and whole pages of committed tokens are published for sessions that begin with the same

@@ -1,6 +1,6 @@
-"""From resources in the config to what Ray and Ray Serve take as options.
+"""Translates resources in the config into the options of Ray and Ray Serve.
 
-Pure translation. Knows nothing of running actors.
+Pure translation.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""A ring buffer of what an actor did when, in the actor's own logical order.
+"""A ring buffer of an actor's latest events, and the spans between events of all actors.
 
-What lay between two events is a span; `spans` finds them in the recordings of all actors together. Knows nothing of
-who reads it.
+What lay between two events is a span; `spans` finds them in the recordings of all actors together.
 """
 
 import pickle

@@ -1,8 +1,7 @@
 """The one translation between domain messages and protobuf frames.
 
-Decoding checks everything that can be checked without knowing a session: sizes that fit together, values in
-range. What does not fit is dropped and returned as `Malformed`, so that one bad message costs nobody else
-anything. Knows nothing of streams.
+Decoding checks everything that can be checked without knowing a session: sizes that fit together, values in range. What
+does not fit is dropped and returned as `Malformed`, so that one bad message costs nobody else anything.
 """
 
 import math

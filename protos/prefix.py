@@ -1,7 +1,7 @@
 """A token sequence that knows the rolling hash of each of its prefixes.
 
-Blocks and verdicts are addressed by (length, hash of everything before), so that a message for another
-history can never be applied. Knows nothing of who holds the sequence.
+Blocks and verdicts are addressed by (length, hash of everything before), so that a message for another history can
+never be applied.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""Frozen values that are made several times in every round.
-
-Knows nothing of what they hold.
-"""
+"""Frozen values that are made several times in every round."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform

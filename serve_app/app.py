@@ -1,6 +1,6 @@
 """The Serve application: one config in, three bound deployments out.
 
-`serve deploy`, KubeRay and the command line all come through `build`. Knows nothing of what deployments do.
+`serve deploy`, KubeRay and the command line all come through `build`.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The three Serve deployments: thin shells that give each part its process, its place and its health.
 
-Knows nothing of what the parts do; `app.py` binds them together.
+`app.py` binds them together.
 """
 
 import asyncio

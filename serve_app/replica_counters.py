@@ -1,4 +1,4 @@
-"""What target replicas and drafters count by cause, for Prometheus: in each one's own process, by way of Ray.
+"""What targets and drafters count by cause, as Prometheus counters among Ray's.
 
 A router's `/metrics` knows only what routers see (`metrics.py`). These counters leave with Ray's own, at the metrics
 port of each node; Ray puts `ray_` before their names and says of which `deployment` and `replica` they are.
@@ -16,8 +16,6 @@ Share of the time with sessions in which a target waited, by replica:
 
     sum by (replica) (rate(ray_slipstream_target_seconds_total{cause="idle"}[5m]))
       / sum by (replica) (rate(ray_slipstream_target_seconds_total[5m]))
-
-Knows nothing of what the counts are used for, or of how they come about.
 """
 
 import time

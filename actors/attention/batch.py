@@ -1,7 +1,4 @@
-"""A step's rows as flat tensors on the device: what one forward feeds, where it is cached and how it attends.
-
-Knows nothing of sessions or models.
-"""
+"""A step's rows as flat tensors on the device: what one forward feeds, where it is cached and how it attends."""
 
 from collections.abc import Callable, Sequence
 

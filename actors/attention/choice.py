@@ -1,6 +1,6 @@
-"""Which attention backend serves a model on a device: the fastest that is right, measured at start.
+"""Which attention backend serves a model on a device: the fastest that is correct, measured at start.
 
-Right is what agrees with `gathered`, also where memory that is none of a row's holds NaN. Knows nothing of checkpoints.
+Right is what agrees with `gathered`, also where memory that is none of a row's holds NaN.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What a model's layers ask of attention and of the cache."""
+"""What a model's layers require of attention and of the cache."""
 
 from dataclasses import dataclass
 

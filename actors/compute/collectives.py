@@ -1,7 +1,4 @@
-"""What tensor-parallel ranks do together: sums, gathers and the leader's word to the others.
-
-Knows nothing of models: it moves tensors.
-"""
+"""Collective operations of tensor-parallel ranks: sums, gathers, and broadcasts by the leader."""
 
 import ctypes
 import os

@@ -1,8 +1,8 @@
-"""Matrix products with fixed weights, packed once for the processor where that is faster.
+"""Matrix products with fixed weights, packed for the processor where that is faster, or in 8 bits.
 
 Decoding feeds a handful of rows through very large weights; on a CPU oneDNN reads them up to twice as fast from a
 layout of its own than from a plain matrix. Where a product need not be exact, as a draft's, 8 bits are read in half of
-the time again. Knows nothing of models beyond `nn.Linear`.
+the time again.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Numbers from the host to the device: everything that a step needs of one kind in one copy.
+"""Numbers from the host to the device: all that a step needs of one kind in one copy.
 
-Each copy costs a launch, and one from pageable memory makes the host wait. Knows nothing of what the numbers mean.
+Each copy costs a launch, and one from pageable memory makes the host wait.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Where a step is computed: behind one awaitable message, never on the event loop that serves gRPC.
+"""The interface of an engine: a step behind one awaitable message, off the event loop that serves gRPC.
 
-Knows nothing of verification; `ranks.py` holds the tensor-parallel engine.
+`tensor_parallel.py` holds the tensor-parallel engine.
 """
 
 import asyncio

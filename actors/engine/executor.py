@@ -1,4 +1,4 @@
-"""The target's step: rows in, decisions out; sampling and acceptance sit beside the logits.
+"""The target's step on one rank: rows in, decisions out; sampling and acceptance sit beside the logits.
 
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
 """

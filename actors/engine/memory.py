@@ -1,7 +1,4 @@
-"""How large a cache can be: bytes of a page, and how many there is room for.
-
-Knows nothing of who uses the pages.
-"""
+"""How large a cache can be: the bytes of a page, and how many pages fit."""
 
 from pathlib import Path
 

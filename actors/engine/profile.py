@@ -1,7 +1,4 @@
-"""What a target's steps cost on this machine, measured once before anything is served.
-
-Knows nothing of what the measurements are for.
-"""
+"""What a target's steps cost on this machine, measured once before it serves."""
 
 import time
 from collections.abc import Callable, Sequence

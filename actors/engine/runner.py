@@ -1,7 +1,4 @@
-"""One model, one cache, one forward over ragged rows.
-
-Knows nothing of sessions, sampling or who asks.
-"""
+"""One model, one cache, one forward over ragged rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

@@ -1,8 +1,7 @@
-"""One message to the leading rank and one back, over a Unix socket: a step's way between two processes of one node.
+"""A step's way from the coordinator to the leading rank and back: one message each over a Unix socket.
 
 A Ray call costs milliseconds where cores are few, and every step would pay them. Ray still starts the ranks and tells
 of their death. Only processes of the same user can reach the socket, which is gone once the coordinator has dialled.
-Knows nothing of what a step is.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""A step's rows as one tensor of integers, so that one broadcast tells every rank what to compute.
-
-Knows nothing of what the rows mean.
-"""
+"""A step's rows as one tensor of integers, so that one broadcast tells every rank what to compute."""
 
 from collections.abc import Sequence
 

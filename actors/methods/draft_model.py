@@ -1,8 +1,8 @@
-"""Drafting with a small model, all sessions together: a forward for each token, or for several if it has learnt that.
+"""Drafting with a small model, all sessions together, and ahead of verdicts.
 
 While a block is verified, blocks are drafted for what may come of it: for each place where the target may stop
 accepting and each likely token there, by the draft model's own probabilities (a speculation cache: Kumar et al. 2026,
-arXiv 2603.03251). Knows nothing of streams or verification.
+arXiv 2603.03251).
 """
 
 import time

@@ -1,7 +1,7 @@
-"""Looks the continuation up in the text, and asks the draft model where it does not occur there.
+"""Prompt lookup where the text repeats itself, the draft model elsewhere.
 
-Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Which
-of the two drafts depends on tokens before the block alone, so ratio acceptance stays exact. Knows nothing of streams.
+Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Which of
+the two drafts depends on tokens before the block alone, so ratio acceptance stays exact.
 """
 
 from collections.abc import Callable, Sequence

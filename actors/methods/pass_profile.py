@@ -1,7 +1,4 @@
-"""What drafting passes cost on this machine, measured once through the method's own interface.
-
-Knows nothing of what the measurements are for.
-"""
+"""What drafting passes cost on this machine, measured once through the method's interface."""
 
 from functools import partial
 from statistics import median

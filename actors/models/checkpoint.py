@@ -1,7 +1,4 @@
-"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them.
-
-Knows nothing of caches or sessions.
-"""
+"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them."""
 
 import hashlib
 import json

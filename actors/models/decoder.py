@@ -1,8 +1,8 @@
-"""From a ragged batch to logits: any Hugging Face model through its own code, the common ones through less of it.
+"""From a ragged batch to logits: any Hugging Face model by its own code, those of the Llama kind by a leaner one.
 
-A small step of a model spends half its time between the matrix products: modules, casts, copies. Decoders of the
-Llama kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few and large
-operations over packed weights. Knows nothing of sessions, pages or sampling.
+A small step of a model spends half its time between the matrix products: modules, casts, copies. Decoders of the Llama
+kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few and large
+operations over packed weights.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What one forward of a model gives, whoever computes it."""
+"""What one forward of a model returns."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
 """A model's linear layers split over tensor-parallel ranks, as transformers' plan for its architecture says.
 
-Every rank holds plain tensors: its rows or columns of the split layers and all of the others. Two kinds of layer
-speak to the other ranks, the rest does not know that there are any. Knows nothing of files, caches or processes.
+Every rank holds plain tensors: its rows or columns of the split layers and all of the others. Two kinds of layer speak
+to the other ranks, the rest does not know that there are any.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""A language model small enough to know its exact distribution: the next token depends on the last one alone.
+"""A language model small enough that its exact distribution is known: a Markov chain.
 
 Stands where a real model stands, so that tests and simulations run the real loops against exact probabilities.
-Knows nothing of who uses it.
 """
 
 from collections.abc import Callable, Sequence

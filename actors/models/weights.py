@@ -1,4 +1,4 @@
-"""Weights from safetensors shards into an empty model: of each tensor only what this rank holds, cast on the way.
+"""Loads weights from safetensors shards into an empty model: only what this rank holds, cast on the way.
 
 Knows nothing of architectures or of how a model is split: it is told which part of which parameter is wanted.
 """

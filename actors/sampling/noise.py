@@ -1,7 +1,7 @@
 """Randomness as a pure function of its address: (seed, choice, position, purpose, token id).
 
-Integer arithmetic only up to the last step, so drafter and target draw the same noise on any device, in any
-batch, in any order. There is no generator and no state. Knows nothing of logits.
+Integer arithmetic only up to the last step, so drafter and target draw the same noise on any device, in any batch, in
+any order. There is no generator and no state.
 """
 
 from enum import IntEnum

@@ -1,4 +1,4 @@
-"""Which draft tokens stand, and which token follows: the verdict's arithmetic.
+"""The two acceptance rules for one block, as the specification: which draft tokens stand, and which token follows.
 
 Two exact rules; greedy is the special case of both.
 

@@ -1,4 +1,4 @@
-"""The decisions of a step, for all its blocks together and where the logits are: one copy to the host.
+"""The two acceptance rules for all blocks of a step together, beside the logits, with one copy to the host.
 
 `reference.accept` says the same of one block at a time, which is easier to read; tests hold the two to equality.
 Knows nothing of sessions' ends.

@@ -1,7 +1,7 @@
 """Long-lived bidirectional streams of frames: one writer and one bounded queue per peer.
 
-Whatever is due for a peer when its writer comes round goes out as one frame. Nobody ever waits for another
-peer's write: a queue that overflows means that the peer is down. Knows nothing of what messages mean.
+Whatever is due for a peer when its writer comes round goes out as one frame. Nobody ever waits for another peer's
+write: a queue that overflows means that the peer is down.
 """
 
 import asyncio

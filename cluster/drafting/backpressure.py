@@ -1,6 +1,6 @@
-"""How many sessions a drafter can serve in time: fewer when its blocks are late as a rule, more when they are not.
+"""How many sessions a drafter can serve in time: fewer when most of its blocks are late, more when few are.
 
-Additive increase, multiplicative decrease over windows of blocks. Pure; knows nothing of sessions or of drafting.
+Additive increase, multiplicative decrease over windows of blocks. Pure.
 """
 
 WINDOW_BLOCKS = 8  # of each session

@@ -1,6 +1,6 @@
-"""How long a model's forwards take by the rows they feed, learnt from the forwards themselves.
+"""How long a model's forwards take, as a line over the rows they feed, fitted to the forwards themselves.
 
-Pure arithmetic; knows nothing of what is fed.
+Pure arithmetic.
 """
 
 MEMORY = 0.98  # weight that a forward keeps with each later one

@@ -1,4 +1,4 @@
-"""What a verdict may bring, by what the draft model thought of at each position of the block under verification.
+"""The verdicts that may come, with their chances, by the draft model's own probabilities.
 
 Pure. An outcome is the verdict's tokens: some of the block's, and then one that differs, or one after all of them.
 """

@@ -1,4 +1,4 @@
-"""How long a drafter's passes take: their shape by a profile at start, their scale by the passes themselves.
+"""How long a drafter's passes take: shape from a profile at start, scale from the passes themselves.
 
 A profile is made while nobody verifies; a target on the same machine, and whatever serves answers, slow drafting down.
 Pure arithmetic.

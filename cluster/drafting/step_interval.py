@@ -1,4 +1,4 @@
-"""When a verdict is due, by how long those before it took: what is drafted ahead is worth little after it.
+"""When a verdict is due, estimated from the steps before it; a block drafted ahead is worth little after it.
 
 Pure arithmetic; times are handed in.
 """

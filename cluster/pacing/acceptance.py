@@ -1,7 +1,6 @@
 """What drafters' blocks have brought, and what to expect of the next ones.
 
-Immutable values that each round makes anew; of many parts, for few of them change at once. Knows nothing of time's
-worth, sessions or clocks.
+Immutable values that each round makes anew; of many parts, for few of them change at once.
 """
 
 import math

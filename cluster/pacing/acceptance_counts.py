@@ -1,6 +1,6 @@
-"""How good drafts are, by position in a block: counted over all blocks of a replica, for whoever plans a fleet.
+"""Acceptance by position in a block, counted over all blocks of a replica, for plans.
 
-Pacing goes by `yields`, which forget within some tens of blocks. Knows nothing of sessions or of what is planned.
+Pacing goes by `yields`, which forget within some tens of blocks.
 """
 
 from itertools import zip_longest

@@ -1,4 +1,4 @@
-"""How long blocks take that were not there already: measured, for pacing to reckon with.
+"""How long a block takes that was not drafted ahead: measured, for pacing.
 
 Pure arithmetic; times are handed in.
 """

@@ -1,8 +1,8 @@
-"""What speculation has brought in fact, at each load, and for how long it is left off where it lost.
+"""Whether speculation is on at each load: what it brought in fact against plain steps.
 
 Pacing reckons with costs that it knows; what it does not know of (drafters that share memory, cores or network with the
 target) shows only in what comes out. So where speculation was slower than plain decoding it is left off for a while,
-however well it should have paid. Knows nothing of sessions, steps or clocks.
+however well it should have paid.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a target replica is doing now, and what a second of it is worth: measured, for pacing to reckon with.
+"""What a target replica is doing now, and what a second of its time is worth: measured, for pacing.
 
 Pure arithmetic; times are handed in.
 """

@@ -1,4 +1,4 @@
-"""How far to draft and how long to wait for blocks.
+"""How far to draft and how long to wait for blocks: the policy, from the price of a second.
 
 The one idea: at its best a replica commits `rate` tokens a second, so a second is worth `rate` tokens; time is spent on
 something only if it brings more than that (Dinkelbach's method for the maximum of a ratio). Pure: it decides from what

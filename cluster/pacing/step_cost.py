@@ -1,4 +1,4 @@
-"""How long a target's steps take: their shape by a profile at start, their scale by the steps themselves.
+"""How long a target's steps take: shape from a profile at start, scale from the steps themselves.
 
 Live steps are much alike, so a curve fitted to them alone would say little of steps of another size, least of all of
 the plain steps that speculation is compared with. Those are rare where speculation pays, and a machine's pace drifts

@@ -1,4 +1,4 @@
-"""All sessions of a router: which target and drafter each has, and what peers' words change.
+"""All sessions of a router: which target and drafter each one has, and when it gets others.
 
 Router and simulator run it: the time is handed in, and what is to be sent is handed out.
 """

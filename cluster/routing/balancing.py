@@ -1,7 +1,4 @@
-"""Which replica a session goes to: a pure choice over what a router knows of each.
-
-Knows nothing of sessions' content.
-"""
+"""Which replica a session goes to: a pure choice over what a router knows of each."""
 
 from bisect import bisect_left, insort
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which drafters and target replicas are there.
+"""Which drafters and target replicas there are.
 
 A snapshot of endpoints; who keeps it current is behind `Membership`. Knows nothing of connections: whether an
 endpoint answers is seen by whoever dials it.

@@ -1,7 +1,4 @@
-"""Virtual time: what is to happen when, in order.
-
-Knows nothing of what happens.
-"""
+"""Virtual time: a queue of events in order."""
 
 import heapq
 from collections.abc import Callable

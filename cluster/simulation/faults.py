@@ -1,7 +1,4 @@
-"""What goes wrong in a simulated run, and when: data, drawn from a seed or written down.
-
-Knows nothing of how it is brought about.
-"""
+"""What goes wrong in a simulated run, and when: data, drawn from a seed or written down."""
 
 import random
 from dataclasses import dataclass

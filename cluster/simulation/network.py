@@ -1,10 +1,10 @@
 """Simulated processes and the streams between them, with the guarantees of gRPC and no others.
 
 A process may hang and hears afterwards what came meanwhile, or die. A stream delivers frames, everything that was sent
-to one peer at one moment, in order, until it breaks; what is under way then is lost, and either side hears of it in
-its own time. The weather is worse than gRPC allows, because the schedulers promise to stand it: between drafters and
+to one peer at one moment, in order, until it breaks; what is under way then is lost, and either side hears of it in its
+own time. The weather is worse than gRPC allows, because the schedulers promise to stand it: between drafters and
 targets frames may be lost, doubled and reordered; those of a router may be doubled, and what a peer sent on a stream
-that is broken may still reach it. Knows nothing of what messages mean.
+that is broken may still reach it.
 """
 
 import random

@@ -1,8 +1,7 @@
 """The two models, replaced by an oracle: what the target would say, and where the draft would say the same.
 
 The target's text is a keyed pseudo-random function of (seed, session, position), and so is whether the draft agrees
-there. That makes 'the output equals the plain one' a comparison of integers, whatever the schedule was. Knows nothing
-of blocks, caches or time.
+there. That makes 'the output equals the plain one' a comparison of integers, whatever the schedule was.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""Small systems under random fault_plan: the same seed is the same run.
+"""Small random systems under random faults: the same seed is the same run.
 
-Sizes, costs, load, speculation and faults are all drawn, so that thousands of runs meet what nobody thought of:
-queues that are full, caches that are too small, drafters faster than the network. Knows nothing of what is checked.
+Sizes, costs, load, speculation and faults are all drawn, so that thousands of runs meet what nobody thought of: queues
+that are full, caches that are too small, drafters faster than the network.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""What a simulated run came to: speed, waiting times, and counters by cause.
-
-Knows nothing of how the run was made.
-"""
+"""What a simulated run came to: speed, waiting times, and counters by cause."""
 
 import statistics
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A simulated drafter: the real scheduler, with a drafting method that asks the oracle and takes its time.
+"""A simulated drafter: the real scheduler, with a drafting method that asks the oracle and costs time.
 
 The counterpart of `actors/drafter.py`.
 """

@@ -1,4 +1,4 @@
-"""A simulated target replica: the real scheduler, with an engine that knows its answers and takes its time.
+"""A simulated target replica: the real scheduler, with an engine that asks the oracle and costs time.
 
 The counterpart of `actors/target.py`. The engine checks what it is asked for as a real cache would.
 """

@@ -1,7 +1,4 @@
-"""What is asked of the simulated system: how many sessions, how long they are, when they arrive.
-
-Knows nothing of who serves them.
-"""
+"""What is asked of the simulated system: how many sessions, how long they are, and when they arrive."""
 
 import random
 from dataclasses import dataclass

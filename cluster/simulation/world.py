@@ -1,4 +1,4 @@
-"""One simulated run: builds the system, lets the load come and things go wrong, and checks what is left.
+"""One simulated run: builds the system, runs the workload with its faults, and checks what is left.
 
 Ledgers, schedulers, pacing and routing are the real ones; see the other modules of this package for what is not.
 """

@@ -1,6 +1,6 @@
 """One session's blocks, from their arrival until a step takes them or the session has passed them by.
 
-A block waits under the length and hash that it was drafted for. Knows nothing of steps or of who drafts.
+A block waits under the length and hash that it was drafted for.
 """
 
 from collections import Counter

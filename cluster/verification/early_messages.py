@@ -1,6 +1,6 @@
-"""What drafters send for sessions that no router has opened yet, bounded in number, bytes and age.
+"""Messages of drafters for sessions that no router has opened yet, bounded in number, bytes and age.
 
-A drafter may hear of a session before its target does. Knows nothing of open sessions or of what becomes of blocks.
+A drafter may hear of a session before its target does.
 """
 
 from collections import OrderedDict

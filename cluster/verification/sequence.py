@@ -1,7 +1,4 @@
-"""One session as its target replica has it: tokens decided, blocks that wait, and what its next row is.
-
-Knows nothing of other sessions, of the cache's pages or of when a step begins.
-"""
+"""One session as its target replica has it: decided tokens, waiting blocks, and its next row."""
 
 from collections import deque
 from collections.abc import Collection, Sequence

@@ -1,6 +1,6 @@
-"""When the next step begins, and who is due for it: sessions that stay out of steps, and the hold for blocks.
+"""When the next step begins, and who is due for it: sessions that skip steps, and the hold for blocks.
 
-Pure; the durations are pacing's. Knows nothing of pages or of what a step computes.
+Pure; the durations are pacing's.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Plain Hugging Face `generate` as a process of its own: the bench's third arm, and its other end.
+"""Plain Hugging Face `generate` in a process of its own: the bench's third arm.
 
 The process reads one JSON line a question and writes one JSON line an answer; the first line it reads says what to
-load. It works only while it is asked. Knows nothing of the endpoint.
+load. It works only while it is asked.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""The endpoint as its clients see it: chat over HTTP with streaming, health, models, counters.
-
-Knows nothing of how the endpoint is run.
-"""
+"""The endpoint as its clients see it: chat over HTTP with streaming, health, models, counters."""
 
 import json
 import time

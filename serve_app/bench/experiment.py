@@ -1,7 +1,7 @@
 """The experiment: the same prompts and answer lengths with and without speculation, interleaved.
 
 Every batch of prompts runs under all arms, one right after the other, and the order rotates from batch to batch: what
-slows the machine for a while slows all arms alike. Knows nothing of how the endpoint is run.
+slows the machine for a while slows all arms alike.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""What requests came to, and what that says: acceptance, throughput, paired speed-up. Pure.
-
-Knows nothing of HTTP, of models or of how the runs were made.
-"""
+"""Measures over requests: acceptance, throughput, paired speed-up. Pure."""
 
 import statistics
 from collections.abc import Iterable, Sequence

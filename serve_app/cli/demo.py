@@ -1,7 +1,4 @@
-"""The demo: three prompts, their answers with what was drafted shown apart, and the acceptance worksheet.
-
-Knows nothing of how the endpoint is run.
-"""
+"""The demo: three prompts, their answers with drafted text marked, and the acceptance worksheet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

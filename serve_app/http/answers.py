@@ -1,7 +1,4 @@
-"""From committed tokens to the text of an answer's choices, all choices at once.
-
-Knows nothing of HTTP or of the wire format.
-"""
+"""From committed tokens to the text of an answer, for all its choices at once."""
 
 import asyncio
 from collections import deque

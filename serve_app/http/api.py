@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP front: one ASGI application.
+"""The HTTP endpoints, as one ASGI application.
 
 The way of a request: its body is read and parsed, its prompts become tokens, each choice becomes a session, the
 sessions' committed tokens become text, and the text goes out whole or as server-sent events. A client that leaves

@@ -1,4 +1,4 @@
-"""The two ways to ask and to be answered: completions and chat completions.
+"""The two formats of requests and answers: completions and chat completions.
 
 A dialect knows its request's schema and how deltas and transcripts look on the wire; nothing of how they come about.
 """

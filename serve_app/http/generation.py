@@ -1,6 +1,6 @@
 """What the API asks of the router: one session in, committed tokens out.
 
-The seam between HTTP and the distributed system; tests put a scripted generator behind it. Knows nothing of text.
+The seam between HTTP and the distributed system; tests put a scripted generator behind it.
 """
 
 from collections.abc import AsyncGenerator

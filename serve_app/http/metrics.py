@@ -1,4 +1,4 @@
-"""What the front measures, for Prometheus. Each instance has its own registry.
+"""A router's metrics for Prometheus.
 
 Acceptance rate (accepted / drafted tokens):
 
@@ -15,8 +15,6 @@ Share of verifies that had a block to verify; the others were plain decoding:
 95th percentile of the time to the first token:
 
     histogram_quantile(0.95, sum by (le) (rate(slipstream_time_to_first_token_seconds_bucket[5m])))
-
-Knows nothing of HTTP or of how tokens come about.
 """
 
 import time

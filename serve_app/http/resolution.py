@@ -1,7 +1,7 @@
-"""From a request's bytes to the sessions that it asks for, all parameters resolved.
+"""From a request's bytes to the sessions that it asks for, with all parameters resolved.
 
 Pure: randomness comes in as a function. Every refusal is a RequestError that names the field.
-Knows nothing of HTTP, and of text only that somebody else has made tokens of it.
+Knows nothing of HTTP.
 """
 
 from collections.abc import Callable, Sequence

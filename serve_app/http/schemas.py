@@ -1,7 +1,7 @@
 """The wire format: OpenAI's completions and chat completions, with this project's extensions.
 
 Requests are strict: an unknown field, a wrong type or an OpenAI feature that is not served is refused by name, never
-ignored. `null` means "not given", as in OpenAI's API. Knows nothing of tokens, models or limits of the deployment.
+ignored. `null` means "not given", as in OpenAI's API.
 """
 
 from collections.abc import Callable

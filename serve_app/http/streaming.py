@@ -1,7 +1,4 @@
-"""What the front needs of HTTP beyond routes: bodies within a limit, event streams, clients that leave.
-
-Knows nothing of what is asked or answered.
-"""
+"""HTTP beyond routes: body limits, event streams, clients that disconnect."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable

@@ -1,7 +1,4 @@
-"""Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings.
-
-Knows nothing of sessions, requests or HTTP.
-"""
+"""Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

@@ -1,7 +1,4 @@
-"""What a config needs of Ray, against what a machine offers. Pure.
-
-Knows nothing of a running cluster.
-"""
+"""What a config needs of Ray against what a machine offers. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,4 @@
-"""Serves a config for as long as a block of code runs: on a Ray cluster of its own, or on one that exists.
-
-Knows nothing of what the application does.
-"""
+"""Serves a config while a block of code runs, on a Ray cluster of its own or on an existing one."""
 
 import logging
 import math

@@ -1,7 +1,4 @@
-"""Checks a config against the checkpoints that it names, before anything starts.
-
-Knows nothing of Ray.
-"""
+"""Checks a config against the checkpoints that it names, before anything starts."""
 
 from transformers import AutoConfig
 

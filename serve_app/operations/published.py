@@ -1,9 +1,8 @@
-"""The costs of a running deployment, as its replicas have found them by now: what `slipstream plan --costs` reads.
+"""The costs of a running deployment, as its replicas measure them: the input of `slipstream plan --costs`.
 
 With them goes what draft tokens were accepted.
 
-What replicas measured at their start is in their Serve metadata, which does not change. Knows nothing of how costs
-are measured.
+What replicas measured at their start is in their Serve metadata, which does not change.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

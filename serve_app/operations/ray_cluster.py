@@ -1,7 +1,4 @@
-"""A connection to a Ray cluster that runs already, for as long as a block of code needs it.
-
-Knows nothing of what is deployed there.
-"""
+"""A connection to a running Ray cluster, while a block of code needs it."""
 
 import logging
 import os

@@ -1,7 +1,4 @@
-"""What a running deployment says of itself: over HTTP, and from Ray where that can be reached.
-
-Knows nothing of how it was started.
-"""
+"""`slipstream status`: what a running deployment says of itself, over HTTP and through Ray."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""What a running deployment did last: its actors' timelines as a Chrome trace, a Gantt picture and a table.
+"""`slipstream trace`: what a deployment did last, as a Chrome trace, a Gantt picture and a table.
 
-Knows nothing of how it was started. The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
+The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
 """
 
 import json

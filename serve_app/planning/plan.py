@@ -1,8 +1,8 @@
 """Which fleet serves a load best: simulates candidates under given costs and compares them.
 
 Every candidate, plain decoding among them, runs through the simulator, with the real schedulers and pacing. Drafting
-inside the target's own process is no part of Slipstream and comes from the formula, without any overhead: the
-strongest form of what it is compared with. Knows nothing of tables or of the command line.
+inside the target's own process is no part of Slipstream and comes from the formula, without any overhead: the strongest
+form of what it is compared with.
 """
 
 from collections.abc import Callable, Iterator, Sequence

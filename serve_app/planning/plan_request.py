@@ -1,7 +1,4 @@
-"""A question to the planner as a user states it, checked.
-
-Knows nothing of how it is answered.
-"""
+"""A question to the planner as a user states it, checked."""
 
 from dataclasses import dataclass
 from pathlib import Path

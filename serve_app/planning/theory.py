@@ -1,7 +1,7 @@
-"""What speculation brings on average, by formula and by simulation side by side.
+"""What speculation brings on average: the formula beside the simulation.
 
-One session at a time, a step that costs the same for one token as for a block, and a target that waits for every
-block: the assumptions of the formula. Knows nothing of tables.
+One session at a time, a step that costs the same for one token as for a block, and a target that waits for every block:
+the assumptions of the formula.
 """
 
 from collections.abc import Callable

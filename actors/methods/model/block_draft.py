@@ -1,7 +1,4 @@
-"""One block while it is being drafted: what is settled of it, what may be named anew, and what it is worth to go on.
-
-Knows nothing of models.
-"""
+"""One block while it is being drafted: which tokens are final, which may be replaced, what a forward is worth."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile

@@ -1,8 +1,8 @@
-"""What a drafting model holds of its sessions: pages and the tokens in them, in branches.
+"""The cache of a draft model: sessions in branches, forked for what a verdict may bring.
 
-A session has one branch that follows it and, while a verdict is out, further ones for what the verdict may bring;
-when it is in, the branch that guessed best goes on. Everything here can be computed again: when the pool runs dry,
-whoever was not asked for lately is forgotten. Knows nothing of models.
+A session has one branch that follows it and, while a verdict is out, further ones for what the verdict may bring; when
+it is in, the branch that guessed best goes on. Everything here can be computed again: when the pool runs dry, whoever
+was not asked for lately is forgotten.
 """
 
 import secrets

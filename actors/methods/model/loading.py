@@ -1,7 +1,4 @@
-"""From a checkpoint to a drafting method: the model, and what its folder holds beside it.
-
-Knows nothing of how it drafts.
-"""
+"""From a checkpoint to a drafting method: the model, and the files beside it in its folder."""
 
 from pathlib import Path
 

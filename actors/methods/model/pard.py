@@ -1,8 +1,8 @@
-"""Several tokens in one forward: mask tokens after the last one known, each of which names one token further.
+"""Several tokens in one forward, by mask tokens after the last known one (PARD).
 
 (PARD: An et al. 2025, arXiv 2504.18583.) A mask token sees what the tokens before it say and the masks between, not the
 tokens that will stand there: a forward names several tokens, the further ones somewhat worse than one forward each
-would. Its keys and values are of no use afterwards. Knows nothing of drafting.
+would. Its keys and values are of no use afterwards.
 """
 
 from dataclasses import dataclass

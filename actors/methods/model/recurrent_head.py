@@ -1,9 +1,9 @@
-"""Further tokens after a forward, each for a small part of what the forward cost: a recurrent head.
+"""Further tokens after a forward at a fraction of its cost, by a recurrent head (ReDrafter).
 
 (After ReDrafter: Cheng et al. 2024, arXiv 2403.09919.) From the draft model's last hidden state and the token that was
 taken after it, a gated MLP makes a state for the token after that, and so on; the LM head is the model's own. It looks
 at nothing else, so it knows less than the model; but a forward of a small model is mostly its hundreds of operations.
-The draft folder holds it as `recurrent_head.safetensors`. Knows nothing of drafting.
+The draft folder holds it as `recurrent_head.safetensors`.
 """
 
 from collections.abc import Callable, Sequence

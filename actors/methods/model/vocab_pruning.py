@@ -1,8 +1,8 @@
-"""A smaller LM head for a draft model: logits of some tokens only, the rest is never proposed.
+"""A smaller LM head for a draft model, over its most frequent tokens only.
 
-On a small model the head over a large vocabulary is most of the cost; the target still verifies over all of it, so
-this costs a little acceptance and no exactness (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The draft folder
-says which tokens, in `frequent_tokens.json`: a list of token ids, the most frequent first. Knows nothing of drafting.
+On a small model the head over a large vocabulary is most of the cost; the target still verifies over all of it, so this
+costs a little acceptance and no exactness (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The draft folder says which
+tokens, in `frequent_tokens.json`: a list of token ids, the most frequent first.
 """
 
 import json
