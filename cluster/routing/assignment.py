@@ -13,7 +13,7 @@ from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.routing.balancing import Peers
 from cluster.routing.circuit_breaker import Breakers
 from cluster.routing.session import Command, Event, Phase, Session, ToDrafter, ToTarget
-from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Resync, Verdict
+from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -105,16 +105,11 @@ class Assignments(Generic[F]):
         assignment = self._assignments.get(getattr(message, "session", ""))
         if assignment is None:
             return []
-        match message:
-            case Verdict():  # straight to its session: placement has no part in a round
-                if message.answer is not DraftAnswer.NOT_ASKED:
-                    self._answered[message.session] = assignment
-                return self._carry_out(assignment, assignment.session.on_verdict(peer, message))
-            case Resync():
-                return self._carry_out(assignment, assignment.session.on_drafter_resync(peer))
-            case Refusal():
-                return self._refused(peer, assignment, message, now)
-        raise AssertionError(f"nobody sends a router a {type(message).__name__}")
+        if isinstance(message, Refusal):
+            self._note_refusal(peer, assignment, message, now)
+        elif isinstance(message, Verdict) and message.answer is not DraftAnswer.NOT_ASKED:
+            self._answered[message.session] = assignment  # looked at by `tick`: placement has no part in a round
+        return self._carry_out(assignment, assignment.session.receive(peer, message))
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
         """What a target said of a session is malformed."""
@@ -170,20 +165,15 @@ class Assignments(Generic[F]):
                 self._tell(assignment, command)
         return sends
 
-    def _refused(self, peer: str, assignment: F, refusal: Refusal, now: float) -> list[Send]:
+    def _note_refusal(self, peer: str, assignment: F, refusal: Refusal, now: float) -> None:
         """Its session is placed with the next tick: whoever refused it is not asked again at once."""
-        is_overloaded = refusal.reason is RefusalReason.OVERLOADED
+        self._waiting[assignment.name] = assignment
+        if refusal.reason is not RefusalReason.OVERLOADED:
+            return
         if peer == assignment.session.target:
-            if is_overloaded:
-                self._full_until[peer] = now + FULL_FOR_S
-            sends = self._carry_out(assignment, assignment.session.on_target_refusal(peer, refusal))
+            self._full_until[peer] = now + FULL_FOR_S
         else:
-            if is_overloaded:
-                self._breakers.refused(peer, now)
-            sends = self._carry_out(assignment, assignment.session.on_drafter_refusal(peer, refusal))
-        if assignment.name in self._assignments:
-            self._waiting[assignment.name] = assignment
-        return sends
+            self._breakers.refused(peer, now)
 
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""

@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.errors import RequestError, SlipstreamError, TargetLostError
-from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
+from protos.messages import (
+    Acceptance,
+    Close,
+    DraftAnswer,
+    Finish,
+    Message,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    Verdict,
+)
 from protos.prefix import Prefix
 from protos.values import value
 
@@ -157,6 +169,19 @@ class Session:
         return answers
 
     # ------------------------------------------------------------ events
+
+    def receive(self, peer: str, message: Message) -> list[Command]:
+        """Takes what its target or its drafter says."""
+        match message:
+            case Verdict():
+                return self.on_verdict(peer, message)
+            case Resync():
+                return self.on_drafter_resync(peer)
+            case Refusal() if peer == self.target:
+                return self.on_target_refusal(peer, message)
+            case Refusal():
+                return self.on_drafter_refusal(peer, message)
+        raise AssertionError(f"nobody sends a router a {type(message).__name__}")
 
     def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
         """Commits what the current attempt decided at exactly this length and hash; all else is void."""

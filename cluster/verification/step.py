@@ -3,9 +3,19 @@
 One message each way a step. Knows nothing of torch: the engine turns it into tensors.
 """
 
+from typing import Protocol
+
 from cluster.page_allocator import PageCopy
 from protos.messages import Open, SparseProbs
 from protos.values import value
+
+
+class StepEngine(Protocol):
+    """Computes step plans, one at a time."""
+
+    def step(self, plan: "StepPlan") -> "list[Outcome]":
+        """One outcome for each row that decides, in order."""
+        ...
 
 
 @value

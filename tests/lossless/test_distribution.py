@@ -13,7 +13,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from protos.messages import Acceptance, Sampling
-from tests.lossless.world import EOS, Setting, World, calm, near_patience, only_with_eos_in_time, stormy
+from tests.lossless.parts import EOS, Setting
+from tests.lossless.world import World, calm, near_patience, only_with_eos_in_time, stormy
 
 VOCABULARY = 4
 SESSIONS = 1000

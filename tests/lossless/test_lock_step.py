@@ -4,6 +4,7 @@ The same sessions under both pacings; what is drawn by coupled noise, or not dra
 Sampled ratio output may depend on the blocks, so of it the distribution is compared, as in the tests of that.
 """
 
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from protos.messages import Acceptance, Sampling
+from tests.lossless.parts import EOS, Setting, generations, rounds_in_lock_step, texts_in_lock_step
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
-from tests.lossless.world import EOS, Setting, World, calm, near_patience, stormy
+from tests.lossless.world import World, calm, near_patience, stormy
 
 VOCABULARY = 40
 BLOCK_LEN = 4
@@ -42,6 +44,15 @@ def worlds(setting: Setting) -> list[World]:
         assert world.verification.is_idle
         assert world.drafting.is_idle
     return made
+
+
+def specified(setting: Setting) -> list[tuple[int, ...]]:
+    """What `cluster.lock_step` commits of the same sessions."""
+    return [
+        text
+        for seed in range(WORLDS)
+        for text in texts_in_lock_step(replace(setting, prompt=(1 + seed,)), AT_ONCE, seed)
+    ]
 
 
 def texts(found: list[World]) -> list[tuple[int, ...]]:
@@ -72,6 +83,7 @@ def rows_without_block(world: World) -> int:
 def test_both_loops_decide_what_plain_decoding_does(acceptance, sampling, schedule):
     setting = Setting(TARGET, DRAFT, acceptance, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
     plain = texts(worlds(replace(setting, block_len=0)))
+    assert specified(setting) == plain
     slow = worlds(replace(setting, lock_step=True))
     fast = worlds(setting)
     assert texts(slow) == plain
@@ -101,3 +113,17 @@ def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
     assert p_value(setting, world.run()) > FALSE_ALARM
     assert world.drafting.counts["guesses"] == 0
     assert sum(s.counts.drafted for s in world.sessions.values()) > SESSIONS / 5, "the drafter was hardly used"
+
+
+def test_the_specification_has_the_targets_distribution_under_sampled_ratio():
+    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, calm)
+    assert p_value(setting, texts_in_lock_step(setting, SESSIONS, seed=17)) > FALSE_ALARM
+
+
+def test_the_specification_drafts_verifies_and_commits_in_every_round():
+    """Or it would be plain decoding, and what it is compared with might be too."""
+    setting = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
+    (generation,) = generations(setting, 1, random.Random(5))
+    emits = list(rounds_in_lock_step(setting, generation))
+    assert [emit.drafted for emit in emits[:-1]] == [emit.accepted for emit in emits[:-1]], "the draft is the target"
+    assert sum(emit.drafted for emit in emits) > len(emits)

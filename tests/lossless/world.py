@@ -5,44 +5,30 @@ Only time and transport are simulated: a schedule decides when each block and ve
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import count
 
-import torch
-from torch import Tensor
-
-from actors.attention.batch import Interrupted, never
-from actors.compute.kv_cache import FeedRow
-from actors.engine.executor import StepExecutor
-from actors.methods.draft_model import DraftingLimits, DraftModel
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.pard import MaskTokens
-from actors.models.forward_output import ForwardOutput
-from actors.models.toy import ToyRunner
 from cluster.dispatch import Scheduler, Send
 from cluster.drafting.requests import Proposal
-from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
-from cluster.pacing.policy import Adaptive, LockStep
-from cluster.page_allocator import PageCopy
-from cluster.routing.session import Command, Emit, Ended, Generation, Session, ToDrafter, ToTarget
-from cluster.verification.intake import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.lock_step import DRAFTER, ROUTER, TARGET
+from cluster.routing.session import Command, Emit, Ended, Session, ToDrafter, ToTarget
 from cluster.verification.step import Row, StepPlan
-from protos.messages import Acceptance, Block, DraftRequest, Message, Refusal, Resync, Sampling, Verdict
+from protos.messages import Block, DraftRequest, Message, Refusal, Resync, Verdict
+from tests.lossless.parts import (
+    EOS,
+    PAGE_SIZE,
+    Setting,
+    a_draft_model,
+    a_draft_scheduler,
+    a_verification_scheduler,
+    an_executor,
+    generations,
+)
 from tests.unit.cluster.token_memory import TokenMemory
 
-ROUTER = "router#1"
-DRAFTER = "drafter#1"
-TARGET = "target:1"
 HOP_S = 0.001
 STEP_S = 0.010
 PASS_S = 0.004
-PAGE_SIZE = 2
-EOS = 0
-
-Schedule = Callable[[Message, random.Random], list[float]]
-"""Delays after which a message between drafter and target arrives: none when it is lost, two when it is doubled."""
 
 
 def calm(message: Message, rng: random.Random) -> list[float]:
@@ -66,51 +52,6 @@ def only_with_eos_in_time(message: Message, rng: random.Random) -> list[float]:
     return [100 * STEP_S] if late else [HOP_S]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One experiment: models, rule, schedule."""
-
-    target_logits: Tensor  # (vocabulary, vocabulary)
-    draft_logits: Tensor
-    acceptance: Acceptance
-    schedule: Schedule
-    block_len: int = 2
-    new_tokens: int = 3
-    sampling: Sampling = Sampling()
-    prompt: tuple[int, ...] = (1,)
-    ahead: int = 100  # sessions drafted ahead for at once; few: for several outcomes each
-    interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
-    pages: int = 4096  # of the target's cache
-    weight_scale: int = 60_000  # of draft_probs: how finely they are rounded
-    width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
-    recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
-    lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
-
-
-class ToyDraft(ToyRunner):
-    """Can be interrupted."""
-
-    def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> ForwardOutput:
-        if interrupted():
-            raise Interrupted
-        output = super().forward(rows, copies)
-        return output._replace(hidden=output.logits)
-
-
-class Flatter:
-    """A recurrent head: the draft's own logits, halved."""
-
-    def __init__(self, logits: Tensor, width: int) -> None:
-        self.width = width
-        self._logits = logits / 2
-
-    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        """It needs no states."""
-        return ForwardOutput(self._logits[torch.tensor(tokens)], states)
-
-
 class World:
     """Runs `sessions` seeded sessions at once and collects what the ledgers committed.
 
@@ -121,41 +62,18 @@ class World:
         self._setting = setting
         self._rng = random.Random(seed)
         self._chance = random.Random(seed + 1)
-        vocabulary = int(setting.target_logits.shape[0])
-        context = len(setting.prompt) + setting.new_tokens
-        limits = VerificationLimits(
-            vocabulary,
-            context,
-            max_sessions=sessions,
-            max_step_tokens=8 * sessions,
-            pages=setting.pages,
-            page_size=PAGE_SIZE,
-            max_queued=sessions,
-        )
-        self.verification = VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive())
-        self.drafting = DraftScheduler(DrafterLimits(vocabulary, context, sessions), draft_ahead=not setting.lock_step)
-        self._executor = StepExecutor(ToyRunner(setting.target_logits), vocabulary)
+        self.verification = a_verification_scheduler(setting, sessions)
+        self.drafting = a_draft_scheduler(setting, sessions)
+        self._executor = an_executor(setting)
         self._memory = TokenMemory(PAGE_SIZE)
-        cache = DraftCache(8 * sessions, PAGE_SIZE)
-        drafting_limits = DraftingLimits(top_k=vocabulary, weight_scale=setting.weight_scale)
-        masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
-        draft = ToyDraft(masked)
-        self._method = DraftModel(
-            draft,
-            torch.arange(vocabulary),
-            cache,
-            drafting_limits,
-            clock=lambda: self._now,
-            masks=MaskTokens(vocabulary, setting.width),
-            further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
-        )
+        self._method = a_draft_model(setting, sessions, clock=lambda: self._now)
         self._now = 0.0
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
         self.alternatives_accepted = 0
         self.steps: list[tuple[Row, ...]] = []  # the target's
-        self.sessions = {f"s{i}": self._session(f"s{i}") for i in range(sessions)}
+        self.sessions = {g.session: Session(g) for g in generations(setting, sessions, self._rng)}
 
     def run(self) -> list[tuple[int, ...]]:
         for session in self.sessions.values():
@@ -171,24 +89,6 @@ class World:
         assert self._method.is_idle
         self.verification.plan(self._now + 3600)  # what came too late for anybody has expired by then
         return [session.committed for session in self.sessions.values()]
-
-    def _session(self, name: str) -> Session:
-        s = self._setting
-        return Session(
-            Generation(
-                session=name,
-                prompt=s.prompt,
-                max_len=len(s.prompt) + s.new_tokens,
-                stop_ids=(EOS,),
-                sampling=s.sampling,
-                seed=self._rng.getrandbits(64),
-                draft_seed=self._rng.getrandbits(64),
-                choice=0,
-                hash_key=self._rng.getrandbits(64),
-                acceptance=s.acceptance,
-                max_draft_tokens=s.block_len,
-            )
-        )
 
     # ------------------------------------------------------------ the two loops
 

@@ -1,0 +1,56 @@
+"""The whole round on one screen: draft, verify, commit. What everything else must come to, token for token.
+
+The schedulers are the real ones; they have one request, one at a time speaks, and nothing is lost or late. The lossless
+tests and the simulator compare what they commit with this.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from cluster.dispatch import Scheduler, Send
+from cluster.drafting.method import DraftingMethod
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.routing.session import Command, Emit, Phase, Session, ToDrafter, ToTarget
+from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.step import StepEngine
+
+ROUTER = "router#1"
+DRAFTER = "drafter#1"
+TARGET = "target:1"
+STEP_S = 0.01  # that every step takes
+
+
+def lock_step(
+    session: Session,
+    drafting: DraftScheduler,
+    method: DraftingMethod,
+    verification: VerificationScheduler,
+    engine: StepEngine,
+) -> Iterator[Emit]:
+    """Yields what is committed of one session, round after round, until it is over."""
+    now = 0.0
+    schedulers: dict[str, Scheduler] = {DRAFTER: drafting, TARGET: verification}
+
+    def deliver(sender: str, sends: Iterable[Send]) -> Iterator[Emit]:
+        for receiver, message in sends:
+            if receiver == ROUTER:
+                yield from carry_out(session.receive(sender, message))
+            else:
+                yield from deliver(receiver, schedulers[receiver].receive(sender, message, now))
+
+    def carry_out(commands: Iterable[Command]) -> Iterator[Emit]:
+        for command in commands:
+            if isinstance(command, Emit):
+                yield command
+            elif isinstance(command, ToTarget | ToDrafter):
+                yield from deliver(ROUTER, [(command.address, command.message)])
+
+    yield from carry_out(session.assign_target(TARGET))
+    yield from carry_out(session.assign_drafter(DRAFTER) if session.wants_drafter else ())
+    while session.phase is Phase.RUNNING:
+        proposals = method.propose(drafting.wants(limit=1), interrupted=lambda: False)
+        yield from deliver(DRAFTER, drafting.proposed(proposals, now))
+        plan = verification.plan(now)
+        assert plan is not None, "every block is there that a step may wait for"
+        now += STEP_S
+        yield from deliver(TARGET, verification.apply(engine.step(plan), STEP_S, now))
+    method.close(drafting.take_closed())

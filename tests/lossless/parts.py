@@ -1,0 +1,161 @@
+"""What lossless worlds are made of: an experiment's setting, and the real parts that it asks for."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import Interrupted, never
+from actors.compute.kv_cache import FeedRow
+from actors.engine.executor import StepExecutor
+from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.pard import MaskTokens
+from actors.models.forward_output import ForwardOutput
+from actors.models.toy import ToyRunner
+from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.lock_step import lock_step
+from cluster.pacing.policy import Adaptive, LockStep
+from cluster.page_allocator import PageCopy
+from cluster.routing.session import Emit, Generation, Session
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from protos.messages import Acceptance, Message, Sampling
+
+PAGE_SIZE = 2
+EOS = 0
+LATER_S = 3600.0  # when everything that waited for something has expired
+
+Schedule = Callable[[Message, random.Random], list[float]]
+"""Delays after which a message between drafter and target arrives: none when it is lost, two when it is doubled."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One experiment: models, rule, schedule."""
+
+    target_logits: Tensor  # (vocabulary, vocabulary)
+    draft_logits: Tensor
+    acceptance: Acceptance
+    schedule: Schedule
+    block_len: int = 2
+    new_tokens: int = 3
+    sampling: Sampling = Sampling()
+    prompt: tuple[int, ...] = (1,)
+    ahead: int = 100  # sessions drafted ahead for at once; few: for several outcomes each
+    interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
+    pages: int = 4096  # of the target's cache
+    weight_scale: int = 60_000  # of draft_probs: how finely they are rounded
+    width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
+    recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
+    lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.target_logits.shape[0])
+
+    @property
+    def context(self) -> int:
+        return len(self.prompt) + self.new_tokens
+
+
+class ToyDraft(ToyRunner):
+    """Can be interrupted."""
+
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> ForwardOutput:
+        if interrupted():
+            raise Interrupted
+        output = super().forward(rows, copies)
+        return output._replace(hidden=output.logits)
+
+
+class Flatter:
+    """A recurrent head: the draft's own logits, halved."""
+
+    def __init__(self, logits: Tensor, width: int) -> None:
+        self.width = width
+        self._logits = logits / 2
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
+        """It needs no states."""
+        return ForwardOutput(self._logits[torch.tensor(tokens)], states)
+
+
+def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator[Generation]:
+    """What is asked for: the same prompt again and again, each time with seeds of its own."""
+    for index in range(sessions):
+        yield Generation(
+            session=f"s{index}",
+            prompt=setting.prompt,
+            max_len=len(setting.prompt) + setting.new_tokens,
+            stop_ids=(EOS,),
+            sampling=setting.sampling,
+            seed=rng.getrandbits(64),
+            draft_seed=rng.getrandbits(64),
+            choice=0,
+            hash_key=rng.getrandbits(64),
+            acceptance=setting.acceptance,
+            max_draft_tokens=setting.block_len,
+        )
+
+
+def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationScheduler:
+    limits = VerificationLimits(
+        setting.vocabulary,
+        setting.context,
+        max_sessions=sessions,
+        max_step_tokens=8 * sessions,
+        pages=setting.pages,
+        page_size=PAGE_SIZE,
+        max_queued=sessions,
+    )
+    return VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive())
+
+
+def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
+    limits = DrafterLimits(setting.vocabulary, setting.context, sessions)
+    return DraftScheduler(limits, draft_ahead=not setting.lock_step)
+
+
+def an_executor(setting: Setting) -> StepExecutor:
+    return StepExecutor(ToyRunner(setting.target_logits), setting.vocabulary)
+
+
+def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -> DraftModel:
+    masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
+    return DraftModel(
+        ToyDraft(masked),
+        torch.arange(setting.vocabulary),
+        DraftCache(8 * sessions, PAGE_SIZE),
+        DraftingLimits(top_k=setting.vocabulary, weight_scale=setting.weight_scale),
+        clock=clock,
+        masks=MaskTokens(setting.vocabulary, setting.width),
+        further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+    )
+
+
+def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[Emit]:
+    """What the specification commits of one session, round by round; nobody holds anything at the end."""
+    alone = replace(setting, lock_step=True)
+    method = a_draft_model(alone, 8, clock=lambda: 0.0)  # with room for a whole text
+    verification = a_verification_scheduler(alone, 1)
+    drafting = a_draft_scheduler(alone, 1)
+    executor = an_executor(alone)
+    yield from lock_step(Session(generation), drafting, method, verification, executor)
+    if (last := verification.plan(LATER_S)) is not None:
+        verification.apply(executor.step(last), 0.0, LATER_S)
+    assert verification.is_idle
+    assert drafting.is_idle
+    assert method.is_idle
+
+
+def texts_in_lock_step(setting: Setting, sessions: int, seed: int) -> list[tuple[int, ...]]:
+    """What the specification commits of the sessions of `World(setting, sessions, seed)`."""
+    return [
+        tuple(token for emit in rounds_in_lock_step(setting, generation) for token in emit.tokens)
+        for generation in generations(setting, sessions, random.Random(seed))
+    ]
