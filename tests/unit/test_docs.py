@@ -19,6 +19,7 @@ DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(path for folder in ("docs", "examples", "k8s") for path in (ROOT / folder).rglob("*.md"))]
 )
 FOLDERS = ("protos", "cluster", "actors", "serve_app", "tests", "benchmarks", "examples", "docs", "k8s")
+FILE_TYPES = (".py", ".md", ".yaml", ".safetensors", ".proto")
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)\s]+)\)")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
@@ -109,6 +110,14 @@ def test_every_make_target_and_script_exists(document: Path) -> None:
             assert set(words[1:]) <= targets, words
         if words[:1] == ["python"] and words[1].endswith(".py"):
             assert (ROOT / words[1]).exists() or (document.parent / words[1]).exists(), words
+
+
+@every_document
+def test_every_configuration_key_that_is_named_exists(document: Path) -> None:
+    keys = {line.split("`")[1] for line in key_tables().splitlines() if line.startswith("| `")}
+    sections = {".".join(key.split(".")[:depth]) for key in keys for depth in (1, 2, 3)}
+    named = re.findall(rf"`((?:{'|'.join(SlipstreamConfig.model_fields)})\.[a-z_.]+)", document.read_text())
+    assert [key for key in named if key not in keys | sections and not key.endswith(FILE_TYPES)] == []
 
 
 @every_document
