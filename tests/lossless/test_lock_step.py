@@ -125,5 +125,5 @@ def test_the_specification_drafts_verifies_and_commits_in_every_round():
     setting = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
     (generation,) = generations(setting, 1, random.Random(5))
     emits = list(rounds_in_lock_step(setting, generation))
-    assert [emit.drafted for emit in emits[:-1]] == [emit.accepted for emit in emits[:-1]], "the draft is the target"
-    assert sum(emit.drafted for emit in emits) > len(emits)
+    assert all(emit.accepted for emit in emits[:-1]), "the draft is the target"
+    assert max(emit.accepted for emit in emits) == BLOCK_LEN
