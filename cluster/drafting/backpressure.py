@@ -3,12 +3,12 @@
 Additive increase, multiplicative decrease over windows of blocks. Pure.
 """
 
-WINDOW_BLOCKS = 8  # of each session
+WINDOW_BLOCKS = 8  # of each session: enough to tell LATE from IN_TIME
 LEAST_WINDOW = 64  # blocks of all sessions together
-LATE = 0.5  # share of late blocks above which it is too much, below which there is room
-IN_TIME = 0.125
+LATE = 0.5  # share of late blocks above which there are too many sessions: most blocks are drafted in vain
+IN_TIME = 0.125  # share of late blocks below which there is room for more
 SHED = 0.25  # share of sessions to give up at once
-GROW = 0.125  # share of sessions to take in addition
+GROW = 0.125  # share of sessions to take in addition: less than is shed, or the number would swing
 
 
 class Capacity:

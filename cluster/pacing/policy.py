@@ -2,23 +2,20 @@
 
 The one idea: at its best a replica commits `rate` tokens a second, so a second is worth `rate` tokens; time is spent on
 something only if it brings more than that (Dinkelbach's method for the maximum of a ratio). Pure: it decides from what
-was measured (`load`) and from what blocks have brought (`yields`). Knows nothing of sessions, streams or clocks.
+was measured (`load`) and from what blocks have brought (`stats`). Knows nothing of clocks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.pacing.acceptance import Arrivals, ReplicaStats, SessionStats
-from cluster.pacing.load import Load
+from cluster.pacing.acceptance import ReplicaStats, SessionStats
+from cluster.pacing.step_cost import Load
 from protos.values import value
 
-TRIAL_ROUNDS = 2  # that a trial may take until something is accepted, and asks for in each
-TRIAL_TOKENS = 2
-LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring
-ASK_AGAIN = 64  # rounds that were not waited for after which one may be, to see how long blocks take by now
-KEPT_UP = 1.0  # times its cost that drafting has to bring; the gap keeps noise from switching it
-TAKEN_UP = 1.15
+TRIAL_TOKENS = 2  # that a trial asks for: enough to see whether blocks have become good, and cheap
+LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring: a verdict and a block a round are not free
+TAKEN_UP = 1.15  # times its cost that drafting has to bring once it is left off; or noise would switch it to and fro
 
 
 @value
@@ -30,6 +27,7 @@ class DraftingDecision:
     least_chance: float = 0.0  # of a token to be accepted, below which it is not worth verifying
     hold_step: bool = False  # whether a step may wait for it; if not, what is there in time is used
     skip_steps: bool = False  # whether the session had better wait for the block while others go on
+    is_trial: bool = False  # whether it should not pay, or not the wait for it, and is made to learn whether it does
 
 
 @value
@@ -44,9 +42,9 @@ class Pacing(Protocol):
     """Decides for the target's leader, at every step."""
 
     def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load
-    ) -> tuple[DraftingDecision, SessionStats]:
-        """How long a block to ask for next, up to `limit`, and what to remember of the decision."""
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
+        """How long a block to ask for next, up to `limit`; `may_try`: even where that should not pay."""
         ...
 
     def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
@@ -62,30 +60,24 @@ class Adaptive:
     """Spends time on drafts where they bring more than it is worth."""
 
     def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load
-    ) -> tuple[DraftingDecision, SessionStats]:
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
         """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
 
-        What does not pay is tried again after a pause, by few tokens and for as long as they are accepted; of many
-        sessions few try.
+        What does not pay is tried now and then, by few tokens; so is a wait for blocks, to see how long they take.
         """
         if not load.speculates:
-            return DraftingDecision(), stats
+            return DraftingDecision()
         decision = self._paying(stats, replica, limit, load)
+        if decision.hold_step or not may_try:
+            return decision
         if decision.tokens:
-            return decision, stats.after_paying(decision.hold_step)
-        if not stats.trials.is_on or (replica.too_soon and not stats.trials.rounds):
-            return DraftingDecision(), stats.after_losing(stats.trials.after_pause())
-        if stats.trials.rounds < TRIAL_ROUNDS:
-            length = min(TRIAL_TOKENS, limit)
-            worth = sum(
-                [
-                    p_accepted + exploration_bonus
-                    for p_accepted, exploration_bonus, _ in stats.chances.outlook(replica.chances, length)
-                ]
-            )
-            return DraftingDecision(length, worth, hold_step=True), stats.after_trial()
-        return DraftingDecision(), stats.after_losing(stats.trials.after_failure())
+            return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
+        if not stats.is_left_off:
+            return decision  # it has only just been given up
+        tokens = min(TRIAL_TOKENS, limit)
+        hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
+        return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
 
     def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
         """As long as the session's own time is worth less than what the block brings: others go on meanwhile."""
@@ -112,14 +104,13 @@ class Adaptive:
 
         Each token brings its chance to be accepted and costs its part of the step; a wait is shared by those that wait.
         """
-        arrivals = stats.arrivals
-        draft_token_s = replica.delay.token_s
-        second = load.rate * (TAKEN_UP if stats.trials.paused else KEPT_UP)  # what one is worth, in tokens
-        waiting = second / max(1.0, load.sessions * (1 - arrivals.hits))
+        draft_token_s = replica.delay.slope
+        second = load.rate * (TAKEN_UP if stats.is_left_off else 1.0)  # what one is worth, in tokens
+        waiting = second / max(1.0, load.sessions * (1 - stats.hits))
         least_chance = min(1.0, second * load.token_s[0])
         tokens = waited_for = 0
         worth = waited_worth = 0.0
-        gain = -waiting * replica.delay.base_s
+        gain = -waiting * replica.delay.base
         for (p_accepted, exploration_bonus, p_drafted), token_s in zip(
             stats.chances.outlook(replica.chances, limit), load.token_s, strict=False
         ):
@@ -133,24 +124,20 @@ class Adaptive:
                 gain = gain + brings - wait
             tokens = tokens + 1
             worth = worth + brings
-        if arrivals.unawaited >= ASK_AGAIN and tokens:
-            return DraftingDecision(tokens, worth, least_chance, hold_step=True)
         if gain > 0:
-            return self._awaited(waited_for, waited_worth, least_chance, arrivals, load)
-        return (
-            DraftingDecision(tokens, worth, least_chance) if arrivals.hits * worth > LEAST_GAIN else DraftingDecision()
-        )
+            return self._awaited(waited_for, waited_worth, least_chance, stats, load)
+        return DraftingDecision(tokens, worth, least_chance) if stats.hits * worth > LEAST_GAIN else DraftingDecision()
 
     def _awaited(
-        self, tokens: int, worth: float, least_chance: float, arrivals: Arrivals, load: Load
+        self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
     ) -> DraftingDecision:
         """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
 
         A session that stays out of a step loses a token now; one that goes along without a block may have none after
         it either.
         """
-        worth *= 0.5**arrivals.missed_rounds
-        skip_steps = (1 - arrivals.hits) * worth > 1 - load.rate * load.row_s
+        worth *= 0.5**stats.missed_rounds
+        skip_steps = (1 - stats.hits) * worth > 1 - load.rate * load.row_s
         return DraftingDecision(tokens, worth, least_chance, True, skip_steps)
 
 
@@ -164,11 +151,9 @@ class LockStep:
     patience: float = 2.0
 
     def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load
-    ) -> tuple[DraftingDecision, SessionStats]:
-        return DraftingDecision(
-            limit, worth=float(stats.arrivals.missed_rounds == 0), hold_step=True, skip_steps=True
-        ), stats
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
+        return DraftingDecision(limit, worth=float(stats.missed_rounds == 0), hold_step=True, skip_steps=True)
 
     def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
         return self.patience if decision.worth else 0.0

@@ -1,34 +1,24 @@
-"""How long a target's steps take: shape from a profile at start, scale from the steps themselves.
+"""What a target's steps cost, and with that what a second of the replica is worth: measured, for pacing to reckon with.
 
-Live steps are much alike, so a curve fitted to them alone would say little of steps of another size, least of all of
-the plain steps that speculation is compared with. Those are rare where speculation pays, and a machine's pace drifts
-meanwhile: so what is kept of them is how long they take at the pace of the steps with drafts around them. Pure
-arithmetic.
+Steps have their shape from a profile at start, their scale from the steps themselves. Live steps are much alike, so a
+curve fitted to them alone would say little of steps of another size, least of all of the plain steps that speculation
+is compared with. Those are rare where speculation pays, and a machine's pace drifts meanwhile: so what is kept of them
+is how long they take at the pace of the steps with drafts around them. Pure arithmetic; times are handed in.
 """
 
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from cluster.costs import ForwardCost
+from cluster.pacing.acceptance import POSITIONS
+from cluster.pacing.smoothing import Mean
 
-MEMORY = 0.05  # weight of the latest step in the pace
+MEMORY = 0.05  # weight of the latest step in the pace: some twenty steps, about a second
 PLAIN_MEMORY = 0.02  # and of the latest plain one in how plain steps compare, which hardly changes with the pace
 COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
 PLAIN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # of plain steps whose cost is published
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Times the shape: a decayed mean."""
-
-    steps: int = 0
-    mean: float = 0.0
-
-    def after(self, ratio: float, memory: float = MEMORY) -> "Scale":
-        """One step that hung for whatever reason does not count for more than two."""
-        weight = max(memory, 1 / (self.steps + 1))
-        return Scale(self.steps + 1, (1 - weight) * self.mean + weight * min(ratio, 2 * self.mean or ratio))
 
 
 def octave(count: int) -> int:
@@ -36,46 +26,51 @@ def octave(count: int) -> int:
     return (count * count).bit_length() // 2
 
 
+def pace_after(pace: Mean, ratio: float, memory: float = MEMORY) -> Mean:
+    """Of steps or passes, as times their shape. One that hung for whatever reason does not count for more than two."""
+    return pace.after(min(ratio, 2 * pace.value or ratio), memory)
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step over its rows and tokens; 0 while nothing is known."""
 
     shape: ForwardCost
-    pace: Scale  # of late: of steps with drafts alone, without the wait before them
-    plain: tuple[tuple[int, Scale], ...] = ()  # times that, by octaves of rows: from one step's end to the next's
+    pace: Mean  # times the shape: of steps with drafts alone, without the wait before them
+    plain: tuple[tuple[int, Mean], ...] = ()  # times that, by octaves of rows: from one step's end to the next's
     plain_run: int = COMPARED  # plain steps since the last one with drafts
 
     @classmethod
     def profiled(cls, profile: ForwardCost | None) -> "StepCost":
-        return cls(profile or UNKNOWN, Scale(0, float(profile is not None)))
+        return cls(profile or UNKNOWN, Mean(0, float(profile is not None)))
 
     def after_plain(self, rows: int, seconds: float) -> "StepCost":
         """A step without drafts, when none were asked for."""
         ratio = seconds / self.shape.seconds(rows, rows)
         run = self.plain_run + 1
         if run > COMPARED:
-            return replace(self, pace=self.pace.after(ratio / self._plain_scale(rows)), plain_run=run)
+            return replace(self, pace=pace_after(self.pace, ratio / self._plain_scale(rows)), plain_run=run)
         scales = dict(self.plain)
         size = octave(rows)
-        scales[size] = scales.get(size, Scale()).after(ratio / self.pace.mean, PLAIN_MEMORY)
+        scales[size] = pace_after(scales.get(size, Mean()), ratio / self.pace.value, PLAIN_MEMORY)
         return replace(self, plain=tuple(sorted(scales.items())), plain_run=run)
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
         """A step while there were drafters at work."""
-        return replace(self, pace=self.pace.after(seconds / self.shape.seconds(rows, tokens)), plain_run=0)
+        return replace(self, pace=pace_after(self.pace, seconds / self.shape.seconds(rows, tokens)), plain_run=0)
 
     def plain_s(self, rows: int) -> float:
         """One token a row, with nobody drafting."""
-        return self._plain_scale(rows) * self.pace.mean * self.shape.seconds(rows, rows)
+        return self._plain_scale(rows) * self.pace.value * self.shape.seconds(rows, rows)
 
     def drafts_s(self, rows: int, tokens: float) -> float:
         """So many tokens in all, drafts among them."""
-        return self.pace.mean * self.shape.seconds(rows, tokens)
+        return self.pace.value * self.shape.seconds(rows, tokens)
 
     @property
     def cost(self) -> ForwardCost:
         """What steps with drafts cost by now."""
-        return self.shape.times(self.pace.mean) if self.pace.steps else self.shape
+        return self.shape.times(self.pace.value) if self.pace.count else self.shape
 
     @property
     def plain_cost(self) -> ForwardCost | None:
@@ -89,7 +84,40 @@ class StepCost:
         return ForwardCost(by_tokens=tuple(zip(PLAIN_ROWS, seconds, strict=True)))
 
     def _plain_scale(self, rows: int) -> float:
-        scale = next((scale.mean for size, scale in self.plain if size >= octave(rows)), None)
-        if scale is None:
-            scale = self.plain[-1][1].mean if self.plain else 1.0
-        return scale
+        """Of the next octave that is known, else of the last."""
+        size = octave(rows)
+        known = [scale.value for at, scale in self.plain if at >= size]
+        return known[0] if known else self.plain[-1][1].value if self.plain else 1.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the replica is doing now, and what a second of it is worth."""
+
+    step: StepCost = field(default_factory=lambda: StepCost.profiled(None))
+    sessions: int = 1  # that are decoding
+    gain: float = 1.0  # throughput of late over that of plain decoding
+    speculates: bool = True  # whether that is not known to lose
+
+    @cached_property
+    def plain_rate(self) -> float:
+        """Tokens a second without speculation; 0: not known yet."""
+        step_s = self.step.plain_s(self.sessions)
+        return self.sessions / step_s if step_s else 0.0
+
+    @cached_property
+    def rate(self) -> float:
+        """Tokens a second, which is what a second is worth."""
+        return max(1.0, self.gain) * self.plain_rate
+
+    @cached_property
+    def row_s(self) -> float:
+        """Of one session more in a step."""
+        return max(0.0, self.step.plain_s(self.sessions + 1) - self.step.plain_s(self.sessions))
+
+    @cached_property
+    def token_s(self) -> tuple[float, ...]:
+        """Of the first, second, ... draft token of each session."""
+        rows = self.sessions
+        steps = [self.step.drafts_s(rows, rows * (1 + length)) for length in range(POSITIONS + 1)]
+        return tuple([max(0.0, later - earlier) / rows for earlier, later in pairwise(steps)])

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
+from cluster.pacing.health import Breakers
 from cluster.routing.balancing import Peers
-from cluster.routing.circuit_breaker import Breakers
 from cluster.routing.session import Command, Event, Phase, Session, ToDrafter, ToTarget
 from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Verdict
 

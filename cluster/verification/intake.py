@@ -6,8 +6,8 @@ Between two steps all of it happens at once; `scheduler.py` makes the steps.
 from dataclasses import dataclass
 
 from cluster.dispatch import Send, peer_of
+from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer
-from cluster.routing.circuit_breaker import SilentDrafters
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BlockCounts
 from cluster.verification.early_messages import BufferLimits, EarlyMessages
@@ -209,7 +209,7 @@ class Intake:
         limit = session.open.max_draft_tokens - session.uncached_accepted  # so that a row never has more tokens
         if limit > 0:
             sessions = max(1, len(self._admission.running))
-            session.drafting, session.stats = self._pacer.decide(session.stats, limit, sessions)
+            session.drafting = self._pacer.decide(session.stats, limit, sessions)
 
     def block_shape(self, request: Open) -> Shape:
         """What blocks for a session may look like."""
@@ -263,5 +263,5 @@ class Intake:
         session.is_read = True
         delay_s = session.delay_of(answer, now)
         if delay_s is not None and is_read:
-            session.stats = session.stats.after_arrival(delay_s)
+            session.stats.block_arrived(delay_s)
             self._pacer.block_arrived(tokens, delay_s)

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send
 from cluster.drafting.requests import max_block_len
-from cluster.pacing.acceptance import out_of_step
-from cluster.pacing.acceptance_counts import AcceptanceCounts
+from cluster.pacing.acceptance import AcceptanceCounts
+from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
 from cluster.page_allocator import PageAllocator, PageCopy
-from cluster.routing.circuit_breaker import SilentDrafters
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.intake import Intake, VerificationLimits
@@ -50,7 +49,7 @@ class VerificationScheduler:
         self._counts = BlockCounts()
         self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts)
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._step_shape = StepShape()  # of the latest step
+        self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.step_s = 0.0  # in steps
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
@@ -110,7 +109,8 @@ class VerificationScheduler:
             if self._admission.running.get(row.session) is session:
                 self._pages.truncate(row.session, session.cached_len)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
-        self._pacer.step_made(self._step_shape, sum(outcome.accepted + 1 for outcome in outcomes), seconds, now)
+        if self._in_step:  # else the engine was only told who has come and gone
+            self._pacer.step_made(self._step_shape, sum(outcome.accepted + 1 for outcome in outcomes), seconds, now)
         for session, _ in self._in_step:
             session.in_step = False
         self._in_step = []
@@ -253,9 +253,9 @@ class VerificationScheduler:
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
         """Has a drafter begin the session anew whose blocks were good and are all rejected now."""
-        if not out_of_step(session.stats):
+        if not session.stats.drift.is_collapsed:
             return []
         self.desyncs += 1
-        session.stats = session.stats.after_alarm()
+        session.stats.alarmed()
         session.drafter = None
         return [(drafter, Resync(session.open.session, len(session.prefix), session.prefix.hash))]

@@ -147,7 +147,7 @@ class TargetSession:
         block = self.ready_block() if self.drafting.tokens else None
         if block is not None or self.has_no_draft:
             self.answer = DraftAnswer.GIVEN
-        elif self._wants_block and (self.drafting.hold_step or self.stats.arrivals.missed_rounds >= MISSED_ROUNDS):
+        elif self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
         block = block.first(self.drafting.tokens) if block is not None else None
@@ -166,11 +166,11 @@ class TargetSession:
         tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
         if row.draft_len > 0:
             self.buffer.take(base_len, base_hash)
-            self.stats = self.stats.after_block(self.drafting.tokens, row.drafted, outcome.accepted)
+            self.stats.block_verified(self.drafting.tokens, row.drafted, outcome.accepted)
         elif self.has_no_draft and self.drafting.tokens:
-            self.stats = self.stats.after_nothing(self.drafting.tokens)
+            self.stats.nothing_drafted(self.drafting.tokens)
         elif row.known == 1 + self.uncached_accepted and self.drafter is not None and not self.has_answered:
-            self.stats = self.stats.after_plain_round()
+            self.stats.plain_round()
         self.has_answered = False
         self.prefix.extend(tokens)
         self.decided_at.append((self.prefix.length, now))
@@ -179,7 +179,7 @@ class TargetSession:
         self.cached_len = base_len + min(outcome.accepted - self.uncached_accepted, len(tokens))
         hit = self.buffer.move_on(self.prefix, accepted, now)
         if self.drafting.tokens:
-            self.stats = self.stats.after_verdict(hit)
+            self.stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 
 

@@ -6,9 +6,9 @@ Pure; the durations are pacing's.
 import math
 from collections.abc import Mapping
 
-from cluster.pacing.load import Load
+from cluster.pacing.health import SilentDrafters
 from cluster.pacing.policy import Awaited, Pacing
-from cluster.routing.circuit_breaker import SilentDrafters
+from cluster.pacing.step_cost import Load
 from cluster.verification.sequence import TargetSession
 
 
@@ -40,7 +40,7 @@ class StepTiming:
         if not awaited:
             return dues, first
         blocks = [
-            Awaited(session.drafting.worth, session.waiting_since + session.stats.arrivals.delay_s - first)
+            Awaited(session.drafting.worth, session.waiting_since + session.stats.delay_s - first)
             for session in awaited
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)

@@ -3,19 +3,19 @@
 from collections.abc import Iterable
 
 from cluster.costs import ForwardCost
-from cluster.pacing.acceptance import POSITIONS, Arrivals, Chances, ReplicaStats, SessionStats
-from cluster.pacing.draft_delay import DraftDelay
-from cluster.pacing.load import Load
-from cluster.pacing.step_cost import StepCost
+from cluster.pacing.acceptance import POSITIONS, Chances, ReplicaStats, SessionStats
+from cluster.pacing.pacer import DELAY_MEMORY
+from cluster.pacing.smoothing import Pairs
+from cluster.pacing.step_cost import Load, StepCost
 
 MUCH = 1e6  # blocks: what is known of others does not count any more
 
 
-def a_delay(measured: Iterable[tuple[int, float]]) -> DraftDelay:
+def a_delay(measured: Iterable[tuple[int, float]]) -> Pairs:
     """After blocks of so many tokens that took so long."""
-    delay = DraftDelay()
+    delay = Pairs()
     for tokens, seconds in measured:
-        delay = delay.after(tokens, seconds)
+        delay = delay.after(tokens, seconds, DELAY_MEMORY)
     return delay
 
 
@@ -28,4 +28,4 @@ NOBODY = ReplicaStats(delay=DRAFT)  # whose blocks say what to expect, but for w
 def a_yield(*p_accepted: float, delay_s: float = 0.03) -> SessionStats:
     chances = [*p_accepted, *[0.0] * (POSITIONS - len(p_accepted))]
     whole = (MUCH,) * POSITIONS
-    return SessionStats(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), arrivals=Arrivals(delay_s))
+    return SessionStats(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), delay_s=delay_s)

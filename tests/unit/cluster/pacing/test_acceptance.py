@@ -1,13 +1,8 @@
-"""What to expect of blocks by those before them, and when a drafter must be out of step."""
-
-import random
-from collections.abc import Sequence
-from statistics import median
+"""What to expect of blocks by those before them, and what is counted of them for whoever plans a replica."""
 
 import pytest
 
-from cluster.pacing.acceptance import ALARM, POSITIONS, PRIOR, PROOF, Chances, SessionStats, out_of_step
-from tests.unit.cluster.pacing.pacing_samples import a_yield
+from cluster.pacing.acceptance import ENOUGH, POSITIONS, PRIOR, AcceptanceCounts, Chances
 
 NOBODY = Chances()  # whose blocks say what to expect
 
@@ -57,83 +52,39 @@ def test_a_block_that_ended_in_doubt_counts_as_asked_for():
     assert blocks.outlook(NOBODY, 2)[1][2] < 1.0
 
 
-def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
-    good = a_yield(0.5, 0.25)
-    for _ in range(PROOF):
-        good = good.after_block(2, 2, 1)
-    rejected = 0
-    while not out_of_step(good):
-        good = good.after_block(2, 2, 0)
-        rejected = rejected + 1
-        assert rejected < 50
-    assert rejected > 3, "a few rejections in a row are nothing"
-    assert not out_of_step(good.after_alarm())
-    bad = a_yield(0.5, 0.25)
-    for _ in range(500):
-        bad = bad.after_block(2, 2, 0)
-    assert not out_of_step(bad), "it never was better"
+# ---------------------------------------------------------------- counts
 
 
-def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
-    """After which blocks of a session there was one; a spell is an acceptance, and for how many blocks it lasts.
-
-    After an alarm the drafter begins anew, and drafts no better for it.
-    """
-    rng = random.Random(seed)
-    blocks = SessionStats()
-    found = []
-    chances = [acceptance for acceptance, length in spells for _ in range(length)]
-    for count, chance in enumerate(chances, 1):
-        blocks = blocks.after_block(1, 1, rng.random() < chance)
-        if out_of_step(blocks):
-            blocks = blocks.after_alarm()
-            found.append(count)
+def counts(*blocks: tuple[int, int]) -> AcceptanceCounts:
+    """Of blocks: how long each was to be, and how much of it was accepted."""
+    found = AcceptanceCounts()
+    for asked, accepted in blocks:
+        found = found.after(asked, accepted)
     return found
 
 
-def alarms_per_block(sessions: int, *spells: tuple[float, int]) -> float:
-    """Over so many sessions."""
-    count = sum(len(alarms(seed, *spells)) for seed in range(sessions))
-    return count / (sessions * sum(length for _, length in spells))
+def test_a_position_is_counted_where_all_before_it_was_accepted():
+    assert counts((3, 3), (3, 1), (3, 0), (1, 1)) == AcceptanceCounts(reached=(4, 2, 1), accepted=(3, 1, 1))
 
 
-@pytest.mark.parametrize(("collapsed", "usually", "at_most"), [(0.0, 10, 15), (0.1, 13, 60), (0.2, 19, 120)])
-def test_a_collapse_is_found_within_few_blocks(collapsed: float, usually: int, at_most: int):
-    """It need not be complete: text that is easy to guess is guessed by a drafter out of step too."""
-    good = 100
-    delays = [alarms(seed, (0.8, good), (collapsed, at_most))[0] - good for seed in range(400)]
-    assert min(delays) > 3, "a few rejections in a row are nothing"
-    assert median(delays) <= usually
+def test_chances_are_given_those_before():
+    found = counts(*[(3, 3)] * 40, *[(3, 1)] * 40, *[(3, 0)] * 20)
+    assert found.by_position() == pytest.approx((0.8, 0.5, 1.0))
 
 
-def test_a_short_history_is_enough_for_a_collapse():
-    """Then more blocks are needed."""
-    found = [bool(alarms(seed, (0.8, 2 * PROOF), (0.1, 60))) for seed in range(400)]
-    assert sum(found) > 0.95 * len(found)
+def test_short_blocks_say_nothing_of_further_positions():
+    """Whoever asks for one token, because the second was rarely right, makes the second no worse."""
+    assert counts(*[(2, 2)] * ENOUGH, *[(1, 1)] * 1000).by_position() == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(("acceptance", "rate"), [(0.95, 1e-5), (0.8, 1e-5), (0.5, 2e-5), (0.2, ALARM), (0.05, 1e-5)])
-def test_blocks_that_fare_as_ever_raise_no_more_alarms_than_is_said(acceptance: float, rate: float):
-    assert alarms_per_block(400, (acceptance, 1000)) <= rate
+def test_nothing_is_said_of_positions_that_were_hardly_reached():
+    assert counts(*[(2, 1)] * (ENOUGH - 1)).by_position() == ()
+    assert counts(*[(2, 0)] * ENOUGH, (2, 1)).by_position() == (pytest.approx(1 / (ENOUGH + 1)),)
 
 
-def test_false_alarms_are_as_rare_in_short_sessions():
-    """Where least is known of what is usual; at the acceptance at which they come closest to what is allowed."""
-    assert 0 < alarms_per_block(5000, (0.2, 100)) <= ALARM
+def test_replicas_are_counted_together():
+    assert counts((1, 1)) + counts((2, 1), (2, 2)) == counts((1, 1), (2, 1), (2, 2))
 
 
-@pytest.mark.parametrize("spells", [((0.8, 150), (0.7, 350)), ((0.5, 150), (0.43, 350)), ((0.95, 150), (0.81, 350))])
-def test_texts_that_become_harder_raise_no_more_alarms_than_is_said(spells: Sequence[tuple[float, int]]):
-    assert alarms_per_block(400, *spells) <= ALARM
-
-
-def test_what_was_always_poor_cannot_collapse():
-    assert alarms_per_block(400, (0.05, 300), (0.0, 300)) <= 1e-5
-
-
-def test_after_an_alarm_the_history_begins_anew():
-    """Beginning anew that did not help is not tried again; and what recovered can collapse once more."""
-    for_good = ((0.8, 100), (0.1, 400))
-    again = ((0.8, 100), (0.1, 50), (0.8, 100), (0.1, 150))
-    assert sum(len(alarms(seed, *for_good)) for seed in range(200)) <= 200 * (1 + 400 * ALARM)
-    assert [len(alarms(seed, *again)) for seed in range(200)] == [2] * 200
+def test_no_more_positions_are_counted_than_pacing_tells_apart():
+    assert len(counts((3 * POSITIONS, 3 * POSITIONS)).reached) == POSITIONS

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from cluster.pacing.gate import CLEAR_PROOF, FIRST_LOOK, LONGEST_PAUSE, LOOK_STEPS, PRICE, SECOND_LOOK, SpeculationGate
+from cluster.pacing.gate import CLEAR_PROOF, LONGEST_PAUSE, LOOK_STEPS, PRICE, TRIAL_ROUNDS, SpeculationGate
 
 
 def run(record: SpeculationGate, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
@@ -30,23 +30,24 @@ def pauses(on: list[bool]) -> list[int]:
 def test_nothing_is_called_a_loss_before_plain_steps_were_looked_at_twice():
     """The first few may have been lucky."""
     record = SpeculationGate()
-    run(record, 1, 0.8, FIRST_LOOK + LOOK_STEPS + CLEAR_PROOF, spread=0.0)
+    run(record, 1, 0.8, LOOK_STEPS + LOOK_STEPS + CLEAR_PROOF, spread=0.0)
     assert record.gain(1) == 1.0, "what seemed to be lost is forgotten"
     assert pauses(run(record, 1, 1.2, 2000, spread=0.1)) == [], "plain steps cost more than they seemed to"
 
 
 def test_soon_and_soon_again_plain_steps_are_looked_at_and_nothing_is_concluded_before():
     on = run(SpeculationGate(), 4, 1.5, 100)
-    rest = 100 - FIRST_LOOK - SECOND_LOOK - 2 * LOOK_STEPS
+    second = 4 * LOOK_STEPS
+    rest = 100 - LOOK_STEPS - second - 2 * LOOK_STEPS
     assert on == [
-        *[True] * FIRST_LOOK,
+        *[True] * LOOK_STEPS,
         *[False] * LOOK_STEPS,
-        *[True] * SECOND_LOOK,
+        *[True] * second,
         *[False] * LOOK_STEPS,
         *[True] * rest,
     ]
     record = SpeculationGate()
-    run(record, 4, 0.1, FIRST_LOOK)
+    run(record, 4, 0.1, LOOK_STEPS)
     assert record.gain(4) == 1.0
 
 
@@ -101,3 +102,29 @@ def test_loads_have_their_own_records():
     assert record.is_on(1)
     assert not any(record.is_on(sessions) for sessions in range(6, 12)), "one more or less is the same load"
     assert record.gain(1) > 1.3
+
+
+# ---------------------------------------------------------------- trials of single sessions
+
+
+def test_of_all_rounds_few_are_trials_however_many_sessions_there_are():
+    """What a trial costs, all pay."""
+    for sessions in (1, 50):
+        gate = SpeculationGate()
+        trial_rounds = [0] * sessions
+        trials = 0
+        for round_number in range(10_000):
+            session = round_number % sessions
+            is_trial = gate.may_try(trial_rounds[session])
+            trial_rounds[session] = trial_rounds[session] + 1 if is_trial else 0
+            gate.round(is_trial)
+            trials += is_trial
+        assert 0.5 * PRICE * 10_000 < trials <= PRICE * 10_000 + TRIAL_ROUNDS
+
+
+def test_a_trial_goes_on_for_some_rounds_and_is_then_over():
+    gate = SpeculationGate()
+    gate.round(is_trial=True)
+    assert not gate.may_try(0), "another session has to wait"
+    assert all(gate.may_try(rounds) for rounds in range(1, TRIAL_ROUNDS))
+    assert not gate.may_try(TRIAL_ROUNDS)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.pacing.load import Load
+from cluster.pacing.step_cost import Load
 from tests.unit.cluster.pacing.pacing_samples import LOAD
 
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.dispatch import Send
-from cluster.pacing.acceptance import PROOF, ReplicaStats, SessionStats
-from cluster.pacing.acceptance_counts import AcceptanceCounts
-from cluster.pacing.load import Load
+from cluster.pacing.acceptance import AcceptanceCounts, ReplicaStats, SessionStats
+from cluster.pacing.health import IN_STEPS, PROOF
 from cluster.pacing.policy import Awaited, DraftingDecision
-from cluster.routing.circuit_breaker import FIRST_PROBE_STEPS, TRIP_STEPS
+from cluster.pacing.step_cost import Load, StepCost
 from cluster.verification.early_messages import BufferLimits
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
@@ -74,11 +73,11 @@ class Steady:
     asked_next: Callable[[], int] | None = None
 
     def decide(
-        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load
-    ) -> tuple[DraftingDecision, SessionStats]:
+        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
         tokens = self.asked_next() if self.asked_next else self.asked
         wanted = limit if tokens is None else tokens
-        return DraftingDecision(wanted, self.patience(blocks), hold_step=self.waits), blocks
+        return DraftingDecision(wanted, self.patience(blocks), hold_step=self.waits)
 
     def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
         return decision.worth
@@ -801,7 +800,7 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     seen: list[SessionStats] = []
 
     def patience(blocks: SessionStats) -> float:
-        seen.append(blocks)
+        seen.append(replace(blocks))
         return 0.0
 
     desk = Desk(patience)
@@ -809,14 +808,14 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     desk.attach((1, 2))
     for _ in range(4):
         desk.step()
-    assert seen[-1].arrivals.missed_rounds == 3, "of four steps the first one fed the prompt"
+    assert seen[-1].missed_rounds == 3, "of four steps the first one fed the prompt"
     tokens = (1, 2, *text((1, 2), 4))
     desk.block((1, 2, 0), (9,))
     desk.step()
-    assert seen[-1].arrivals.missed_rounds == 3, "whoever sends a block that is of no use is alive"
+    assert seen[-1].missed_rounds == 3, "whoever sends a block that is of no use is alive"
     desk.block((*tokens, *text(tokens, 1)), text(tokens, 3)[1:])
     desk.step()
-    assert seen[-1].arrivals.missed_rounds == 0
+    assert seen[-1].missed_rounds == 0
     assert seen[-1].chances.accepted[1] > 0, "and what it brought is remembered, too"
 
 
@@ -826,7 +825,7 @@ def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
     desk.open(max_len=150)
     desk.step()
     desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
-    for _ in range(TRIP_STEPS):
+    for _ in range(IN_STEPS.misses):
         assert desk.scheduler.plan(desk.now) is None
         desk.now += 1.0
         assert only_verdict(desk.step()).answer is DraftAnswer.MISSED
@@ -847,14 +846,16 @@ def test_a_silent_drafter_is_probed_for_the_time_of_a_step():
     desk.step()
     desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
     waits = []
-    for step in range(2 * FIRST_PROBE_STEPS + 1):
+    first = IN_STEPS.misses - 1 + int(IN_STEPS.first_pause)
+    second = first + 2 * int(IN_STEPS.first_pause)
+    for step in range(second + 1):
         due = desk.scheduler.next_due()
         assert due is not None
-        if step >= TRIP_STEPS:
+        if step >= IN_STEPS.misses:
             waits.append((step, round(due - desk.now, 3)))
         desk.now = due
         desk.step()
-    assert [wait for wait in waits if wait[1] > 0] == [(FIRST_PROBE_STEPS, 0.1), (2 * FIRST_PROBE_STEPS, 0.1)]
+    assert [wait for wait in waits if wait[1] > 0] == [(first, 0.1), (second, 0.1)]
 
 
 def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_silent():
@@ -863,7 +864,7 @@ def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_sil
     tokens = (1, 2, 3)
     tokens += only_verdict(desk.step()).tokens
     desk.attach(tokens)
-    for _ in range(2 * TRIP_STEPS):
+    for _ in range(2 * IN_STEPS.misses):
         assert desk.scheduler.plan(desk.now) is None
         desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
         verdict = only_verdict(desk.step())
@@ -896,7 +897,7 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
     seen: list[SessionStats] = []
 
     def patience(blocks: SessionStats) -> float:
-        seen.append(blocks)
+        seen.append(replace(blocks))
         return 0.0
 
     desk = Desk(patience, waits=False, max_context=200)
@@ -906,7 +907,7 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
     desk.attach(tokens)
     desk.block(tokens, text(tokens, 1))
     tokens += only_verdict(desk.step(), DRAFTER).tokens
-    before = seen[-1].arrivals
+    before = seen[-1]
     for _ in range(2 * MISSED_ROUNDS):
         plan = desk.scheduler.plan(desk.now)
         assert plan is not None
@@ -915,7 +916,7 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
         verdict = only_verdict(desk.scheduler.apply(desk.compute(plan), 0.1, desk.now), DRAFTER)
         assert verdict.answer is not DraftAnswer.MISSED
         tokens += verdict.tokens
-    assert (seen[-1].arrivals.delay_s, seen[-1].arrivals.missed_rounds) == (before.delay_s, 0)
+    assert (seen[-1].delay_s, seen[-1].missed_rounds) == (before.delay_s, 0)
 
 
 def test_having_nothing_to_offer_for_another_prefix_says_nothing():
@@ -985,6 +986,24 @@ def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
     desk.step()
     desk.step()
     assert desk.rows[-1][0].draft_len == 1
+
+
+def test_only_steps_that_compute_anything_say_what_steps_cost():
+    """While blocks are waited for, the engine may be told who has come and gone."""
+    desk = Desk(hold=5.0)
+    for name in "ab":
+        desk.open(name, tokens=(1, 2))
+        desk.attach((1, 2), name)
+    for _ in range(2):
+        desk.step()
+        desk.now += 5.0
+    cost = desk.scheduler.step_cost
+    assert cost.cost != StepCost.profiled(None).cost, "steps were measured"
+    desk.now -= 5.0
+    desk.scheduler.receive(ROUTER, Close("b", 1), desk.now)
+    desk.step()
+    assert desk.rows[-1] == ()
+    assert desk.scheduler.step_cost == cost
 
 
 def test_a_step_begins_as_soon_as_the_last_block_that_it_waits_for_is_there():
@@ -1542,10 +1561,10 @@ def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
 
     class Telling(Steady):
         def decide(
-            self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load
-        ) -> tuple[DraftingDecision, SessionStats]:
+            self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
+        ) -> DraftingDecision:
             told.append(fleet)
-            return super().decide(blocks, fleet, limit, load)
+            return super().decide(blocks, fleet, limit, load, may_try)
 
     desk = Desk(**limits)
     desk.scheduler = VerificationScheduler(desk.limits, Telling(lambda _: 0.0))
@@ -1568,7 +1587,7 @@ def test_the_first_block_of_a_drafter_does_not_say_how_long_blocks_take_for_it_r
     tokens = a_round(desk, "s", tokens, 5.0)
     assert told[-1].delay.weight == 0
     a_round(desk, "s", tokens, 0.01)
-    assert told[-1].delay.base_s == pytest.approx(0.01)
+    assert told[-1].delay.base == pytest.approx(0.01)
 
 
 def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
@@ -1585,4 +1604,4 @@ def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
     for name in "abc":
         desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
     desk.step()
-    assert told[-1].delay.base_s == pytest.approx(0.01)
+    assert told[-1].delay.base == pytest.approx(0.01)

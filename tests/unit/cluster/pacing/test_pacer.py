@@ -1,0 +1,82 @@
+"""What a replica's pacing makes of steps and blocks over many rounds."""
+
+from dataclasses import replace
+
+from cluster.costs import ForwardCost
+from cluster.pacing.acceptance import SessionStats
+from cluster.pacing.gate import PRICE
+from cluster.pacing.pacer import Pacer, StepShape
+from cluster.pacing.policy import Adaptive
+from tests.unit.cluster.pacing.pacing_samples import a_yield
+
+PROFILE = ForwardCost.linear(0.099, per_token_s=0.001)
+
+
+def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> Pacer:
+    """Of a replica with ten tokens a second, whose blocks take so long."""
+    pacer = Pacer(Adaptive(), PROFILE)
+    for tokens in (1, 4) * 20:
+        pacer.block_arrived(tokens, base_s + tokens * token_s)
+    return pacer
+
+
+def rejected(pacer: Pacer, sessions: int = 1) -> list[SessionStats]:
+    """Sessions whose blocks were never any good."""
+    found = [SessionStats(delay_s=0.03, hits=0.1) for _ in range(sessions)]
+    for stats in found:
+        for _ in range(40):
+            stats.block_verified(2, 2, 0)
+            pacer.block_verified(2, 2, 2, 0)
+    return found
+
+
+def test_what_does_not_pay_is_left_off_and_tried_at_a_price():
+    """However many sessions there are: what trials cost, all pay."""
+    for count in (1, 50):
+        pacer = a_pacer()
+        sessions = rejected(pacer, count)
+        asked = sum(pacer.decide(sessions[index % count], 2, count).tokens > 0 for index in range(5000))
+        assert 0.5 * PRICE * 5000 < asked < 1.5 * PRICE * 5000
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    """A trial goes on while its tokens are accepted, until that is enough."""
+    pacer = a_pacer()
+    [stats] = rejected(pacer)
+    assert pacer.decide(stats, 2, 1).tokens == 0
+    rounds = 0
+    while stats.is_left_off:
+        decision = pacer.decide(stats, 2, 1)
+        if decision.tokens:
+            stats.block_verified(decision.tokens, decision.tokens, decision.tokens)
+        rounds += 1
+        assert rounds < 30
+    assert pacer.decide(stats, 2, 1).tokens >= 1
+
+
+def test_what_is_never_waited_for_is_timed_again_now_and_then():
+    """Or blocks that took long once would be taken to do so for ever."""
+    pacer = a_pacer(base_s=0.3)
+    stats = a_yield(0.5, 0.25)
+    waits = sum(pacer.decide(stats, 2, 1).hold_step for _ in range(1000))
+    assert 0.5 * PRICE * 1000 < waits < 1.5 * PRICE * 1000
+
+
+def test_steps_that_feed_prompts_say_nothing_of_the_rate():
+    pacer = a_pacer()
+    step = StepShape(rows=1, tokens=1, decoding=1, decides_all=True)
+    pacer.step_made(replace(step, decides_all=False), 1, 5.0, now=5.0)
+    assert pacer.load.plain_rate == 10.0
+    pacer.step_made(step, 1, 0.2, now=5.2)
+    assert pacer.load.plain_rate < 10.0
+
+
+def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
+    """Drafters draft for all of them together."""
+    pacer = a_pacer(base_s=0.3)
+    stats = a_yield(0.5, 0.25)
+    slow = [pacer.decide(stats, 2, 1).hold_step for _ in range(3)]
+    quick = [pacer.decide(stats, 2, 8).hold_step for _ in range(3)]
+    assert quick == [True] * 3, "nothing is known of eight yet"
+    assert [pacer.decide(stats, 2, 1).hold_step for _ in range(2)] == [False] * 2
+    assert not slow[-1]
