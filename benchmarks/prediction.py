@@ -327,7 +327,7 @@ def write_json(path: Path, draft: DraftQuality, batches: Sequence[Batch], result
 def main() -> None:
     arguments = _arguments()
     console = Console(stderr=True)
-    settings = [*PINNED, "draft.draft_model.min_confidence=0", "speculation.alternatives=false"]
+    settings = [*PINNED, "draft.draft_model.min_confidence=0"]
     config = demo_config(settings)
     prepare_target(Path(config.model.target), console)
     configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.pacing=lock_step"])}

@@ -166,11 +166,6 @@ class SpeculationConfig(_Frozen):
         description="adaptive: drafts as far as it pays, waits as long as it pays; lock_step: drafts for all sessions,"
         " then verifies all, at max_draft_tokens: the executable specification that the other is compared with",
     )
-    alternatives: bool = Field(
-        True,
-        description="several candidates for a block's first token; neither for tokens sampled under ratio nor with"
-        " penalties",
-    )
 
 
 class ServerConfig(_Frozen):

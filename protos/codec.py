@@ -22,6 +22,7 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
+    DraftTree,
     Finish,
     Frame,
     Hello,
@@ -209,21 +210,27 @@ def _block_to_pb(m: Block) -> pb.Block:
         session=m.session,
         base_len=m.base_len,
         prefix_hash=m.prefix_hash,
-        tokens=_int32_bytes(m.tokens),
-        draft_probs=_sparse_to_pb(m.draft_probs) if m.draft_probs is not None else None,
-        alternatives=_int32_bytes(m.alternatives),
+        tokens=_int32_bytes(m.tree.tokens),
+        draft_probs=_sparse_to_pb(m.tree.probs) if m.tree.probs is not None else None,
+        parents=b"" if m.tree.is_chain else bytes([parent + 1 for parent in m.tree.parents]),
     )
 
 
 def _block_from_pb(m: pb.Block) -> Block:
     tokens = _int32_tuple(m.tokens, "tokens")
-    alternatives = _int32_tuple(m.alternatives, "alternatives")
     _require(0 < len(tokens) <= MAX_BLOCK_TOKENS, f"a block of {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
-    size = len(tokens) + len(alternatives)
-    _require(size <= MAX_BLOCK_TOKENS, f"a block of {size} tokens and alternatives, expected 1..{MAX_BLOCK_TOKENS}")
     probs = _sparse_from_pb(m.draft_probs, tokens) if m.HasField("draft_probs") else None
-    _require(not (alternatives and probs), "a block with alternatives and draft_probs, expected one of them")
-    return Block(m.session, m.base_len, m.prefix_hash, tokens, probs, alternatives)
+    tree = _tree_from(tokens, m.parents) if m.parents else DraftTree.chain(tokens, probs)
+    _require(tree.probs is probs, "a block with parents and draft_probs, expected one of them")
+    return Block(m.session, m.base_len, m.prefix_hash, tree)
+
+
+def _tree_from(tokens: tuple[int, ...], parents: bytes) -> DraftTree:
+    _require(len(parents) == len(tokens), f"{len(parents)} parents of {len(tokens)} tokens")
+    _require(all(parent <= node for node, parent in enumerate(parents)), "a token comes before its parent")
+    children = set(zip(parents, tokens, strict=True))
+    _require(len(children) == len(tokens), "two tokens that come after the same one are equal")
+    return DraftTree(tokens, tuple([parent - 1 for parent in parents]))
 
 
 def _attach_to_pb(m: Attach) -> pb.Attach:

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 
 from protos.values import value
@@ -107,9 +106,9 @@ class Open:
     target_address: str = ""
 
     @property
-    def may_branch(self) -> bool:
-        """Whether the target's own draws decide, and look at no tokens but by attention: for alternatives they must."""
-        return (self.sampling.greedy or self.acceptance is Acceptance.COUPLED) and not self.sampling.penalised
+    def takes_trees(self) -> bool:
+        """Whether the target's own draws decide, and so about any tree: the ratio rule decides about chains."""
+        return self.sampling.greedy or self.acceptance is Acceptance.COUPLED
 
 
 @value
@@ -172,6 +171,11 @@ class DraftTree:
             found.append((*found[parent], node) if parent >= 0 else (node,))
         return found
 
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path."""
+        return len(self.tokens) if self.is_chain else 1 + max(self.depths)
+
     def first(self, count: int) -> "DraftTree":
         """The first nodes, which are a tree too."""
         if count >= len(self.tokens):
@@ -219,23 +223,12 @@ class Block:
     session: str
     base_len: int
     prefix_hash: int
-    tokens: tuple[int, ...]
-    draft_probs: SparseProbs | None = None
-    alternatives: tuple[int, ...] = ()  # to the first of the tokens
+    tree: DraftTree
 
     @property
     def size(self) -> int:
         """Draft tokens in all."""
-        return len(self.tokens) + len(self.alternatives)
-
-    def first(self, count: int) -> "Block":
-        """The block cut to so many tokens, alternatives last."""
-        if count >= self.size:
-            return self
-        probs = self.draft_probs
-        kept = SparseProbs(probs.token_ids[:count], probs.weights[:count]) if probs is not None else None
-        left = max(0, count - len(self.tokens))
-        return replace(self, tokens=self.tokens[:count], draft_probs=kept, alternatives=self.alternatives[:left])
+        return len(self.tree)
 
 
 @value

@@ -147,20 +147,20 @@ class SparseProbs(_message.Message):
     def __init__(self, width: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("session", "base_len", "prefix_hash", "tokens", "draft_probs", "alternatives")
+    __slots__ = ("session", "base_len", "prefix_hash", "tokens", "draft_probs", "parents")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
-    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     session: str
     base_len: int
     prefix_hash: int
     tokens: bytes
     draft_probs: SparseProbs
-    alternatives: bytes
-    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., alternatives: _Optional[bytes] = ...) -> None: ...
+    parents: bytes
+    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")

@@ -73,7 +73,7 @@ class TargetDeployment:
                 max_step_tokens=pool.max_step_tokens,
                 pages=self._engine.pages,
                 page_size=spec.cache.page_size,
-                alternatives=config.speculation.alternatives and self._engine.takes_trees,
+                trees=self._engine.takes_trees,
             ),
             vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),

@@ -3,22 +3,22 @@
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
-from actors.sampling.reference import BlockDecision, DrawAddress
+from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from cluster.verification.step import Outcome, Row, StepPlan
-from protos.messages import DraftTree, Open
+from protos.messages import Open
 
 
 @dataclass(frozen=True, slots=True)
 class _FedSession:
     open: Open
-    tokens: list[int]  # its ledger, then all that was fed; what a rollback leaves behind is overwritten before use
+    tokens: list[int]  # its ledger, then all that was fed and stands
 
 
 class StepExecutor:
@@ -38,7 +38,7 @@ class StepExecutor:
             self._sessions[request.session] = _FedSession(request, list(request.tokens))
         if not plan.rows:
             return []
-        output = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies)
+        output = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies, moves=plan.moves)
         return self._decide(plan, output.logits)
 
     @property
@@ -50,34 +50,26 @@ class StepExecutor:
         end = row.start + len(row.tokens)
         assert row.start <= len(session.tokens), "a row starts beyond what is cached"
         session.tokens[row.start : end] = row.tokens
-        draft = _tree(row)
-        parents = () if draft.is_chain else draft.parents
-        return FeedRow(row.tokens, row.start, len(draft) + 1 if row.decide else 0, row.pages, parents)
+        parents = () if row.draft.is_chain else row.draft.parents
+        return FeedRow(row.tokens, row.start, row.drafted + 1 if row.decide else 0, row.pages, parents)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]
         decisions = decide([self._block(row) for row in rows], logits[:, : self._vocabulary])
-        return [_outcome(row, decision) for row, decision in zip(rows, decisions, strict=True)]
+        decided = list(zip(rows, decisions, strict=True))
+        for row, decision in decided:
+            kept = [row.draft.tokens[node] for node in decision.path]
+            self._sessions[row.session].tokens[row.base_len :] = kept
+        return [Outcome(row.session, decision.path, decision.next_token) for row, decision in decided]
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]
         request = session.open
-        base_len = row.start + row.known
+        base_len = row.base_len
         return PendingBlock(
             rule=request.acceptance,
             sampling=request.sampling,
-            draft=_tree(row),
+            draft=row.draft,
             generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
             at=DrawAddress(request.seed, request.choice, base_len),
         )
-
-
-def _tree(row: Row) -> DraftTree:
-    chain = DraftTree.chain(row.draft, row.draft_probs)
-    return replace(chain, tokens=row.draft + row.to_first, parents=(*chain.parents, *[-1] * row.alternatives))
-
-
-def _outcome(row: Row, decision: BlockDecision) -> Outcome:
-    path = decision.path
-    other = row.to_first[path[0] - row.draft_len] if path and path[0] >= row.draft_len else None
-    return Outcome(row.session, len(path), decision.next_token, other)

@@ -2,7 +2,7 @@
 
 import math
 
-from protos.messages import Open, SparseProbs
+from protos.messages import DraftTree, Open, SparseProbs
 from protos.values import value
 
 
@@ -43,6 +43,14 @@ class Proposal:
     outcome: tuple[int, ...] = ()
     alternatives: tuple[int, ...] = ()  # to the first of `tokens`
     is_at_once: bool = False  # made without a forward, so that it says nothing of what drafting costs
+
+    @property
+    def tree(self) -> DraftTree:
+        """All of its tokens."""
+        chain = DraftTree.chain(self.tokens, self.draft_probs)
+        if not self.alternatives:
+            return chain
+        return DraftTree(self.tokens + self.alternatives, chain.parents + (-1,) * len(self.alternatives))
 
 
 def max_block_len(request: Open, length: int) -> int:

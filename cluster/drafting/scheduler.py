@@ -355,7 +355,7 @@ class DraftScheduler:
     def _block(self, session: DraftedSession, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
         p = proposal
-        block = Block(p.session, p.base_len, p.prefix_hash, p.tokens, p.draft_probs, p.alternatives)
+        block = Block(p.session, p.base_len, p.prefix_hash, p.tree)
         self.counts["draft_tokens"] += block.size
         return session.target, block
 

@@ -33,6 +33,10 @@ class OracleEngine:
         for request in plan.opens:
             assert request.session not in self._sessions, f"{request.session} is opened twice in one cache"
             self._sessions[request.session] = self._scripts[request.session].in_pages(self._page_size)
+        size = self._page_size
+        moved = [self._pages[move.source // size][move.source % size] for move in plan.moves]
+        for move, token in zip(plan.moves, moved, strict=True):
+            self._pages[move.to // size][move.to % size] = token
         for copy in plan.copies:
             self._pages[copy.to] = list(self._pages[copy.source])
         outcomes = [self._answer(row) for row in plan.rows]
@@ -46,14 +50,11 @@ class OracleEngine:
     def _answer(self, row: Row) -> Outcome:
         assert row.session in self._sessions, f"{row.session} was closed, or never opened"
         script = self._scripts[row.session]
-        base = row.start + row.known
+        base = row.base_len
         self._write(row)
         assert self._has_cached(row, base), f"{row.session}: its cache is not what was decided"
-        accepted = script.agreed(base, row.draft)
-        own = script.tokens[base]
-        if not accepted and own in row.to_first:
-            return Outcome(row.session, 1, script.tokens[base + 1], own)
-        return Outcome(row.session, accepted, script.tokens[base + accepted])
+        path = row.draft.along(script.tokens[base : base + row.drafted])
+        return Outcome(row.session, path, script.tokens[base + len(path)])
 
     def _has_cached(self, row: Row, length: int) -> bool:
         """Whether the row's pages hold the script's first tokens, so many."""

@@ -48,7 +48,6 @@ class Admission:
         while self.waiting and len(self.running) < self._limit:
             name, session = next(iter(self.waiting.items()))
             session.cached_len = self.pages.open(name, session.prefix.tokens)
-            session.uncached_accepted = 0
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             owed = sum([max(1, self._missing(running)) for running in self.running.values()])
             if self.running and self._missing(session) + owed > self.pages.available:

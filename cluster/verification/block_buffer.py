@@ -6,7 +6,7 @@ A block waits under the length and hash that it was drafted for.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from protos.messages import Acceptance, Block, Open, SparseProbs
+from protos.messages import Acceptance, Block, Open
 from protos.prefix import Prefix
 
 
@@ -119,22 +119,18 @@ class BlockBuffer:
         return None
 
     def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
-        """What a block that comes too late is still good for: the target decided its first tokens just so.
+        """What a block that comes too late is still good for: what it has after the tokens decided since.
 
-        Its alternatives are to a token that is decided.
-
-        Exact under ratio too: given the tokens decided, the rest follows the draft_probs sent, and neither whether
+        Exact under ratio too: given the tokens decided, the rest follows the probabilities sent, and neither whether
         nor at what length it is used depends on the rest.
         """
-        gap = prefix.length - block.base_len
-        decided = tuple(prefix.tokens[block.base_len :])
-        agrees = prefix.matches(block.base_len, block.prefix_hash) and block.tokens[:gap] == decided
-        if gap >= len(block.tokens) or not agrees:
+        if not prefix.matches(block.base_len, block.prefix_hash):
+            return None
+        rest = block.tree.after(prefix.tokens[block.base_len :])
+        if not len(rest):
             return None
         self._counts.rebased += 1
-        probs = block.draft_probs
-        rest = SparseProbs(probs.token_ids[gap:], probs.weights[gap:]) if probs is not None else None
-        return Block(block.session, prefix.length, prefix.hash, block.tokens[gap:], rest)
+        return Block(block.session, prefix.length, prefix.hash, rest)
 
 
 def _is_for(block: Block, prefix: Prefix) -> bool:

@@ -40,7 +40,7 @@ class VerificationLimits:
     max_step_tokens: int
     pages: int = 4096  # of the cache
     page_size: int = 16  # positions
-    alternatives: bool = True  # whether the engine computes them
+    trees: bool = True  # whether the engine attends to them
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
 
@@ -167,11 +167,11 @@ class Intake:
         if session is None:
             self._early.block(drafter, block, now)
             return
-        if block.alternatives and self.block_shape(session.open) is Shape.CHAIN:
-            self._counts.drop("alternatives", block)
+        if self.block_shape(session.open) is Shape.CHAIN and not block.tree.is_chain:
+            self._counts.drop("tree", block)
             return
         self._silent.heard(drafter)
-        self._note_answer(session, block, len(block.tokens), now)
+        self._note_answer(session, block, block.tree.depth, now)
         session.buffer.place(block, session.open, session.prefix, now)
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
@@ -206,14 +206,14 @@ class Intake:
 
     def ask(self, session: TargetSession) -> None:
         """Decides how long a block the drafter is asked for next."""
-        limit = session.open.max_draft_tokens - session.uncached_accepted  # so that a row never has more tokens
+        limit = session.open.max_draft_tokens
         if limit > 0:
             sessions = max(1, len(self._admission.running))
             session.drafting = self._pacer.decide(session.stats, limit, sessions)
 
     def block_shape(self, request: Open) -> Shape:
         """What blocks for a session may look like."""
-        return Shape.TREE if self._limits.alternatives and request.may_branch else Shape.CHAIN
+        return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
 
     # ------------------------------------------------------------ what waits for its session
 
@@ -248,9 +248,9 @@ class Intake:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _unfit(self, block: Block) -> str | None:
-        rows = block.draft_probs.token_ids if block.draft_probs is not None else ()
-        drafted = (*block.tokens, *block.alternatives)
-        if max(drafted) >= self._limits.vocabulary or (rows and max(map(max, rows)) >= self._limits.vocabulary):
+        probs = block.tree.probs
+        named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
+        if max(map(max, named)) >= self._limits.vocabulary:
             return "out_of_vocabulary"
         if block.base_len + block.size > self._limits.max_context:
             return "beyond_context"

@@ -17,7 +17,7 @@ from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
-from cluster.page_allocator import PageAllocator, PageCopy
+from cluster.page_allocator import PageAllocator, PageCopy, PlaceMove
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.intake import Intake, VerificationLimits
@@ -49,6 +49,7 @@ class VerificationScheduler:
         self._counts = BlockCounts()
         self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts)
         self._in_step: list[tuple[TargetSession, Row]] = []
+        self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.step_s = 0.0  # in steps
@@ -78,10 +79,15 @@ class VerificationScheduler:
         if start <= now:
             copies = self._fill_step(dues, now)
         closes, opens = self._admission.take_changes()
+        rows = tuple(row for _, row in self._in_step)
         if not (self._in_step or opens or closes):
             return None
         self.idle_s += now - self._free_since
-        return StepPlan(closes, opens, tuple(row for _, row in self._in_step), tuple(copies))
+        if not rows:
+            return StepPlan(closes, opens, ())
+        moves = tuple(self._moves)
+        self._moves = []
+        return StepPlan(closes, opens, rows, tuple(copies), moves)
 
     def next_due(self) -> float | None:
         """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
@@ -139,12 +145,12 @@ class VerificationScheduler:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens, alternatives among them, that verdicts took over from blocks."""
+        """Draft tokens that verdicts took over from blocks."""
         return self._counts.accepted_tokens
 
     @property
     def wasted_tokens(self) -> int:
-        """Draft tokens, alternatives among them, that came in well-formed blocks and that no verdict took over.
+        """Draft tokens that came in well-formed blocks and that no verdict took over.
 
         They were rejected, or never verified: because fewer tokens paid by then, because their block was dropped or
         replaced by a better version, because the target had decided them itself when a late block came, or because
@@ -226,10 +232,12 @@ class VerificationScheduler:
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
-        if row.draft_len > 0 or (session.has_no_draft and session.asked):
+        if row.drafted or (session.has_no_draft and session.asked):
             room = max_block_len(session.open, session.prefix.length)
             self._pacer.block_verified(session.asked, room, row.drafted, outcome.accepted)
         decision = session.decide(row, outcome, now)
+        if decision.finish is Finish.NONE:
+            self._moves += row.kept(outcome.path, self._limits.page_size)
         self._intake.ask(session)
         verdict = Verdict(
             session.open.session,

@@ -8,7 +8,7 @@ from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
-from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
+from protos.messages import NO_TREE, Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
 from protos.values import value
 
@@ -35,7 +35,6 @@ class TargetSession:
     prefix: Prefix
     buffer: BlockBuffer
     cached_len: int = 0  # tokens in the engine's cache that stand
-    uncached_accepted: int = 0  # tokens before the last one that stand and are not cached: an alternative, or none
     in_engine: bool = False  # whether the engine has heard of it
     in_step: bool = False  # whether it is in the step under way
     drafter: str | None = None
@@ -58,7 +57,7 @@ class TargetSession:
     @property
     def is_decoding(self) -> bool:
         """Whether it is past its prompt."""
-        return self.prefix.length - self.cached_len <= 1 + self.uncached_accepted
+        return self.prefix.length - self.cached_len <= 1
 
     @property
     def expects_block(self) -> bool:
@@ -150,12 +149,10 @@ class TargetSession:
         elif self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
-        block = block.first(self.drafting.tokens) if block is not None else None
-        if block is None or len(tail) + block.size > max(budget, len(tail)):
-            return Row(name, tail, self.cached_len, decide=True, pages=())
-        tokens = tail + block.tokens + block.alternatives
-        others = len(block.alternatives)
-        return Row(name, tokens, self.cached_len, True, (), len(block.tokens), block.draft_probs, others)
+        draft = block.tree.first(self.drafting.tokens) if block is not None else NO_TREE
+        if len(tail) + len(draft) > max(budget, len(tail)):
+            draft = NO_TREE
+        return Row(name, tail + draft.tokens, self.cached_len, decide=True, pages=(), draft=draft)
 
     def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
         """Takes over what the engine computed for `row`."""
@@ -164,19 +161,17 @@ class TargetSession:
         base_hash = self.prefix.hash
         raw = outcome.tokens_of(row)
         tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
-        if row.draft_len > 0:
+        if row.drafted:
             self.buffer.take(base_len, base_hash)
             self.stats.block_verified(self.drafting.tokens, row.drafted, outcome.accepted)
         elif self.has_no_draft and self.drafting.tokens:
             self.stats.nothing_drafted(self.drafting.tokens)
-        elif row.known == 1 + self.uncached_accepted and self.drafter is not None and not self.has_answered:
+        elif row.known == 1 and self.drafter is not None and not self.has_answered:
             self.stats.plain_round()
         self.has_answered = False
         self.prefix.extend(tokens)
         self.decided_at.append((self.prefix.length, now))
-        # The last token was not fed, and an alternative is cached where others belong: it is fed again.
-        self.uncached_accepted = int(outcome.alternative is not None)
-        self.cached_len = base_len + min(outcome.accepted - self.uncached_accepted, len(tokens))
+        self.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
         hit = self.buffer.move_on(self.prefix, accepted, now)
         if self.drafting.tokens:
             self.stats.verdict_sent(hit)

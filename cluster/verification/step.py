@@ -3,10 +3,11 @@
 One message each way a step. Knows nothing of torch: the engine turns it into tensors.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from cluster.page_allocator import PageCopy
-from protos.messages import Open, SparseProbs
+from cluster.page_allocator import PageCopy, PlaceMove
+from protos.messages import NO_TREE, DraftTree, Open
 from protos.values import value
 
 
@@ -22,10 +23,9 @@ class StepEngine(Protocol):
 class Row:
     """Tokens to feed for one session.
 
-    `tokens` follow the session's first `start` tokens, which are cached. With `decide`, the last of them are draft
-    tokens to verify, `draft_len` that follow one another and then `alternatives` to the first of these, and one further
-    token is drawn; without, the row only fills the cache (a chunk of a long prompt). `pages` of the cache hold the
-    session, up to the row's end.
+    `tokens` follow the session's first `start` tokens, which are cached. With `decide`, the last of them are the nodes
+    of `draft`, to verify, and one further token is drawn; without, the row only fills the cache (a chunk of a long
+    prompt). `pages` of the cache hold the session, up to the row's end.
     """
 
     session: str
@@ -33,68 +33,63 @@ class Row:
     start: int
     decide: bool
     pages: tuple[int, ...]
-    draft_len: int = 0
-    draft_probs: SparseProbs | None = None
-    alternatives: int = 0
+    draft: DraftTree = NO_TREE
 
     def in_pages(self, pages: tuple[int, ...]) -> "Row":
         """The same with these pages."""
-        return Row(
-            self.session,
-            self.tokens,
-            self.start,
-            self.decide,
-            pages,
-            self.draft_len,
-            self.draft_probs,
-            self.alternatives,
-        )
+        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft)
 
     @property
     def drafted(self) -> int:
-        """Draft tokens in all."""
-        return self.draft_len + self.alternatives
+        """Draft tokens."""
+        return len(self.draft)
 
     @property
     def known(self) -> int:
         """Tokens that were decided before."""
-        return len(self.tokens) - self.draft_len - self.alternatives
+        return len(self.tokens) - len(self.draft)
 
     @property
-    def draft(self) -> tuple[int, ...]:
-        """Draft tokens that follow one another."""
-        return self.tokens[self.known : self.known + self.draft_len]
+    def base_len(self) -> int:
+        """Tokens that were decided before, those in the cache among them."""
+        return self.start + self.known
 
-    @property
-    def to_first(self) -> tuple[int, ...]:
-        """Alternatives to the first draft token."""
-        return self.tokens[self.known + self.draft_len :]
+    def kept(self, path: Sequence[int], page_size: int) -> list[PlaceMove]:
+        """What brings the nodes on a path to where they follow one another, after the tokens decided before."""
+        if not path or path[-1] == len(path) - 1:
+            return []  # the first nodes: they lie there already
+        places = [
+            self.pages[at // page_size] * page_size + at % page_size
+            for at in range(self.base_len, self.base_len + path[-1] + 1)
+        ]
+        return [PlaceMove(places[node], places[step]) for step, node in enumerate(path) if node != step]
 
 
 @value
 class StepPlan:
-    """Sessions to forget, then sessions to add, then pages to copy, then rows to run in one forward."""
+    """Sessions to forget, then sessions to add, then what to move and copy in the cache, then rows for one forward."""
 
     closes: tuple[str, ...]
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
-    copies: tuple[PageCopy, ...] = ()
+    copies: tuple[PageCopy, ...] = ()  # once all is moved
+    moves: tuple[PlaceMove, ...] = ()  # of what the latest step with rows has accepted
 
 
 @value
 class Outcome:
-    """The engine's answer for one deciding row: `accepted` draft tokens stand, then comes `next_token`.
-
-    With `alternative`, the one accepted token is this one, and not the first that was drafted.
-    """
+    """The engine's answer for one deciding row: the draft's nodes on `path` stand, then comes `next_token`."""
 
     session: str
-    accepted: int
+    path: tuple[int, ...]
     next_token: int
-    alternative: int | None = None
+
+    @property
+    def accepted(self) -> int:
+        """How many draft tokens stand."""
+        return len(self.path)
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
         """What was decided: the accepted tokens, and the next one."""
-        if self.alternative is not None:
-            return self.alternative, self.next_token
-        return (*row.draft[: self.accepted], self.next_token)
+        tokens = row.draft.tokens
+        return (*[tokens[node] for node in self.path], self.next_token)

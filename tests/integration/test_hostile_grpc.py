@@ -20,6 +20,7 @@ from protos.messages import (
     Attach,
     Block,
     Close,
+    DraftTree,
     Hello,
     LiveSession,
     Open,
@@ -201,7 +202,7 @@ async def test_bad_opens_are_refused_by_name_and_attempt(door):
 
 
 async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
-    huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, (1,) * 128)]).blocks[0]
+    huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, DraftTree.chain((1,) * 128))]).blocks[0]
     huge.tokens *= 1000
     nan_like = pb.SparseProbs(width=1, token_ids=b"\1\0\0\0", weights=b"\0\0")
     malformed = [huge, pb.Block(session="theirs", base_len=2, tokens=b"\1\0\0\0", draft_probs=nan_like)]
@@ -212,12 +213,12 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
         before = target.scheduler.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
-            Block("unknown", 2, 1, (1,)),
-            Block(running, 2**32 - 1, 1, (1,)),
-            Block(running, 3, 1, (VOCABULARY,)),
-            Block(running, 3, 1, (1,), outside),
-            Block(running, 200, 1, (1,) * 128),
-            Block(running, 1, 1, (1,)),
+            Block("unknown", 2, 1, DraftTree.chain((1,))),
+            Block(running, 2**32 - 1, 1, DraftTree.chain((1,))),
+            Block(running, 3, 1, DraftTree.chain((VOCABULARY,))),
+            Block(running, 3, 1, DraftTree.chain((1,), outside)),
+            Block(running, 200, 1, DraftTree.chain((1,) * 128)),
+            Block(running, 1, 1, DraftTree.chain((1,))),
         ]
         await stream.write(encode(pb.DrafterToTarget, blocks))
         causes = {"beyond_context", "out_of_vocabulary", "too_long", "stale"}
@@ -258,7 +259,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
             live = (LiveSession(running, 9),)
             await again.write(encode(pb.RouterToTarget, [replace(HELLO, live=live)]))
             await again.read()
-        flood = [Block(running, 60 + i % 30, i, (1,)) for i in range(200)]
+        flood = [Block(running, 60 + i % 30, i, DraftTree.chain((1,))) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
         await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the room is bounded")
 

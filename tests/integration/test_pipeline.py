@@ -59,7 +59,7 @@ class GatedEngine:
         self.gate = asyncio.Event()
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        if any(row.session == self.held and row.draft_len > 0 for row in plan.rows) and not self.gate.is_set():
+        if any(row.session == self.held and row.drafted > 0 for row in plan.rows) and not self.gate.is_set():
             self.holding.set()
             await self.gate.wait()
         return await self._engine.step(plan)

@@ -22,7 +22,7 @@ from cluster.page_allocator import PageCopy
 from cluster.routing.session import Emit, Generation, Session
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Acceptance, Message, Sampling
+from protos.messages import Acceptance, Block, Message, Sampling
 
 PAGE_SIZE = 2
 EOS = 0
@@ -50,6 +50,7 @@ class Setting:
     weight_scale: int = 60_000  # of draft_probs: how finely they are rounded
     width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
     recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
+    altered: Callable[[Block, random.Random], Block] | None = None  # what becomes of a drafter's block
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property

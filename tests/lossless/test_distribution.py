@@ -162,7 +162,7 @@ def test_coupled_and_greedy_do_not_depend_on_drafter_schedule_or_length(acceptan
         setting = Setting(TARGET, drafter, acceptance, schedule, block_len, new_tokens=12, sampling=sampling)
         world = World(setting, 50, seed=13)
         found = world.run()
-        accepted.append(world.alternatives_accepted)
+        accepted.append(world.branches_accepted)
         return found
 
     plain = outputs(TARGET, calm, block_len=0)
@@ -170,4 +170,4 @@ def test_coupled_and_greedy_do_not_depend_on_drafter_schedule_or_length(acceptan
         assert outputs(DRAFTERS[name], schedule, block_len) == plain
     for schedule in (calm, stormy):
         assert outputs(with_best_two_swapped(TARGET), schedule, 3) == plain
-    assert sum(accepted[-2:]) > 5, "alternatives hardly ever mattered, so this showed nothing of them"
+    assert sum(accepted[-2:]) > 5, "trees hardly ever mattered, so this showed nothing of them"

@@ -67,7 +67,7 @@ def rows_without_block(world: World) -> int:
     """Those with room for one, but for the first step's: that is made before any drafter is there."""
     longest = 1 + NEW_TOKENS
     rows = (row for step in world.steps[1:] for row in step)
-    return sum(row.draft_len == 0 and row.start + row.known + 1 < longest for row in rows)
+    return sum(not row.drafted and row.base_len + 1 < longest for row in rows)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)

@@ -48,7 +48,7 @@ def near_patience(message: Message, rng: random.Random) -> list[float]:
 
 def only_with_eos_in_time(message: Message, rng: random.Random) -> list[float]:
     """What no honest system may do: whether a block is used depends on the block's own tokens."""
-    late = isinstance(message, Block) and EOS not in message.tokens
+    late = isinstance(message, Block) and EOS not in message.tree.tokens
     return [100 * STEP_S] if late else [HOP_S]
 
 
@@ -71,7 +71,7 @@ class World:
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._stepping = self._drafting = False
-        self.alternatives_accepted = 0
+        self.branches_accepted = 0  # paths that a chain would not have had
         self.steps: list[tuple[Row, ...]] = []  # the target's
         self.sessions = {g.session: Session(g) for g in generations(setting, sessions, self._rng)}
 
@@ -105,7 +105,7 @@ class World:
         if plan.rows:
             self.steps.append(plan.rows)
         outcomes = self._executor.step(plan)
-        self.alternatives_accepted += sum(outcome.alternative is not None for outcome in outcomes)
+        self.branches_accepted += sum(outcome.path != tuple(range(outcome.accepted)) for outcome in outcomes)
         self._check_pages(plan)
 
         def end() -> None:
@@ -115,13 +115,13 @@ class World:
         self._after(STEP_S, end)
 
     def _check_pages(self, plan: StepPlan) -> None:
+        self._memory.move(plan.moves)
         self._memory.copy(plan.copies)
         for row in plan.rows:
             self._memory.write(row.tokens, row.start, row.pages)
         for row in plan.rows:
-            end = row.start + len(row.tokens)
-            known = self._executor._sessions[row.session].tokens
-            assert self._memory.read(end, row.pages) == tuple(known[:end])
+            known = tuple(self._executor._sessions[row.session].tokens[: row.base_len])
+            assert self._memory.read(row.start + len(row.tokens), row.pages) == known + row.draft.tokens
 
     def _draft(self) -> None:
         if self._drafting:
@@ -169,6 +169,8 @@ class World:
         """
         frames: list[tuple[str, list[Message]]] = []
         for receiver, message in sends:
+            if self._setting.altered is not None and isinstance(message, Block):
+                message = self._setting.altered(message, self._rng)
             if isinstance(message, DraftRequest) and frames and isinstance(frames[-1][1][-1], Verdict):
                 frames[-1][1].append(message)
             else:

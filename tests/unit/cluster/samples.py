@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from protos.messages import Acceptance, Block, Open, Sampling
+from protos.messages import Acceptance, Block, DraftTree, Open, Sampling
 from protos.prefix import Prefix
 
 KEY = 99
@@ -31,8 +31,7 @@ def an_open(session: str = "s", **changes: Any) -> Open:
     return replace(PLAIN_OPEN, session=session, **changes)
 
 
-def a_block(
-    before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s", alternatives: tuple[int, ...] = ()
-) -> Block:
-    """A block that continues exactly `before`."""
-    return Block(session, len(before), Prefix(KEY, before).hash, tokens, None, alternatives)
+def a_block(before: tuple[int, ...], tokens: tuple[int, ...] | DraftTree, session: str = "s") -> Block:
+    """A block that continues exactly `before`; tokens are a chain."""
+    tree = tokens if isinstance(tokens, DraftTree) else DraftTree.chain(tokens)
+    return Block(session, len(before), Prefix(KEY, before).hash, tree)

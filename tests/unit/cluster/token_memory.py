@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
 
 
 class TokenMemory:
@@ -20,6 +20,11 @@ class TokenMemory:
                 self._held.pop(to, None)
                 if source in self._held:
                     self._held[to] = self._held[source]
+
+    def move(self, moves: Iterable[PlaceMove]) -> None:
+        """All at once; what nobody has written cannot be moved."""
+        moved = [(move.to, self._held[move.source]) for move in moves]
+        self._held.update(moved)
 
     def write(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         for position, token in enumerate(tokens, start):

@@ -19,6 +19,7 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
+    DraftTree,
     Finish,
     Hello,
     LiveSession,
@@ -34,6 +35,7 @@ from protos.messages import (
     Welcome,
 )
 from tests.unit.cluster.samples import an_open
+from tests.unit.trees import trees
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -92,8 +94,8 @@ def blocks(draw: st.DrawFn) -> Block:
         weight = st.integers(1, 2**16 - 1)
         weights = tuple((*[draw(weight) for _ in row], *[0] * (width - len(row))) for row in rows)
         probs = SparseProbs(padded, weights)
-    alternatives = draw(token_lists(0, 3)) if probs is None else ()
-    return Block(draw(NAMES), draw(U32), draw(U64), tokens, probs, alternatives)
+    tree = DraftTree.chain(tokens, probs) if probs is not None else draw(trees(2**31, MAX_BLOCK_TOKENS).filter(len))
+    return Block(draw(NAMES), draw(U32), draw(U64), tree)
 
 
 @st.composite
@@ -188,7 +190,7 @@ def good_open() -> pb.Open:
 
 
 def good_block() -> pb.Block:
-    message = Block("good", 2, 7, (5, 6), SparseProbs(((5, 8), (6, 8)), ((1, 1), (1, 1))))
+    message = Block("good", 2, 7, DraftTree.chain((5, 6), SparseProbs(((5, 8), (6, 8)), ((1, 1), (1, 1)))))
     return encode(pb.DrafterToTarget, [message]).blocks[0]
 
 
@@ -216,6 +218,15 @@ def with_probs(**values: Any) -> Callable[[pb.Block], None]:
     def change(message: pb.Block) -> None:
         for name, value in values.items():
             setattr(message.draft_probs, name, value)
+
+    return change
+
+
+def with_tree(*parents: int, tokens: tuple[int, ...] = (5, 6)) -> Callable[[pb.Block], None]:
+    def change(message: pb.Block) -> None:
+        message.ClearField("draft_probs")
+        message.tokens = ids(*tokens)
+        message.parents = bytes(parents)
 
     return change
 
@@ -255,6 +266,10 @@ BAD_BLOCKS = {
     "token absent from its row": (with_probs(token_ids=ids(8, 9, 6, 8)), "probability zero"),
     "token with weight 0": (with_probs(weights=weights(0, 1, 1, 1)), "probability zero"),
     "all weights 0": (with_probs(weights=weights(1, 1, 0, 0)), "probability zero"),
+    "a parent after its token": (with_tree(0, 2), "before its parent"),
+    "too few parents": (with_tree(0), "1 parents of 2 tokens"),
+    "equal siblings": (with_tree(0, 0, tokens=(5, 5)), "are equal"),
+    "a tree with probabilities": (with_fields(parents=bytes([0, 0])), "expected one of them"),
     "a token twice": (with_probs(token_ids=ids(5, 5, 6, 8)), "name a token twice"),
 }
 BAD_VERDICTS = {
@@ -310,6 +325,7 @@ def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
         base_len=U32,
         prefix_hash=U64,
         tokens=st.binary(max_size=24),
+        parents=st.binary(max_size=6),
         draft_probs=st.builds(
             pb.SparseProbs,
             width=st.integers(0, 4) | U32,

@@ -1,18 +1,19 @@
 """The target's step: rows of mixed kinds, which logits belong to which row, and what each session was fed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.verification.step import Outcome, Row, StepPlan
-from protos.messages import Sampling
+from protos.messages import DraftTree, Sampling
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8
@@ -29,10 +30,18 @@ class SpyRunner(ToyRunner):
         super().__init__(table)
         self.fed: list[list[FeedRow]] = []
         self.copied: list[tuple[PageCopy, ...]] = []
+        self.moved: list[tuple[PlaceMove, ...]] = []
 
-    def forward(self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = ()) -> ForwardOutput:
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
         self.fed.append(list(rows))
         self.copied.append(tuple(copies))
+        self.moved.append(tuple(moves))
         return super().forward(rows)
 
 
@@ -53,39 +62,56 @@ def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
     right = (NEXT[4], NEXT[NEXT[4]])
     rows = (
         a_row("chunk", (1, 2, 3), 0, decide=False),
-        a_row("block", (4, *right, 6), 1, draft_len=3),
+        a_row("block", (4, *right, 6), 1, draft=DraftTree.chain((*right, 6))),
         a_row("single", (6,), 1),
         a_row("prompt", (7, 3), 0),
     )
     assert executor.step(StepPlan((), (), rows)) == [
-        Outcome("block", 2, NEXT[right[1]]),
-        Outcome("single", 0, NEXT[6]),
-        Outcome("prompt", 0, NEXT[3]),
+        Outcome("block", (0, 1), NEXT[right[1]]),
+        Outcome("single", (), NEXT[6]),
+        Outcome("prompt", (), NEXT[3]),
     ]
     assert [row.logits for row in runner.fed[-1]] == [0, 4, 1, 1]
 
 
-def test_an_alternative_that_the_target_would_say_is_accepted_with_what_follows_it():
+def test_a_tree_is_fed_with_its_parents_and_decided_along_the_path_that_the_target_says():
     runner = SpyRunner()
     executor = StepExecutor(runner, runner.vocabulary)
     right = NEXT[4]
     wrong = (right + 1) % VOCABULARY
-    row = a_row("s", (4, wrong, 0, 6, right), 2, draft_len=2, alternatives=2)
+    tree = DraftTree((wrong, 0, right, NEXT[right], 6), (-1, 0, -1, 2, 2))
+    row = a_row("s", (4, *tree.tokens), 2, draft=tree)
     (outcome,) = executor.step(StepPlan((), (an_open("s", tokens=(1, 2, 4)),), (row,)))
-    assert outcome == Outcome("s", 1, NEXT[right], right)
-    assert outcome.tokens_of(row) == (right, NEXT[right])
-    assert runner.fed[-1] == [FeedRow((4, wrong, 0, 6, right), 2, 5, (0,), parents=(-1, 0, -1, -1))]
+    assert outcome == Outcome("s", (2, 3), NEXT[NEXT[right]])
+    assert outcome.tokens_of(row) == (right, NEXT[right], NEXT[NEXT[right]])
+    assert runner.fed[-1] == [FeedRow((4, *tree.tokens), 2, 6, (0,), parents=tree.parents)]
 
 
-def test_pages_and_copies_reach_the_runner_as_they_were_planned():
+def test_penalties_go_by_the_path_that_stood_and_not_by_what_lay_beside_it():
+    """The next step's draws look at the tokens that were accepted, which were not fed one after the other."""
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0)
+    executor = an_executor()
+    right = NEXT[4]
+    others = [token for token in range(VOCABULARY) if token not in (4, right, NEXT[right])]
+    tree = DraftTree((*others, right), (-1,) * (len(others) + 1))
+    row = a_row("s", (4, *tree.tokens), 1, draft=tree)
+    (outcome,) = executor.step(StepPlan((), (an_open("s", tokens=(2, 4), prompt_len=1, sampling=sampling),), (row,)))
+    assert outcome == Outcome("s", (len(others),), NEXT[right])
+    (after,) = executor.step(StepPlan((), (), (a_row("s", (NEXT[right],), 3),)))
+    assert after.next_token == NEXT[NEXT[right]], "it was neither in the prompt nor accepted"
+
+
+def test_pages_copies_and_moves_reach_the_runner_as_they_were_planned():
     runner = SpyRunner()
     executor = StepExecutor(runner, runner.vocabulary)
     opens = (an_open("a", tokens=(1, 2, 3)), an_open("b", tokens=(1, 2, 3)))
     rows = (Row("a", (2, 3), 1, True, pages=(4, 0)), Row("b", (1,), 0, False, pages=(7,)))
     copies = (PageCopy(1, 0), PageCopy(2, 7))
-    executor.step(StepPlan((), opens, rows, copies))
+    moves = (PlaceMove(9, 8),)
+    executor.step(StepPlan((), opens, rows, copies, moves))
     assert runner.fed == [[FeedRow((2, 3), 1, 1, (4, 0)), FeedRow((1,), 0, 0, (7,))]]
     assert runner.copied == [copies]
+    assert runner.moved == [moves]
 
 
 def test_sessions_are_remembered_until_they_are_closed():
@@ -112,7 +138,7 @@ def test_a_session_may_be_closed_and_opened_again_in_one_step():
     executor = an_executor()
     executor.step(StepPlan((), (an_open("a"),), (a_row("a", (1, 2), 0),)))
     row = a_row("a", (3,), 0)
-    assert executor.step(StepPlan(("a",), (an_open("a", attempt=2),), (row,))) == [Outcome("a", 0, NEXT[3])]
+    assert executor.step(StepPlan(("a",), (an_open("a", attempt=2),), (row,))) == [Outcome("a", (), NEXT[3])]
 
 
 def test_a_row_beyond_what_is_known_of_its_session_is_a_bug_and_says_so():
@@ -127,7 +153,7 @@ def test_a_row_may_begin_where_another_sessions_pages_end_also_after_a_chunk_of_
     executor = an_executor()
     prompt = (1, 2, 3, 4, 5, 6)
     executor.step(StepPlan((), (an_open("a", tokens=prompt),), (a_row("a", prompt[:2], 0, False),)))
-    assert executor.step(StepPlan((), (), (a_row("a", prompt[5:], 5),))) == [Outcome("a", 0, NEXT[6])]
+    assert executor.step(StepPlan((), (), (a_row("a", prompt[5:], 5),))) == [Outcome("a", (), NEXT[6])]
 
 
 def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back():
@@ -136,9 +162,9 @@ def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back()
     executor = an_executor()
     # The prompt is (2,); 7, which follows 2, and 1 were generated before the session was opened here again.
     opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
-    rejected = a_row("a", (2, 7, 1, 0), 0, draft_len=1)
+    rejected = a_row("a", (2, 7, 1, 0), 0, draft=DraftTree.chain((0,)))
     (outcome,) = executor.step(StepPlan((), (opened,), (rejected,)))
-    assert outcome == Outcome("a", 0, NEXT[1])
+    assert outcome == Outcome("a", (), NEXT[1])
     (outcome,) = executor.step(StepPlan((), (), (a_row("a", (NEXT[1], 2), 3),)))
     assert outcome.next_token == 0, "the lowest id without a penalty: 7 has one, the rejected 0 has none"
 

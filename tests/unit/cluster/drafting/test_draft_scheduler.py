@@ -20,6 +20,7 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
+    DraftTree,
     Finish,
     Hello,
     LiveSession,
@@ -102,7 +103,7 @@ def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():
     want = desk.want()
     assert (want.tokens, want.prefix_hash, want.max_tokens) == ((1, 2), hash_of(1, 2), 4)
     assert desk.scheduler.wants(9) == [], "one block for one length"
-    assert desk.propose(want, 5, 6) == [(TARGET, Block("s", 2, hash_of(1, 2), (5, 6)))]
+    assert desk.propose(want, 5, 6) == [(TARGET, Block("s", 2, hash_of(1, 2), DraftTree.chain((5, 6))))]
     assert desk.verdict((1, 2), 5, 7) == []
     assert desk.want().tokens == (1, 2, 5, 7)
 
@@ -389,7 +390,8 @@ def test_what_is_drafted_for_each_outcome_is_sent_at_its_own_address():
     outcomes = [(5, 6, 7), (5, 6, 8), (5, 9), (4,)]
     for outcome in outcomes:
         before = (1, 2, *outcome)
-        assert desk.guess(want, outcome, 3, 3) == [(TARGET, Block("s", len(before), hash_of(*before), (3, 3)))]
+        block = Block("s", len(before), hash_of(*before), DraftTree.chain((3, 3)))
+        assert desk.guess(want, outcome, 3, 3) == [(TARGET, block)]
     assert desk.scheduler.counts["guesses"] == 4
     assert desk.scheduler.counts["blocks"] == 5
 
@@ -458,7 +460,7 @@ def test_a_right_guess_that_comes_after_a_block_was_wanted_is_not_sent_beside_it
     desk.verdict((1, 2), 5, 6, 7)
     sure = desk.want()
     assert desk.guess(want, (5, 6, 7), 8) == []
-    assert desk.propose(sure, 8, 9) == [(TARGET, Block("s", 5, hash_of(1, 2, 5, 6, 7), (8, 9)))]
+    assert desk.propose(sure, 8, 9) == [(TARGET, Block("s", 5, hash_of(1, 2, 5, 6, 7), DraftTree.chain((8, 9))))]
     assert desk.ahead().unverified == (8, 9)
 
 
@@ -476,7 +478,7 @@ def test_a_target_that_goes_on_gets_blocks_for_what_its_step_may_bring():
     assert desk.scheduler.wants(9) == []
     want = desk.ahead()
     assert (want.tokens, want.unverified) == ((1, 2, 3), ())
-    assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), (5, 6)))]
+    assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), DraftTree.chain((5, 6))))]
     desk.verdict((1, 2, 3), 4, hold_step=False)
     assert desk.ahead().unverified == (5, 6), "the guess was right: that block is being verified"
 
@@ -486,7 +488,7 @@ def test_a_block_for_what_was_guessed_late_is_sent_all_the_same():
     desk = going_on()
     want = desk.ahead()
     desk.verdict((1, 2, 3), 4, hold_step=False)
-    assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), (5, 6)))]
+    assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), DraftTree.chain((5, 6))))]
     assert desk.guess(want, (8,), 5, 6) == []
 
 
@@ -549,7 +551,7 @@ def test_the_draft_probs_of_a_block_that_was_drafted_ahead_go_with_it():
         [Proposal("s", 4, hash_of(1, 2, 5, 9), (7, 8), probs, outcome=(5, 9))], desk.now
     )
     assert isinstance(block, Block)
-    assert block.draft_probs == probs
+    assert block.tree.probs == probs
 
 
 def test_a_guess_for_a_session_that_is_gone_or_without_tokens_is_no_block():

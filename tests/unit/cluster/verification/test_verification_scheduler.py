@@ -15,6 +15,7 @@ from cluster.pacing.acceptance import AcceptanceCounts, ReplicaStats, SessionSta
 from cluster.pacing.health import IN_STEPS, PROOF
 from cluster.pacing.policy import Awaited, DraftingDecision
 from cluster.pacing.step_cost import Load, StepCost
+from cluster.page_allocator import PlaceMove
 from cluster.verification.early_messages import BufferLimits
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
@@ -27,6 +28,7 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
+    DraftTree,
     Finish,
     Hello,
     LiveSession,
@@ -110,10 +112,8 @@ class Desk:
     def attach(self, tokens: tuple[int, ...], session: str = "s", drafter: str = DRAFTER) -> list[Send]:
         return self.scheduler.receive(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
 
-    def block(
-        self, before: tuple[int, ...], tokens: tuple[int, ...], session: str = "s", others: tuple[int, ...] = ()
-    ) -> None:
-        self.scheduler.receive(DRAFTER, a_block(before, tokens, session, others), self.now)
+    def block(self, before: tuple[int, ...], tokens: tuple[int, ...] | DraftTree, session: str = "s") -> None:
+        self.scheduler.receive(DRAFTER, a_block(before, tokens, session), self.now)
 
     def step(self) -> list[Send]:
         plan = self.scheduler.plan(self.now)
@@ -129,6 +129,7 @@ class Desk:
         assert len({row.session for row in plan.rows}) == len(plan.rows) <= self.limits.max_sessions
         assert sum(len(row.tokens) for row in plan.rows) <= self.limits.max_step_tokens
         self.rows.append(plan.rows)
+        self._memory.move(plan.moves)
         self._memory.copy(plan.copies)
         for row in plan.rows:
             assert row.tokens
@@ -139,19 +140,26 @@ class Desk:
     def _run(self, row: Row) -> Outcome | None:
         """From what the row's pages hold once all rows are written: whoever wrote into another's shows here."""
         known = self.known[row.session]
-        end = row.start + len(row.tokens)
-        cached = self._memory.read(end, row.pages)
+        cached = self._memory.read(row.start + len(row.tokens), row.pages)
         assert row.start <= len(known), "a row begins beyond what is known of its session"
-        known[row.start : end] = row.tokens
-        assert cached == tuple(known[:end]), "the pages hold another text than the session's"
-        accepted = 0
-        base = row.start + row.known
-        own = next_token(cached[:base])
-        if own in row.to_first and own not in row.draft[:1]:
-            return Outcome(row.session, 1, next_token((*cached[:base], own)), own)
-        while accepted < row.draft_len and next_token(cached[: base + accepted]) == cached[base + accepted]:
-            accepted += 1
-        return Outcome(row.session, accepted, next_token(cached[: base + accepted])) if row.decide else None
+        base = row.base_len
+        known[row.start : base] = row.tokens[: row.known]
+        assert cached == (*known[:base], *row.draft.tokens), "the pages hold another text than the session's"
+        if not row.decide:
+            return None
+        del known[base:]
+        path: list[int] = []
+        while (node := self._child(row, path, next_token(tuple(known)))) is not None:
+            path.append(node)
+            known.append(row.draft.tokens[node])
+        assert len(known) == base + len(path)
+        return Outcome(row.session, tuple(path), next_token(tuple(known)))
+
+    def _child(self, row: Row, path: list[int], token: int) -> int | None:
+        """The node after this path that has this token."""
+        parent = path[-1] if path else -1
+        nodes = enumerate(zip(row.draft.parents, row.draft.tokens, strict=True))
+        return next((node for node, child in nodes if child == (parent, token)), None)
 
     @property
     def dropped(self) -> Counter[str]:
@@ -351,11 +359,11 @@ def test_a_row_carries_its_blocks_draft_probs():
     desk = Desk()
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9,),), ((1,),))
-    desk.scheduler.receive(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
+    desk.scheduler.receive(DRAFTER, a_block((1, 2), DraftTree.chain((9,), probs)), 0.0)
     desk.step()
-    assert desk.rows[0][0].draft_probs == probs
+    assert desk.rows[0][0].draft.probs == probs
     desk.step()
-    assert desk.rows[1][0].draft_probs is None
+    assert desk.rows[1][0].draft.probs is None
 
 
 def test_a_target_is_idle_while_it_has_sessions_and_makes_no_step():
@@ -477,7 +485,7 @@ def test_all_tokens_of_blocks_that_were_passed_by_or_replaced_are_wasted():
     desk.open(tokens=(1, 2))
     right = text((1, 2), 3)
     desk.block((1, 2, 49), (5, 6))  # another token than the target will decide
-    desk.block((1, 2, right[0]), (right[1], 5, 5), others=(6,))
+    desk.block((1, 2, right[0]), DraftTree((right[1], 5, 5, 6), (-1, 0, 1, -1)))
     desk.block((1, 2, right[0]), right[1:])  # better than the one before
     desk.step()
     assert settled(desk) == (0, 2 + 4)
@@ -537,11 +545,11 @@ def test_a_late_blocks_draft_probs_stay_with_their_tokens():
     desk = Desk()
     desk.open(tokens=(1, 2))
     desk.step()
-    desk.scheduler.receive(DRAFTER, replace(a_block((1, 2), right[:3]), draft_probs=probs), desk.now)
+    desk.scheduler.receive(DRAFTER, a_block((1, 2), DraftTree.chain(right[:3], probs)), desk.now)
     desk.step()
     (row,) = desk.rows[-1]
-    assert row.tokens[-row.draft_len :] == right[1:3]
-    assert row.draft_probs == SparseProbs(probs.token_ids[1:], probs.weights[1:])
+    assert row.tokens[-row.drafted :] == right[1:3]
+    assert row.draft.probs == SparseProbs(probs.token_ids[1:], probs.weights[1:])
 
 
 def test_a_late_block_does_not_push_out_the_one_that_was_drafted_for_this_prefix():
@@ -597,7 +605,7 @@ def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
     desk = Desk()
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9, VOCABULARY),), ((1, 1),))
-    desk.scheduler.receive(DRAFTER, replace(a_block((1, 2), (9,)), draft_probs=probs), 0.0)
+    desk.scheduler.receive(DRAFTER, a_block((1, 2), DraftTree.chain((9,), probs)), 0.0)
     assert desk.dropped == {"out_of_vocabulary": 1}
 
 
@@ -969,7 +977,7 @@ def test_a_step_waits_for_blocks_and_then_goes_on_without_them():
     assert desk.scheduler.next_due() == 1.0
     desk.now = 1.0
     desk.step()
-    assert sorted((row.session, row.draft_len) for row in desk.rows[-1]) == [("a", 1), ("b", 0)]
+    assert sorted((row.session, row.drafted) for row in desk.rows[-1]) == [("a", 1), ("b", 0)]
 
 
 def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
@@ -985,7 +993,7 @@ def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
     desk.block(tokens, text(tokens, 1))
     desk.step()
     desk.step()
-    assert desk.rows[-1][0].draft_len == 1
+    assert desk.rows[-1][0].drafted == 1
 
 
 def test_only_steps_that_compute_anything_say_what_steps_cost():
@@ -1455,7 +1463,7 @@ def test_blocks_of_one_session_never_go_to_another():
     assert (by_session["a"].drafted, by_session["b"].drafted) == (0, 2)
 
 
-# ---------------------------------------------------------------- alternatives
+# ---------------------------------------------------------------- trees
 
 PROMPT = (1, 2, 3)
 
@@ -1467,89 +1475,133 @@ def a_branching_desk(**changes: Any) -> tuple[Desk, tuple[int, ...]]:
     desk.attach(PROMPT)
     sends = desk.step()
     assert only_request(sends).shape is Shape.TREE
-    return desk, PROMPT + only_verdict(sends).tokens
+    return desk, PROMPT + only_verdict(sends, DRAFTER).tokens
 
 
-def test_an_alternative_is_accepted_with_the_token_after_it_and_fed_again_for_it_lay_elsewhere():
+def beside(token: int) -> int:
+    return (token + 1) % VOCABULARY
+
+
+def test_a_path_is_accepted_with_the_token_after_it_and_moved_to_where_it_stands():
     desk, before = a_branching_desk()
-    right = text(before, 4)
-    wrong = (right[0] + 1) % VOCABULARY
-    desk.block(before, (wrong, 9), others=((wrong + 1) % VOCABULARY, right[0]))
+    right = text(before, 5)
+    wrong = beside(right[0])
+    desk.block(before, DraftTree((wrong, 9, right[0], right[1]), (-1, 0, -1, 2)))
     verdict = only_verdict(desk.step())
-    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[:2], 1, 4)
-    desk.block((*before, *right[:2]), right[2:3])
-    assert only_verdict(desk.step()).tokens == right[2:4]
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[:3], 2, 4)
+    desk.block((*before, *right[:3]), right[3:4])
+    assert only_verdict(desk.step()).tokens == right[3:5]
     row = desk.rows[-1][0]
-    assert (row.tokens, row.start) == (right[:3], len(before)), "the alternative, the token after it, and a draft"
-    assert desk.finish() == {"s": text(PROMPT, 17)[len(before) + 1 :]}
+    assert (row.tokens, row.start) == (right[2:4], len(before) + 2), "nothing of the path is fed again"
+    assert desk.finish() == {"s": text(PROMPT, 17)[len(before) + 2 :]}
 
 
-def test_after_an_alternative_a_session_waits_for_its_block_as_any_other_and_is_asked_for_one_token_less():
-    desk, before = a_branching_desk(patience=lambda _: 5.0, hold=5.0)
+def test_what_is_moved_is_moved_before_anything_else_is_done_to_the_cache_and_once():
+    desk, before = a_branching_desk(page_size=2)
+    right = text(before, 3)
+    desk.block(before, DraftTree((beside(right[0]), right[0], right[1]), (-1, -1, 1)))
+    desk.step()
+    plan = desk.scheduler.plan(desk.now)
+    assert plan is not None
+    table = plan.rows[0].pages
+    places = [table[at // 2] * 2 + at % 2 for at in range(len(before), len(before) + 3)]
+    assert plan.moves == (PlaceMove(places[1], places[0]), PlaceMove(places[2], places[1]))
+    desk.scheduler.apply(desk.compute(plan), 0.1, desk.now)
+    assert (later := desk.scheduler.plan(desk.now)) is not None
+    assert later.moves == ()
+
+
+def test_the_first_nodes_of_a_block_that_has_become_too_long_are_verified():
+    """The drafter has put first what it finds likeliest."""
+    desk, before = a_branching_desk(asked=2)
     right = text(before, 2)
-    desk.block(before, ((right[0] + 1) % VOCABULARY,), others=right[:1])
-    assert only_request(desk.step()).max_tokens == 3
-    assert desk.scheduler.plan(desk.now) is None
-    desk.block((*before, *right), (7,))
-    assert desk.scheduler.plan(desk.now) is not None
+    desk.block(before, DraftTree((beside(right[0]), right[0], right[1]), (-1, -1, 1)))
+    verdict = only_verdict(desk.step())
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[:2], 1, 2)
 
 
-def test_a_block_that_has_become_too_long_loses_its_alternatives_first():
-    block = a_block((1, 2), (3, 4), alternatives=(5, 6))
-    assert (block.size, block.first(4)) == (4, block)
-    assert block.first(3) == a_block((1, 2), (3, 4), alternatives=(5,))
-    assert block.first(2) == a_block((1, 2), (3, 4))
-    assert block.first(1) == a_block((1, 2), (3,))
+def test_of_a_late_tree_what_follows_the_decided_tokens_is_verified():
+    desk, before = a_branching_desk()
+    right = text(before, 3)
+    desk.step()
+    desk.block(before, DraftTree((beside(right[0]), right[0], right[1], beside(right[1])), (-1, -1, 1, 1)))
+    verdict = only_verdict(desk.step())
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[1:3], 1, 2)
+    assert desk.scheduler.rebased == 1
 
 
 @pytest.mark.parametrize(
     ("session", "limits"),
-    [
-        ({"acceptance": Acceptance.RATIO, "sampling": Sampling()}, {}),
-        ({"sampling": Sampling(temperature=0.0, presence_penalty=1.0)}, {}),
-        ({}, {"alternatives": False}),
-    ],
-    ids=["ratio", "penalties", "an engine without"],
+    [({"acceptance": Acceptance.RATIO, "sampling": Sampling()}, {}), ({}, {"trees": False})],
+    ids=["ratio", "an engine without"],
 )
-def test_alternatives_are_neither_asked_for_nor_taken_where_they_could_not_be_verified(session, limits):
+def test_trees_are_neither_asked_for_nor_taken_where_they_could_not_be_verified(session, limits):
     desk = Desk(**limits)
     desk.open(tokens=PROMPT, **session)
     desk.attach(PROMPT)
     sends = desk.step()
     assert only_request(sends).shape is Shape.CHAIN
-    desk.block(PROMPT + only_verdict(sends).tokens, (7,), others=(8,))
-    assert desk.dropped == {"alternatives": 1}
+    desk.block(PROMPT + only_verdict(sends).tokens, DraftTree((7, 8), (-1, -1)))
+    assert desk.dropped == {"tree": 1}
 
 
-def test_alternatives_count_where_a_block_may_be_too_long():
+def test_with_penalties_trees_are_asked_for_too():
+    desk = Desk()
+    desk.open(tokens=PROMPT, sampling=Sampling(temperature=0.0, presence_penalty=1.0))
+    desk.attach(PROMPT)
+    assert only_request(desk.step()).shape is Shape.TREE
+
+
+def test_all_nodes_count_where_a_block_may_be_too_long():
     desk, before = a_branching_desk()
-    desk.block(before, (1, 2), others=(3, 4, 5))
+    desk.block(before, DraftTree((1, 2, 3, 4, 5), (-1,) * 5))
     assert desk.dropped == {"too_long": 1}
-    desk.block(before, (1, 2), others=(3, VOCABULARY))
+    desk.block(before, DraftTree((1, 2, 3, VOCABULARY), (-1,) * 4))
     assert desk.dropped == {"too_long": 1, "out_of_vocabulary": 1}
 
 
-def test_a_session_that_lost_its_pages_after_an_alternative_goes_on_with_the_same_text():
-    """Too few pages for both: one is preempted, whatever was to be fed again, and computed anew."""
-    desk = Desk(pages=9)
-    texts = {}
-    for name, prompt in (("old", (1, 2, 3)), ("young", (4, 5, 6))):
-        desk.open(name, tokens=prompt, max_len=30, max_draft_tokens=4)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+@pytest.mark.parametrize("positions", [400, 48], ids=["pages for all", "preemption"])
+def test_sessions_with_random_trees_go_on_with_the_same_text_whatever_becomes_of_their_pages(page_size, positions):
+    """Shared prompts, pages that end within a path, preemption: what the pages hold is checked in every step."""
+    desk = Desk(pages=positions // page_size, page_size=page_size)
+    rng = random.Random(page_size)
+    prompts = {"old": (1, 2, 3, 4), "twin": (1, 2, 3, 4), "young": (4, 5, 6)}
+    for name, prompt in prompts.items():
+        desk.open(name, tokens=prompt, max_len=30, max_draft_tokens=6)
         desk.attach(prompt, name)
-        texts[name] = (prompt, text(prompt, 27))
-    got: dict[str, tuple[int, ...]] = {"old": (), "young": ()}
+    got: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
+    branches = 0
     while desk.scheduler.load()["sessions"] or desk.scheduler.load()["queued"]:
         for receiver, message in desk.step():
             if receiver == ROUTER:
+                branches += message.accepted > 1
                 got[message.session] += message.tokens
-                prompt, whole = texts[message.session]
-                so_far = len(got[message.session])
-                if so_far + 2 < len(whole):
-                    wrong = (whole[so_far] + 1) % VOCABULARY
-                    before = prompt + got[message.session]
-                    desk.block(before, (wrong,), message.session, others=(whole[so_far],))
-    assert got == {name: whole for name, (_, whole) in texts.items()}
-    assert desk.scheduler.preempted > 0
+                before = prompts[message.session] + got[message.session]
+                room = min(6, 30 - len(before) - 1)
+                if room > 0 and message.finish is Finish.NONE:
+                    desk.block(before, a_likely_tree(rng, before, room), message.session)
+    assert got == {name: text(prompt, 30 - len(prompt)) for name, prompt in prompts.items()}
+    assert branches > 3, "hardly a path was accepted: this showed nothing"
+    assert (desk.scheduler.preempted > 0) == (positions < 400)
+
+
+def a_likely_tree(rng: random.Random, before: tuple[int, ...], nodes: int) -> DraftTree:
+    """Some nodes have the token that is right after their path."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    texts: list[tuple[int, ...]] = []  # up to each node
+    children: set[tuple[int, int]] = set()
+    while len(tokens) < nodes:
+        parent = rng.randrange(-1, len(tokens))
+        line = texts[parent] if parent >= 0 else before
+        token = next_token(line) if rng.random() < 0.5 else rng.randrange(VOCABULARY)
+        if (parent, token) not in children:
+            children.add((parent, token))
+            parents.append(parent)
+            tokens.append(token)
+            texts.append((*line, token))
+    return DraftTree(tuple(tokens), tuple(parents))
 
 
 # ---------------------------------------------------------------- how long blocks take

@@ -1,0 +1,93 @@
+"""Random trees through the whole world give the text of plain decoding, on every schedule and whatever pages are lost.
+
+A drafter's blocks become trees of the target's likely tokens on their way; those drafted ahead, late and doubled too.
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from protos.messages import Acceptance, Block, DraftTree, Sampling
+from tests.lossless.parts import Setting
+from tests.lossless.test_lock_step import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, WORLDS, texts
+from tests.lossless.world import World, calm, near_patience, stormy
+
+BLOCK_LEN = 6
+FEW_PAGES = 22  # of all sessions together, where one may need 14
+LIKELY = TARGET.topk(2, dim=-1).indices.tolist()  # after each token
+
+
+def into_a_tree(prompt_len: int) -> Callable[[Block, random.Random], Block]:
+    """As many nodes as there may be; each child is one of the likely tokens after its parent."""
+    context = prompt_len + NEW_TOKENS
+
+    def altered(block: Block, rng: random.Random) -> Block:
+        tokens: list[int] = []
+        parents: list[int] = []
+        children: set[tuple[int, int]] = set()
+        for _ in range(min(BLOCK_LEN, context - block.base_len - 1)):
+            parent = rng.randrange(-1, len(tokens))
+            likely = [block.tree.tokens[0], rng.randrange(VOCABULARY)] if parent < 0 else LIKELY[tokens[parent]]
+            token = rng.choices(likely, weights=(3, 1))[0]
+            if (parent, token) not in children:
+                children.add((parent, token))
+                parents.append(parent)
+                tokens.append(token)
+        return replace(block, tree=DraftTree(tuple(tokens), tuple(parents)))
+
+    return altered
+
+
+def worlds(setting: Setting) -> list[World]:
+    """Run, each with a prompt and seeds of its own."""
+    made = [World(replace(setting, prompt=(1 + seed, 7, 8)), AT_ONCE, seed) for seed in range(WORLDS)]
+    for world in made:
+        world.run()
+        assert world.verification.is_idle
+        assert world.drafting.is_idle
+    return made
+
+
+SETTING = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, ahead=4)
+
+
+@functools.cache
+def plain(sampling: Sampling) -> list[tuple[int, ...]]:
+    """The texts without any draft."""
+    return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pages"),
+    [
+        pytest.param(calm, 4096, id="calm"),
+        pytest.param(calm, FEW_PAGES, id="calm with preemption"),
+        pytest.param(stormy, FEW_PAGES, id="stormy with preemption"),
+        pytest.param(near_patience, 4096, id="near patience"),
+    ],
+)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(Sampling(temperature=0.0), id="greedy"),
+        pytest.param(Sampling(temperature=0.7), id="coupled"),
+        pytest.param(Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5), id="penalties"),
+        pytest.param(Sampling(temperature=0.0, presence_penalty=0.7), id="greedy with penalties"),
+    ],
+)
+def test_random_trees_decide_what_plain_decoding_does(sampling, schedule, pages):
+    altered = into_a_tree(prompt_len=3)
+    grown = worlds(replace(SETTING, schedule=schedule, sampling=sampling, pages=pages, altered=altered))
+    assert texts(grown) == plain(sampling)
+    assert sum(world.branches_accepted for world in grown) > 1, "no trees: this showed nothing"
+    assert sum(s.counts.accepted for world in grown for s in world.sessions.values()) > len(plain(sampling))
+    assert (sum(world.verification.preempted for world in grown) > 0) == (pages < 4096)
+
+
+def test_under_ratio_a_tree_is_dropped_and_counted_and_the_session_goes_on():
+    made = worlds(replace(SETTING, acceptance=Acceptance.RATIO, altered=into_a_tree(prompt_len=3)))
+    assert all(world.verification.dropped["tree"] > 0 for world in made)
+    assert all(session.committed for world in made for session in world.sessions.values())
