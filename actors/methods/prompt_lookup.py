@@ -10,8 +10,12 @@ import numpy as np
 
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
+from cluster.drafting.ahead import draft_ahead, proposals
+from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import Proposal, Want, max_block_len
+from cluster.drafting.outcomes import Choices
+from cluster.drafting.requests import Proposal, Want
 from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
@@ -46,38 +50,65 @@ class PromptLookup:
     """The method around `look_up`; holds no state."""
 
     tokens_per_forward = 1
+    outcomes = 1  # the text goes on as it did before
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest = longest
         self._shortest = shortest
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        """Ahead at most one each: for the case that the text goes on as it did before."""
-        found = [self._propose(want) if want.unverified is None else self._propose_ahead(want) for want in wants]
-        return [proposal for proposal in found if proposal is not None]
+        sure = [want for want in wants if want.unverified is None]
+        ahead = [want for want in wants if want.unverified is not None]
+        return [self._propose(want) for want in sure] + (self._propose_ahead(ahead) if ahead else [])
 
     def close(self, sessions: Sequence[str]) -> None:
         """There is nothing to forget."""
 
     def _propose(self, want: Want) -> Proposal:
-        return Proposal(
-            want.open.session, len(want.tokens), want.prefix_hash, self._after(want.tokens, want.max_tokens)
-        )
+        draft = BlockDraft(want=want, base_hash=want.prefix_hash, max_tokens=want.max_tokens)
+        self.extend([draft])
+        return draft.proposal()
 
-    def _propose_ahead(self, want: Want) -> Proposal | None:
-        """A block after all of the block under verification and the token that the text has next.
+    def _propose_ahead(self, wants: Sequence[Want]) -> list[Proposal]:
+        """Takes no time that counts, so nothing ends it. A target that goes on without a block is told of none."""
+        drafts = draft_ahead(self, wants, ForwardTime(), clock=lambda: 0.0, interrupted=lambda: False, early=dismiss)
+        found = proposals(drafts)
+        served = {proposal.session for proposal in found}
+        waiting = [want for want in wants if not want.unverified and want.open.session not in served]
+        return found + [Proposal(want.open.session, len(want.tokens), want.prefix_hash, ()) for want in waiting]
 
-        Where that is nothing: no block, for a target that goes on without waiting for one; else None.
-        """
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, want: Want) -> list[BlockDraft]:
+        """All of the block is expected to be accepted."""
         block = want.unverified or ()
-        outcome = (*block, *self._after((*want.tokens, *block), 1))
-        base = (*want.tokens, *outcome)
-        is_over = len(outcome) == len(block) or outcome[-1] in want.open.stop_ids
-        room = 0 if is_over else min(want.max_tokens, max_block_len(want.open, len(base)))
-        if room > 0 and (found := self._after(base, room)):
-            prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
-            return Proposal(want.open.session, len(base), prefix_hash, found, outcome=outcome)
-        return None if block else Proposal(want.open.session, len(want.tokens), want.prefix_hash, ())
+        root = BlockDraft(want=want, base_hash=want.prefix_hash, max_tokens=len(block) + 1, unverified=block)
+        for token in block:
+            root.append(token, _sure(token))
+        root.settle()
+        return [root]
 
-    def _after(self, tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
-        return look_up(tokens, most, self._longest, self._shortest)
+    def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
+        base_hash = hashes_after(root.want.prefix_hash, outcome)[-1]
+        return BlockDraft(want=root.want, base_hash=base_hash, max_tokens=max_tokens, outcome=outcome, chance=chance)
+
+    def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
+        """A lookup is as quick as any preview."""
+
+    def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
+        """As far as the text goes on: those that it has more tokens for."""
+        return [draft for draft in drafts if self._extend(draft)]
+
+    def _extend(self, draft: BlockDraft) -> bool:
+        text = (*draft.want.tokens, *draft.outcome, *draft.tokens)
+        found = look_up(text, draft.missing, self._longest, self._shortest)
+        for token in found:
+            draft.append(token, _sure(token))
+        draft.settle()
+        draft.is_cut = True
+        return bool(found)
+
+
+def _sure(token: int) -> Choices:
+    """The text knows no other."""
+    return Choices((token,), (1.0,))

@@ -12,8 +12,9 @@ from torch import Tensor
 from actors.drafter import Drafter
 from actors.engine.engine import Engine, ThreadEngine
 from actors.engine.executor import StepExecutor
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica

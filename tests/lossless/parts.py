@@ -10,8 +10,9 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import MaskTokens
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
@@ -135,7 +136,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
         DraftingLimits(top_k=setting.vocabulary, weight_scale=setting.weight_scale),
         clock=clock,
         masks=MaskTokens(setting.vocabulary, setting.width),
-        further=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+        head=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
     )
 
 

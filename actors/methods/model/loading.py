@@ -8,8 +8,9 @@ from actors.compute.linear import EightBitProjection, can_round, projection
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, read_mask_tokens, tokens_per_forward
 from actors.methods.model.recurrent_head import load_recurrent_head
 from actors.methods.model.vocab_pruning import read_frequent_tokens, reduce_head
@@ -19,7 +20,7 @@ from actors.models.decoder import decoder_for
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
-FURTHER_TOKENS = 8192  # most frequent ones that a recurrent head chooses among: it seldom knows the others
+HEAD_TOKENS = 8192  # most frequent ones that a recurrent head chooses among: it seldom knows the others
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
@@ -50,12 +51,12 @@ def load_draft_model(folder: Path, draft: DraftPool, setup: DraftSetup, device: 
         reduce_head(model, token_ids)
     width = tokens_per_forward(model.config, setup.max_draft_tokens)
     decoder = decoder_for(model.eval(), product)
-    columns = None if frequent is None else FURTHER_TOKENS
-    further = load_recurrent_head(folder, model, decoder, width, product, columns)
-    masks = ONE_AT_A_TIME if further else read_mask_tokens(model.config, setup.max_draft_tokens)
+    columns = None if frequent is None else HEAD_TOKENS
+    head = load_recurrent_head(folder, model, decoder, width, product, columns)
+    masks = ONE_AT_A_TIME if head else read_mask_tokens(model.config, setup.max_draft_tokens)
     page_size = draft.cache.page_size
     pages = page_count(draft.cache, page_bytes(model, page_size), draft.max_sessions, setup.max_context, device)
     runner = ModelRunner(model, pages, page_size, decoder=decoder)
     draft_cache = DraftCache(pages, page_size)
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)
-    return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, further=further)
+    return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, head=head)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import Early, dismiss
@@ -153,7 +154,7 @@ async def test_blocks_that_took_no_forward_say_nothing_of_what_drafting_costs(at
     await until(lambda: method.made == 2)
     drafter.receive(stream, Decoded((Close("a", 1), to_open("b"))))
     await until(lambda: method.made == 3)
-    assert (drafter.timing.pace.steps > 0) is not at_once
+    assert (drafter.timing.pace.count > 0) is not at_once
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     await drafter.close()

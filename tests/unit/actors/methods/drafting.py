@@ -9,8 +9,9 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.drafting.requests import Want

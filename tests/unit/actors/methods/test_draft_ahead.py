@@ -9,7 +9,8 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted
 from actors.compute.kv_cache import FeedRow
-from actors.methods.draft_model import AHEAD_ROWS, OUTCOMES, ROWS_EACH, DraftModel
+from actors.methods.draft_model import DraftModel
+from cluster.drafting.ahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal, Want
 from protos.messages import Acceptance, SparseProbs

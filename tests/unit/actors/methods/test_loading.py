@@ -99,7 +99,7 @@ def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(folder: Path, m
     free = drafted(load(folder)).tokens
     others = [token for token in range(VOCABULARY) if token not in free]
     (folder / FREQUENT_TOKENS).write_text(json.dumps([*others, *free]))
-    monkeypatch.setattr(loading, "FURTHER_TOKENS", len(others))
+    monkeypatch.setattr(loading, "HEAD_TOKENS", len(others))
     bound = drafted(load(folder)).tokens
     assert bound[0] == free[0], "the forward's own token may be any"
     assert set(bound[1:3]) <= set(others)

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from actors.compute.kv_cache import FeedRow
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
 from cluster.errors import ModelError
 from protos.messages import Acceptance

@@ -2,8 +2,9 @@
 
 import torch
 
-from actors.methods.draft_model import DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import MaskTokens
 from actors.methods.pass_profile import LONG, ROWS, profile_drafting
 from actors.methods.prompt_lookup import PromptLookup

@@ -14,12 +14,15 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
-from actors.methods.draft_model import AHEAD_ROWS, GUESS_TOKENS, GUESSED, DraftingLimits, DraftModel
+from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.head_drafting import GUESS_TOKENS, GUESSED
+from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.recurrent_head import FILE, RecurrentHead, load_recurrent_head
 from actors.models.decoder import decoder_for
 from actors.models.forward_output import ForwardOutput
 from actors.sampling.noise import Purpose, gumbel_argmax, key
+from cluster.drafting.ahead import AHEAD_ROWS
 from cluster.drafting.requests import Proposal, Want
 from cluster.errors import ModelError
 from protos.messages import Acceptance
@@ -138,7 +141,7 @@ def with_head(runner: SpyRunner, further: Following | None, **limits: Any) -> Dr
     def clock() -> float:
         return float(len(runner.fed))
 
-    return DraftModel(runner, torch.arange(VOCABULARY), cache, DraftingLimits(**limits), clock, further=further)
+    return DraftModel(runner, torch.arange(VOCABULARY), cache, DraftingLimits(**limits), clock, head=further)
 
 
 def within(want: Want, forwards: int) -> Want:

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
-from torch import Tensor
-
-from actors.methods.model.draft_cache import Branch
 from cluster.drafting.outcomes import Choices, offer
 from cluster.drafting.requests import Proposal, Want
 from protos.messages import Acceptance, SparseProbs
+from protos.prefix import extend_hash
 
 LEAST_ALTERNATIVE = 0.1  # chance of an alternative to be sent, whatever its verification costs
 SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
@@ -24,29 +23,30 @@ class DraftedToken:
     prefix_hash: int  # of all tokens up to it
     ids: tuple[int, ...] = ()  # draft_probs, under ratio
     weights: tuple[int, ...] = ()
-    by_head: bool = False  # a recurrent head thought of it, not the model
-    state: Tensor | None = None  # (hidden,) what its logits were made of, if a recurrent head may go on from there
+    by_head: bool = False  # a draft head predicted it, without a forward of the model
+    state: Any = None  # the method's own: what the token was drawn from, if a draft head may go on from there
 
 
-@dataclass
+@dataclass(kw_only=True, eq=False)
 class BlockDraft:
-    """One block while it is being drafted."""
+    """One block while it is being drafted.
+
+    A *root* is a block under verification that is read, token by token, for what may come of it.
+    """
 
     want: Want
-    branch: Branch
-    pending: list[int]  # tokens to feed next
     base_hash: int  # of the tokens that the block comes after
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
     chance: float = 1.0  # that the outcome comes
-    state: Tensor | None = None  # (hidden,) what the logits were made of at the place just before the block
-    unverified: tuple[int, ...] | None = None  # a root's: tokens under verification, read for what may come of them
+    state: Any = None  # the method's own: as a drafted token's, of the place just before the block
+    unverified: tuple[int, ...] | None = None  # a root's tokens
+    tells_all: bool = False  # a root's: what replaces its tokens is not known before it is read
     main: "BlockDraft | None" = None  # a root's that reads an alternative: the one that reads what it is one to
     min_confidence: float = 0.0  # of the tokens so far to stand, to go on from there
-    logits: int = 1  # are wanted of the last so many of the tokens to feed
     drafted: list[DraftedToken] = field(default_factory=list)
-    settled: int = 0  # of them, the first, are settled; what a recurrent head named after them may be named anew
-    is_guessed: bool = False  # whether it was asked
+    settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
+    is_guessed: bool = False  # whether a draft head was asked
     is_cut: bool = False  # what would come next is too unlikely
 
     @property
@@ -54,7 +54,7 @@ class BlockDraft:
         return tuple([token.token for token in self.drafted])
 
     @property
-    def last(self) -> tuple[Tensor | None, int]:
+    def last(self) -> tuple[Any, int]:
         """The last token so far, the outcome's if none was drafted, and the state that it was taken after."""
         if self.drafted:
             return self.drafted[-1].state, self.drafted[-1].token
@@ -66,7 +66,7 @@ class BlockDraft:
 
     @property
     def by_model(self) -> list[DraftedToken]:
-        """The first tokens that are offered, as far as the model itself named them."""
+        """The first tokens that are offered, as far as the model itself predicted them."""
         return list(takewhile(lambda token: not token.by_head, self.drafted[: self.offered[0]]))
 
     @property
@@ -85,7 +85,7 @@ class BlockDraft:
 
     @property
     def missing(self) -> int:
-        """Tokens that forwards may still name."""
+        """Tokens that forwards may still predict."""
         return self.max_tokens - self.settled
 
     @property
@@ -146,21 +146,42 @@ class BlockDraft:
         least_chance = max(self.least_chance, LEAST_ALTERNATIVE)
         return offer(first.token, first.choices, chances, self.max_tokens, least_chance)
 
+    def append(
+        self,
+        token: int,
+        choices: Choices,
+        state: Any = None,
+        ids: tuple[int, ...] = (),
+        weights: tuple[int, ...] = (),
+    ) -> None:
+        """Adds a token, or ends the block; a root goes on with its own token, whatever the method would rather have."""
+        if self.is_complete:
+            return
+        if self.unverified is not None and len(self.drafted) < len(self.unverified):
+            token = self.unverified[len(self.drafted)]
+        p_accepted = self.p_accepted * choices.chances[0]
+        if p_accepted < self.least_chance:
+            self.is_cut = True
+            return
+        prefix_hash = extend_hash(self.prefix_hash, token)
+        by_head = self.is_guessed
+        self.drafted.append(DraftedToken(token, choices, p_accepted, prefix_hash, ids, weights, by_head, state))
+        self.is_cut = p_accepted < self.min_confidence
+
     def forget_guesses(self) -> None:
-        """A forward has read on: what the recurrent head made of it is named anew."""
+        """The model has read on: what the draft head made of it is drafted anew."""
         del self.drafted[self.settled :]
         self.is_guessed = self.is_cut = False
 
     def settle(self) -> None:
         """What there is stands, and is read by the next forward."""
         self.settled = len(self.drafted)
-        self.pending = list(self.tokens[len(self.branch.tokens) - self.base_len :])
 
     def proposal(self) -> Proposal:
         want = self.want
         probs = None
-        if self.ratio:
-            drafted = self.drafted
+        drafted = self.drafted
+        if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
         kept, alternatives = self.offered
         name = want.open.session

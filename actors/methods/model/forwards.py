@@ -1,0 +1,82 @@
+"""Forwards of a draft model: what is pending of several blocks goes in together, as far as budget and cache go."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import Interrupted
+from actors.compute.kv_cache import FeedRow
+from actors.engine.runner import InterruptibleRunner
+from actors.methods.model.cached_draft import CachedDraft
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.pard import MaskTokens
+from cluster.page_allocator import PageCopy
+
+
+class ReadDraft(NamedTuple):
+    """A block whose pending tokens were all fed, and what the model says after the last ones of them."""
+
+    draft: CachedDraft
+    logits: Tensor  # (places, columns)
+    hidden: Tensor | None  # (places, hidden)
+
+
+class _Fed(NamedTuple):
+    draft: CachedDraft
+    row: FeedRow
+    rest: list[int]  # of what was pending
+
+
+class DraftForwards:
+    """A model and its cache. A forward feeds at most `pass_tokens`."""
+
+    def __init__(self, runner: InterruptibleRunner, cache: DraftCache, masks: MaskTokens, pass_tokens: int) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._masks = masks
+        self._pass_tokens = pass_tokens
+
+    def read(self, drafts: Sequence[CachedDraft], busy: set[str], interrupted: Callable[[], bool]) -> list[ReadDraft]:
+        """One forward for all of them; those that were read to their end.
+
+        What is not, or has no room in the pool, goes without; the next request goes on from there. Room is made at the
+        cost of sessions that are not `busy`.
+        """
+        copies: list[PageCopy] = []
+        fed = self._feed(drafts, busy, copies)
+        if not fed:
+            return []
+        rows = [each.row for each in fed]
+        try:
+            output = self._runner.forward(rows, copies, interrupted)
+        except Interrupted:
+            for each in fed:
+                self._cache.cut(each.draft.branch, each.row.start)
+            return []
+        for draft, row, _ in fed:
+            if not draft.is_root and row.logits > 1:
+                self._cache.drop_masks(draft.branch)
+        sizes = [row.logits for row in rows]
+        logits = torch.split(output.logits, sizes)
+        hidden = [None] * len(fed) if output.hidden is None else torch.split(output.hidden, sizes)
+        read = zip(fed, logits, hidden, strict=True)
+        return [ReadDraft(each.draft, said, made_of) for each, said, made_of in read if not each.rest]
+
+    def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
+        """Rows for the next forward, the shortest first; adds to the copies to be made before it."""
+        fed: list[_Fed] = []
+        budget = self._pass_tokens
+        for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
+            part = draft.pending[:budget]
+            rest = draft.pending[budget:]
+            masks = () if rest or draft.is_root else self._masks.after(draft.missing)[: budget - len(part)]
+            wanted = 1 if rest else draft.logits
+            if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
+                row, copied = feed
+                fed.append(_Fed(draft, row, rest))
+                copies += copied
+                draft.pending = rest
+                budget = budget - len(part) - len(masks)
+        return fed

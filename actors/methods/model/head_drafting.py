@@ -1,0 +1,94 @@
+"""Drafting with a draft head, between and in the place of forwards: from the states that blocks were read with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.methods.model.cached_draft import CachedDraft
+from actors.methods.model.forwards import ReadDraft
+from actors.methods.model.recurrent_head import DraftHead
+from actors.methods.model.sampling import DraftSampler, is_argmax
+
+GUESSED = 16  # most outcomes whose first tokens the head predicts, and blocks that it begins in a pass
+GUESS_TOKENS = 2  # each
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadStates:
+    """States at the places where the verdict over a block may stop accepting, by the tokens accepted up to there."""
+
+    base_len: int  # tokens before the block
+    states: dict[tuple[int, ...], Tensor]  # each (hidden,)
+
+
+class HeadDrafting:
+    """A head, and the states that it may go on from."""
+
+    def __init__(self, head: DraftHead, sampler: DraftSampler) -> None:
+        self.width = head.width
+        self._head = head
+        self._sampler = sampler
+        self._read: dict[str, _ReadStates] = {}  # by session, of the block read last
+
+    def go_on(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
+        """Up to so many further tokens after the last one of each draft."""
+        for _ in range(tokens):
+            drafts = [draft for draft in drafts if not draft.is_complete]
+            if not drafts or interrupted():
+                return
+            for draft in drafts:
+                draft.is_guessed = True
+            states, taken = zip(*[draft.last for draft in drafts], strict=True)
+            output = self._head.predict_next(torch.stack(states), taken)
+            assert output.hidden is not None, "a head that goes on from states gives states"
+            logits = torch.split(output.logits, 1)
+            hidden = torch.split(output.hidden, 1)
+            self._sampler.extend([ReadDraft(*each) for each in zip(drafts, logits, hidden, strict=True)])
+
+    def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
+        """The first tokens of the likeliest blocks, which forwards draft anew while there is time.
+
+        Not where a prefix must keep its continuation, nor where tokens are sampled, which takes as long as a forward.
+        """
+        may = [draft for draft in drafts if draft.state is not None and is_argmax(draft)]
+        likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
+        self.go_on(likeliest, GUESS_TOKENS, interrupted)
+
+    def begin(self, drafts: Sequence[CachedDraft]) -> None:
+        """Predicts what follows verdicts, if the states just before their last tokens are known.
+
+        A forward would predict it better, but takes several times as long, and the target may be waiting. Where one of
+        the sessions needs a forward, all have it: their blocks leave together.
+        """
+        found = [self._state_before_last(draft) for draft in drafts]
+        if any(state is None for state in found):
+            return
+        for draft, state in zip(drafts, found, strict=True):
+            draft.state = state
+        self.go_on(drafts, GUESS_TOKENS, never)
+
+    def remember(self, roots: Sequence[CachedDraft]) -> None:
+        """What was read of blocks under verification."""
+        for root in roots:
+            base_len = len(root.want.tokens)
+            session = root.want.open.session
+            read = self._read.get(session)
+            if read is None or read.base_len != base_len:
+                read = self._read[session] = _ReadStates(base_len, {})
+            for place, token in enumerate(root.drafted):
+                if token.state is not None:
+                    read.states[root.tokens[:place]] = token.state
+
+    def close(self, session: str) -> None:
+        self._read.pop(session, None)
+
+    def _state_before_last(self, draft: CachedDraft) -> Tensor | None:
+        """What the logits of the last decided token's place were made of, (hidden,), if that was read and will do."""
+        tokens = draft.want.tokens
+        read = self._read.pop(draft.want.open.session, None)
+        if read is None or read.base_len >= len(tokens) or not is_argmax(draft):
+            return None
+        return read.states.get(tokens[read.base_len : -1])
