@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from actors.attention import pages_of
 from actors.compute.kv_cache import FeedRow, PagedCache
-from protos.messages import MAX_BLOCK_TOKENS
+from protos.draft_tree import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
 LEAST_PAGE = 16  # keys that a kernel takes at a time, at least

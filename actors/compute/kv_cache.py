@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.compute.to_device import to_device
 from cluster.page_allocator import PageCopy, PlaceMove
-from protos.messages import DraftTree
+from protos.draft_tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)

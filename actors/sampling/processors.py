@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from actors.compute.to_device import to_device
-from protos.messages import NO_TREE, DraftTree, Sampling
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Sampling
 
 CANDIDATES = 1024  # tokens that top-k and top-p look at before they sort everything
 

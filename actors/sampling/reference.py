@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from actors.sampling.noise import Purpose, gumbel_argmax, key, uniform_scalar
-from protos.messages import Acceptance, DraftTree, SparseProbs
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.messages import Acceptance
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from actors.compute.to_device import to_device
 from actors.sampling.noise import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
 from actors.sampling.processors import Restricted, penalise, restrict
 from actors.sampling.reference import BlockDecision, DrawAddress, distribution, match, offsets
-from protos.messages import Acceptance, DraftTree, Sampling
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Sampling
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers that are worked on together: what stays in a cache, what has room
 

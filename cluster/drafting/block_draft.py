@@ -6,7 +6,8 @@ from typing import Any
 
 from cluster.drafting.outcomes import Choices, offer
 from cluster.drafting.requests import Proposal, Want
-from protos.messages import Acceptance, SparseProbs
+from protos.draft_tree import SparseProbs
+from protos.messages import Acceptance
 from protos.prefix import extend_hash
 
 LEAST_ALTERNATIVE = 0.1  # chance of an alternative to be sent, whatever its verification costs

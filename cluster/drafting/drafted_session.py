@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from cluster.drafting.requests import Proposal, max_block_len
-from protos.messages import MAX_BLOCK_TOKENS, DraftRequest, Open, Shape
+from protos.draft_tree import MAX_BLOCK_TOKENS
+from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import Prefix
 
 

@@ -2,7 +2,8 @@
 
 import math
 
-from protos.messages import DraftTree, Open, SparseProbs
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.messages import Open
 from protos.values import value
 
 

@@ -8,7 +8,8 @@ from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
-from protos.messages import NO_TREE, Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
+from protos.draft_tree import NO_TREE
+from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
 from protos.values import value
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.page_allocator import PageCopy, PlaceMove
-from protos.messages import NO_TREE, DraftTree, Open
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Open
 from protos.values import value
 
 

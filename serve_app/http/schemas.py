@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from protos.messages import MAX_BLOCK_TOKENS
+from protos.draft_tree import MAX_BLOCK_TOKENS
 
 MAX_CHOICES = 128
 MAX_STOPS = 4

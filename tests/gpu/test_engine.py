@@ -20,7 +20,8 @@ from actors.engine.runner import ModelRunner
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from cluster.verification.step import Row, StepPlan
-from protos.messages import Acceptance, DraftTree, Sampling, SparseProbs
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.messages import Acceptance, Sampling
 from tests.unit.actors.tiny_models import MODELS, jittered, tokens_of
 from tests.unit.cluster.samples import an_open
 

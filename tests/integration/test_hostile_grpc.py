@@ -14,20 +14,19 @@ from cluster.dispatch import Send
 from cluster.routing.session import Emit
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
+from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
     PROTOCOL_VERSION,
     Acceptance,
     Attach,
     Block,
     Close,
-    DraftTree,
     Hello,
     LiveSession,
     Open,
     Refusal,
     RefusalReason,
     Sampling,
-    SparseProbs,
     Verdict,
     Welcome,
 )

@@ -4,7 +4,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from protos.messages import DraftTree
+from protos.draft_tree import DraftTree
 
 
 def grown(rng: Random, nodes: int, vocabulary: int) -> DraftTree:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from protos.messages import Acceptance, Block, DraftTree, Open, Sampling
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Block, Open, Sampling
 from protos.prefix import Prefix
 
 KEY = 99

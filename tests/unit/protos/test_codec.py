@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import speculation_pb2 as pb
-from protos.codec import MAX_SPARSE_WIDTH, Decoded, Malformed, decode, encode
+from protos.codec import Decoded, Malformed, decode, encode
+from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
+from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
-    MAX_BLOCK_TOKENS,
     Acceptance,
     Attach,
     Block,
@@ -19,7 +20,6 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
-    DraftTree,
     Finish,
     Hello,
     LiveSession,
@@ -30,7 +30,6 @@ from protos.messages import (
     Resync,
     Sampling,
     Shape,
-    SparseProbs,
     Verdict,
     Welcome,
 )

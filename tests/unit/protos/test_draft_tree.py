@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.messages import NO_TREE, DraftTree, SparseProbs
+from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from tests.unit.trees import trees
 
 VOCABULARY = 3  # few, so that branches have tokens in common

@@ -19,7 +19,7 @@ from actors.attention.flex import QUERY_BLOCK, Flex
 from actors.attention.gathered import SHORT_CONTEXT, Gathered, GatheredPlan
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import FeedRow, PagedCache
-from protos.messages import MAX_BLOCK_TOKENS, DraftTree
+from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
 from tests.unit.trees import grown
 

@@ -13,7 +13,8 @@ from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.verification.step import Outcome, Row, StepPlan
-from protos.messages import DraftTree, Sampling
+from protos.draft_tree import DraftTree
+from protos.messages import Sampling
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8

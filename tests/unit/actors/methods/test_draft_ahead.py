@@ -13,7 +13,8 @@ from actors.methods.draft_model import DraftModel
 from cluster.drafting.ahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal, Want
-from protos.messages import Acceptance, SparseProbs
+from protos.draft_tree import SparseProbs
+from protos.messages import Acceptance
 from protos.prefix import Prefix
 from tests.unit.actors.methods.drafting import (
     DRAWN,

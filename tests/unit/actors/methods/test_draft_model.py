@@ -15,7 +15,8 @@ from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
 from cluster.drafting.outcomes import Choices, offer
 from cluster.page_allocator import PageCopy
-from protos.messages import Acceptance, DraftTree, Sampling
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Sampling
 from tests.unit.actors.methods.drafting import (
     DRAWN,
     LOGITS,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.sampling.processors import process, restrict
-from protos.messages import DraftTree, Sampling
+from protos.draft_tree import DraftTree
+from protos.messages import Sampling
 from tests.unit.trees import trees
 
 VOCABULARY = 12

@@ -15,7 +15,8 @@ from torch import Tensor
 from actors.sampling.noise import Purpose, key, uniform_scalar
 from actors.sampling.processors import process
 from actors.sampling.reference import BlockDecision, DrawAddress, accept, draw, match
-from protos.messages import NO_TREE, Acceptance, DraftTree, Sampling, SparseProbs
+from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
+from protos.messages import Acceptance, Sampling
 
 COUPLED, RATIO = Acceptance
 FALSE_ALARM = 1e-6

@@ -11,7 +11,8 @@ from torch import Tensor
 from actors.sampling.processors import process
 from actors.sampling.reference import BlockDecision, DrawAddress, accept
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from protos.messages import Acceptance, DraftTree, Sampling, SparseProbs
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.messages import Acceptance, Sampling
 from tests.unit.trees import grown, trees
 
 VOCABULARY = 12

@@ -13,6 +13,7 @@ from cluster.drafting.backpressure import LEAST_WINDOW
 from cluster.drafting.requests import Proposal, Want
 from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
 from cluster.drafting.step_interval import StepIntervalEstimate
+from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
     Attach,
     Block,
@@ -20,7 +21,6 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
-    DraftTree,
     Finish,
     Hello,
     LiveSession,
@@ -29,7 +29,6 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Resync,
-    SparseProbs,
     Verdict,
 )
 from protos.prefix import Prefix

@@ -21,6 +21,7 @@ from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.sequence import MISSED_ROUNDS, settle
 from cluster.verification.step import Outcome, Row, StepPlan
+from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
     Acceptance,
     Attach,
@@ -28,7 +29,6 @@ from protos.messages import (
     Detach,
     DraftAnswer,
     DraftRequest,
-    DraftTree,
     Finish,
     Hello,
     LiveSession,
@@ -38,7 +38,6 @@ from protos.messages import (
     Resync,
     Sampling,
     Shape,
-    SparseProbs,
     Verdict,
 )
 from protos.prefix import Prefix

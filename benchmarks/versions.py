@@ -1,0 +1,147 @@
+"""Two checkouts of this repository side by side: is a change as fast as what was there before it?
+
+    python benchmarks/versions.py --before ../older [--concurrency 1,4,16] [--rounds 5] [--tokens 64] [--json OUT]
+
+Each checkout serves the demo pair with its own code, config and draft, from its own Ray cluster; target and drafter are
+pinned to one core each, as in `pipeline.py`. Both are asked the same prompts over HTTP, one right after the other, and
+who is first takes turns. An interval of the ratio that reaches 1 means that no difference was found.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from servers import OTHERS_CORE, PINNED
+
+from serve_app.bench.client import ChatEndpoint, ChatQuestion
+from serve_app.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
+from serve_app.bench.measures import Batch, Speedup, Tally, TimedAnswer, speedup
+from serve_app.bench.tables import speedups_table
+from serve_app.demo_data import BENCH_PROMPTS
+
+ARMS = ("after", "before")
+CONFIGS = ("serve_app/demo_data/smollm2.yaml", "examples/smollm2.yaml")  # where a checkout keeps the demo's
+START_S = 300.0
+TURNOVER = 3  # prompts of a batch for each that is asked at once
+READY = re.compile(r"is ready: (http://\S+)/v1")
+
+
+def command_of(checkout: Path) -> list[str]:
+    """`slipstream serve` of a checkout, whatever module its command line is in there."""
+    scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["slipstream"].partition(":")
+    config = next(path for path in CONFIGS if (checkout / path).is_file())
+    settings = [part for setting in PINNED for part in ("--set", setting)]
+    return [sys.executable, "-c", f"from {module} import {function}; {function}()", "serve", config, *settings]
+
+
+@contextmanager
+def served(checkout: Path) -> Iterator[str]:
+    """The URL of a server of its own, started from the checkout and stopped at the end."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = ["taskset", "--cpu-list", str(OTHERS_CORE), *command_of(checkout)]
+    process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        began = time.monotonic()
+        for line in process.stdout:
+            if found := READY.search(line):
+                yield found[1]
+                return
+            if time.monotonic() - began > START_S:
+                break
+        raise SystemExit(f"{checkout} was not ready within {START_S:.0f} s")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+async def batch_of(
+    endpoint: ChatEndpoint, arm: str, prompts: Sequence[Prompt], at_once: int, tokens: int, index: int, number: int
+) -> Batch:
+    model = await endpoint.model()
+    places = asyncio.Semaphore(at_once)
+    began = time.perf_counter()
+
+    async def ask(prompt: Prompt) -> TimedAnswer:
+        async with places:
+            return await endpoint.ask(model, ChatQuestion(prompt.prompt, tokens, ignore_eos=True))
+
+    answers = await asyncio.gather(*map(ask, prompts))
+    seconds = time.perf_counter() - began
+    kinds = tuple(prompt.kind for prompt in prompts)
+    return Batch(arm, at_once, index, number, seconds, Tally(), kinds, tuple(answers))
+
+
+async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Batch]:
+    """All rounds at all concurrencies, both checkouts one right after the other."""
+    batches: list[Batch] = []
+    async with AsyncExitStack() as stack:
+        endpoints = {arm: await stack.enter_async_context(ChatEndpoint.at(url)) for arm, url in urls.items()}
+        for arm, endpoint in endpoints.items():
+            await batch_of(endpoint, arm, prompts, len(prompts), WARM_UP_TOKENS, 0, -1)
+        for number in range(arguments.rounds):
+            for at_once in arguments.concurrency:
+                order = random.Random(number).sample(list(prompts), len(prompts))
+                parts = prompt_batches(order if at_once > 1 else prompts, 1 if at_once == 1 else TURNOVER * at_once)
+                for place, part in enumerate(track(parts, f"Round {number + 1}, {at_once}", Console(stderr=True))):
+                    index = place if at_once == 1 else number * len(parts) + place
+                    for arm in ARMS if (number + place) % 2 else ARMS[::-1]:
+                        batch = await batch_of(endpoints[arm], arm, part, at_once, arguments.tokens, index, number)
+                        batches.append(batch)
+            show(arguments, batches)
+    return batches
+
+
+def speedups(arguments: argparse.Namespace, batches: Sequence[Batch]) -> list[Speedup]:
+    """Tokens a second after the change over before it, at every concurrency."""
+    found = []
+    for at_once in arguments.concurrency:
+        after, before = ([b for b in batches if (b.arm, b.concurrency) == (arm, at_once)] for arm in ARMS)
+        if len({batch.index for batch in after}) > 1:
+            found.append(speedup(after, before))
+    return found
+
+
+def show(arguments: argparse.Namespace, batches: Sequence[Batch]) -> None:
+    found = speedups(arguments, batches)
+    if found:
+        Console().print(speedups_table(found))
+    if arguments.json:
+        data = {"speedups": [asdict(one) for one in found], "batches": [asdict(batch) for batch in batches]}
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="folder of the other checkout")
+    parser.add_argument("--concurrency", default="1,4,16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
+    arguments = parser.parse_args()
+    arguments.concurrency = [int(part) for part in arguments.concurrency.split(",")]
+    prompts = read_prompts(arguments.prompts)
+    os.sched_setaffinity(0, [OTHERS_CORE])
+    here = Path(__file__).resolve().parents[1]
+    with served(here) as after, served(arguments.before.resolve()) as before:
+        asyncio.run(measure({"after": after, "before": before}, arguments, prompts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""From protobuf to domain messages: one function a kind, each of which raises ValueError for what does not fit.
+
+It checks everything that can be checked without knowing a session: sizes that fit together, values in range.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from protos import speculation_pb2 as pb
+from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
+from protos.messages import (
+    Acceptance,
+    Attach,
+    Block,
+    Close,
+    Detach,
+    DraftAnswer,
+    DraftRequest,
+    Finish,
+    Hello,
+    LiveSession,
+    Message,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    Shape,
+    Verdict,
+    Welcome,
+)
+
+MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
+
+
+MAX_SPARSE_WIDTH = 1024
+
+
+def require(condition: bool, why: str) -> None:
+    if not condition:
+        raise ValueError(why)
+
+
+def _int32_tuple(data: bytes, name: str) -> tuple[int, ...]:
+    require(len(data) % 4 == 0, f"{name} has {len(data)} bytes, not a multiple of 4")
+    values = np.frombuffer(data, dtype="<i4")
+    require(values.size == 0 or int(values.min()) >= 0, f"{name} holds a negative token id")
+    return tuple(values.tolist())
+
+
+def _sparse_from_pb(probs: pb.SparseProbs, tokens: tuple[int, ...]) -> SparseProbs:
+    width = probs.width
+    positions = len(tokens)
+    require(0 < width <= MAX_SPARSE_WIDTH, f"draft_probs.width is {width}, expected 1..{MAX_SPARSE_WIDTH}")
+    require(
+        len(probs.token_ids) == 4 * positions * width and len(probs.weights) == 2 * positions * width,
+        f"draft_probs do not hold {positions} x {width} entries",
+    )
+    ids = np.frombuffer(probs.token_ids, dtype="<u4").reshape(positions, width)
+    weights = np.frombuffer(probs.weights, dtype="<u2").reshape(positions, width)
+    drawn = (ids == np.asarray(tokens)[:, None]) & (weights > 0)
+    require(bool(drawn.any(axis=1).all()), "a draft token has probability zero in its own draft_probs")
+    for row, row_weights in zip(ids, weights, strict=True):
+        used = row[row_weights > 0]
+        require(np.unique(used).size == used.size, "draft_probs name a token twice")
+    return SparseProbs(tuple(map(tuple, ids.tolist())), tuple(map(tuple, weights.tolist())))
+
+
+def _hello_from_pb(m: pb.Hello) -> Hello:
+    require(bool(m.peer_id), "peer_id is empty")
+    live = tuple(LiveSession(s.session, s.attempt) for s in m.live)
+    return Hello(m.peer_id, m.vocabulary, m.target_model, live, m.protocol_version)
+
+
+def _welcome_from_pb(m: pb.Welcome) -> Welcome:
+    return Welcome(m.peer_id, m.protocol_version)
+
+
+def _sampling_from_pb(m: pb.Sampling) -> Sampling:
+    values = (m.temperature, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty)
+    require(all(math.isfinite(v) for v in values), "sampling holds a value that is not finite")
+    require(m.temperature >= 0, f"temperature is {m.temperature}, expected 0 or more")
+    require(0 < m.top_p <= 1, f"top_p is {m.top_p}, expected 0 < top_p <= 1")
+    require(0 <= m.min_p <= 1, f"min_p is {m.min_p}, expected 0..1")
+    for name, value in (("frequency_penalty", m.frequency_penalty), ("presence_penalty", m.presence_penalty)):
+        require(abs(value) <= MAX_PENALTY, f"{name} is {value}, expected -{MAX_PENALTY}..{MAX_PENALTY}")
+    return Sampling(m.temperature, m.top_k, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty)
+
+
+def _open_from_pb(m: pb.Open) -> Open:
+    tokens = _int32_tuple(m.tokens, "tokens")
+    require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
+    require(m.max_len > len(tokens), f"max_len is {m.max_len}, not beyond the {len(tokens)} tokens")
+    require(
+        m.max_draft_tokens <= MAX_BLOCK_TOKENS,
+        f"max_draft_tokens is {m.max_draft_tokens}, expected at most {MAX_BLOCK_TOKENS}",
+    )
+    return Open(
+        session=m.session,
+        attempt=m.attempt,
+        tokens=tokens,
+        prompt_len=m.prompt_len,
+        max_len=m.max_len,
+        stop_ids=_int32_tuple(m.stop_ids, "stop_ids"),
+        sampling=_sampling_from_pb(m.sampling),
+        seed=m.seed,
+        choice=m.choice,
+        hash_key=m.hash_key,
+        acceptance=Acceptance(m.acceptance),
+        max_draft_tokens=m.max_draft_tokens,
+        target_address=m.target_address,
+    )
+
+
+def _close_from_pb(m: pb.Close) -> Close:
+    return Close(m.session, m.attempt)
+
+
+def _tree_from(tokens: tuple[int, ...], parents: bytes) -> DraftTree:
+    require(len(parents) == len(tokens), f"{len(parents)} parents of {len(tokens)} tokens")
+    require(all(parent <= node for node, parent in enumerate(parents)), "a token comes before its parent")
+    children = set(zip(parents, tokens, strict=True))
+    require(len(children) == len(tokens), "two tokens that come after the same one are equal")
+    return DraftTree(tokens, tuple([parent - 1 for parent in parents]))
+
+
+def _block_from_pb(m: pb.Block) -> Block:
+    tokens = _int32_tuple(m.tokens, "tokens")
+    require(0 < len(tokens) <= MAX_BLOCK_TOKENS, f"a block of {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
+    probs = _sparse_from_pb(m.draft_probs, tokens) if m.HasField("draft_probs") else None
+    tree = _tree_from(tokens, m.parents) if m.parents else DraftTree.chain(tokens, probs)
+    require(tree.probs is probs, "a block with parents and draft_probs, expected one of them")
+    return Block(m.session, m.base_len, m.prefix_hash, tree)
+
+
+def _attach_from_pb(m: pb.Attach) -> Attach:
+    return Attach(m.session, m.have_len, m.have_hash)
+
+
+def _detach_from_pb(m: pb.Detach) -> Detach:
+    return Detach(m.session)
+
+
+def _no_draft_from_pb(m: pb.NoDraft) -> NoDraft:
+    return NoDraft(m.session, m.base_len, m.prefix_hash)
+
+
+def _verdict_from_pb(m: pb.Verdict) -> Verdict:
+    tokens = _int32_tuple(m.tokens, "tokens")
+    require(len(tokens) > 0, "a verdict decides no token")
+    require(
+        m.accepted <= m.drafted and m.accepted <= len(tokens),
+        f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
+    )
+    return Verdict(
+        session=m.session,
+        attempt=m.attempt,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        tokens=tokens,
+        accepted=m.accepted,
+        drafted=m.drafted,
+        finish=Finish(m.finish),
+        answer=DraftAnswer(m.answer),
+    )
+
+
+def _draft_request_from_pb(m: pb.DraftRequest) -> DraftRequest:
+    require(0.0 <= m.least_chance <= 1.0, f"least_chance is {m.least_chance}, expected 0 to 1")
+    return DraftRequest(
+        session=m.session,
+        attempt=m.attempt,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        max_tokens=min(m.max_tokens, MAX_BLOCK_TOKENS),
+        hold_step=m.hold_step,
+        least_chance=m.least_chance,
+        shape=Shape(m.shape),
+    )
+
+
+def _resync_from_pb(m: pb.Resync) -> Resync:
+    return Resync(m.session, m.have_len, m.have_hash)
+
+
+def _refusal_from_pb(m: pb.Refusal) -> Refusal:
+    return Refusal(m.session, m.attempt, RefusalReason(m.reason), m.message)
+
+
+FROM_PB: dict[type, Callable[[Any], Message]] = {
+    pb.Hello: _hello_from_pb,
+    pb.Welcome: _welcome_from_pb,
+    pb.Open: _open_from_pb,
+    pb.Close: _close_from_pb,
+    pb.Attach: _attach_from_pb,
+    pb.Block: _block_from_pb,
+    pb.NoDraft: _no_draft_from_pb,
+    pb.Detach: _detach_from_pb,
+    pb.Verdict: _verdict_from_pb,
+    pb.DraftRequest: _draft_request_from_pb,
+    pb.Resync: _resync_from_pb,
+    pb.Refusal: _refusal_from_pb,
+}

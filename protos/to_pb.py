@@ -1,0 +1,155 @@
+"""From domain messages to protobuf: one function a kind."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message as ProtoMessage
+
+from protos import speculation_pb2 as pb
+from protos.draft_tree import SparseProbs
+from protos.messages import (
+    Attach,
+    Block,
+    Close,
+    Detach,
+    DraftRequest,
+    Hello,
+    NoDraft,
+    Open,
+    Refusal,
+    Resync,
+    Verdict,
+    Welcome,
+)
+
+
+def _int32_bytes(values: Iterable[int]) -> bytes:
+    return np.fromiter(values, dtype="<i4").tobytes()
+
+
+def _sparse_to_pb(probs: SparseProbs) -> pb.SparseProbs:
+    return pb.SparseProbs(
+        width=len(probs.token_ids[0]) if probs.token_ids else 0,
+        token_ids=np.asarray(probs.token_ids, dtype="<u4").tobytes(),
+        weights=np.asarray(probs.weights, dtype="<u2").tobytes(),
+    )
+
+
+def _hello_to_pb(m: Hello) -> pb.Hello:
+    return pb.Hello(
+        protocol_version=m.protocol_version,
+        peer_id=m.peer_id,
+        vocabulary=m.vocabulary,
+        target_model=m.target_model,
+        live=[pb.LiveSession(session=s.session, attempt=s.attempt) for s in m.live],
+    )
+
+
+def _welcome_to_pb(m: Welcome) -> pb.Welcome:
+    return pb.Welcome(protocol_version=m.protocol_version, peer_id=m.peer_id)
+
+
+def _open_to_pb(m: Open) -> pb.Open:
+    s = m.sampling
+    return pb.Open(
+        session=m.session,
+        attempt=m.attempt,
+        tokens=_int32_bytes(m.tokens),
+        prompt_len=m.prompt_len,
+        max_len=m.max_len,
+        stop_ids=_int32_bytes(m.stop_ids),
+        sampling=pb.Sampling(
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
+            frequency_penalty=s.frequency_penalty,
+            presence_penalty=s.presence_penalty,
+        ),
+        seed=m.seed,
+        choice=m.choice,
+        hash_key=m.hash_key,
+        acceptance=pb.Acceptance.Name(m.acceptance),
+        max_draft_tokens=m.max_draft_tokens,
+        target_address=m.target_address,
+    )
+
+
+def _close_to_pb(m: Close) -> pb.Close:
+    return pb.Close(session=m.session, attempt=m.attempt)
+
+
+def _block_to_pb(m: Block) -> pb.Block:
+    return pb.Block(
+        session=m.session,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        tokens=_int32_bytes(m.tree.tokens),
+        draft_probs=_sparse_to_pb(m.tree.probs) if m.tree.probs is not None else None,
+        parents=b"" if m.tree.is_chain else bytes([parent + 1 for parent in m.tree.parents]),
+    )
+
+
+def _attach_to_pb(m: Attach) -> pb.Attach:
+    return pb.Attach(session=m.session, have_len=m.have_len, have_hash=m.have_hash)
+
+
+def _detach_to_pb(m: Detach) -> pb.Detach:
+    return pb.Detach(session=m.session)
+
+
+def _no_draft_to_pb(m: NoDraft) -> pb.NoDraft:
+    return pb.NoDraft(session=m.session, base_len=m.base_len, prefix_hash=m.prefix_hash)
+
+
+def _verdict_to_pb(m: Verdict) -> pb.Verdict:
+    return pb.Verdict(
+        session=m.session,
+        attempt=m.attempt,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        tokens=_int32_bytes(m.tokens),
+        accepted=m.accepted,
+        drafted=m.drafted,
+        finish=pb.Finish.Name(m.finish),
+        answer=pb.DraftAnswer.Name(m.answer),
+    )
+
+
+def _draft_request_to_pb(m: DraftRequest) -> pb.DraftRequest:
+    return pb.DraftRequest(
+        session=m.session,
+        attempt=m.attempt,
+        base_len=m.base_len,
+        prefix_hash=m.prefix_hash,
+        max_tokens=m.max_tokens,
+        hold_step=m.hold_step,
+        least_chance=m.least_chance,
+        shape=pb.Shape.Name(m.shape),
+    )
+
+
+def _resync_to_pb(m: Resync) -> pb.Resync:
+    return pb.Resync(session=m.session, have_len=m.have_len, have_hash=m.have_hash)
+
+
+def _refusal_to_pb(m: Refusal) -> pb.Refusal:
+    reason = pb.RefusalReason.Name(m.reason)
+    return pb.Refusal(session=m.session, attempt=m.attempt, reason=reason, message=m.message)
+
+
+TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
+    Hello: _hello_to_pb,
+    Welcome: _welcome_to_pb,
+    Open: _open_to_pb,
+    Close: _close_to_pb,
+    Attach: _attach_to_pb,
+    Block: _block_to_pb,
+    NoDraft: _no_draft_to_pb,
+    Detach: _detach_to_pb,
+    Verdict: _verdict_to_pb,
+    DraftRequest: _draft_request_to_pb,
+    Resync: _resync_to_pb,
+    Refusal: _refusal_to_pb,
+}
