@@ -68,7 +68,8 @@ class Pacer:
         decision = self._policy.decide(stats, replica, limit, self.load, self._gate.may_try(stats.trial_rounds))
         if speculates:
             stats.decided(decision.tokens > 0, decision.is_trial)
-        self._gate.round(decision.is_trial)
+        # A wait to see how long blocks take is for all sessions, and is all sessions' wait.
+        self._gate.round((1 if stats.is_left_off else sessions) if decision.is_trial else 0)
         return decision
 
     @property
