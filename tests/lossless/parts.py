@@ -16,6 +16,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import MaskTokens
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
+from cluster.costs import ForwardCost
 from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import Adaptive, LockStep
@@ -51,6 +52,7 @@ class Setting:
     weight_scale: int = 60_000  # of draft_probs: how finely they are rounded
     width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
     recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
+    step_cost: ForwardCost | None = None  # of the target, if it knows it from a profile: then drafts are not for free
     altered: Callable[[Block, random.Random], Block] | None = None  # what becomes of a drafter's block
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
@@ -115,7 +117,7 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
         page_size=PAGE_SIZE,
         max_queued=sessions,
     )
-    return VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive())
+    return VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive(), setting.step_cost)
 
 
 def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:

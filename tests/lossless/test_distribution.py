@@ -6,6 +6,7 @@ fixed, so a failure is a bug or an unlucky change of seeds once in 100 000.
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -54,7 +55,11 @@ def exact_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
 
 
 def p_value(setting: Setting, samples: list[tuple[int, ...]]) -> float:
-    exact = exact_distribution(setting)
+    return p_value_of(exact_distribution(setting), samples)
+
+
+def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, ...]]) -> float:
+    """Of the samples, if `exact` is the probability of each text."""
     assert set(samples) <= exact.keys(), "a continuation that plain decoding cannot give"
     # Rare continuations share a cell, so that every expected count is at least 5.
     common = [tokens for tokens, probability in exact.items() if probability * len(samples) >= 5]

@@ -1,0 +1,73 @@
+"""A language model whose next token depends on all tokens before, read out of its pages: a wrong one anywhere shows."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import Interrupted, never
+from actors.compute.kv_cache import FeedRow
+from actors.models.forward_output import ForwardOutput
+from cluster.page_allocator import PageCopy, PlaceMove
+from tests.lossless.parts import EOS, PAGE_SIZE
+from tests.unit.cluster.token_memory import TokenMemory
+
+NextLogits = Callable[[tuple[int, ...]], Tensor]
+"""Logits of the token after these, (vocabulary,)."""
+
+
+def drawn_by_history(vocabulary: int, seed: int, scale: float) -> NextLogits:
+    """Gaussian logits that look like chance, each text's own."""
+    known: dict[tuple[int, ...], Tensor] = {}
+
+    def after(tokens: tuple[int, ...]) -> Tensor:
+        if tokens not in known:
+            rng = random.Random(f"{seed} {tokens}")
+            known[tokens] = torch.tensor(
+                [scale * rng.gauss(0, 1) - 2.0 * (token == EOS) for token in range(vocabulary)]
+            )
+        return known[tokens]
+
+    return after
+
+
+def disturbed(model: NextLogits, by: NextLogits) -> NextLogits:
+    """A draft of it."""
+    return lambda tokens: model(tokens) + by(tokens)
+
+
+class HistoryRunner:
+    """Runs such a model over pages that hold tokens in the place of keys and values."""
+
+    def __init__(self, model: NextLogits, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self._model = model
+        self._memory = TokenMemory(PAGE_SIZE)
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
+        if moves:
+            self._memory.move(moves)
+        self._memory.copy(copies)  # before anything is computed, as a model does that is interrupted between its layers
+        if interrupted():
+            raise Interrupted
+        for row in rows:
+            self._memory.write(row.tokens, row.start, row.pages)
+        wanted = [seen for row in rows for seen in self._seen(row)]
+        return ForwardOutput(torch.stack(wanted) if wanted else torch.empty(0, self.vocabulary), None)
+
+    def _seen(self, row: FeedRow) -> list[Tensor]:
+        """Logits at the last places of the row; a node of a tree sees its own path alone."""
+        whole = self._memory.read(row.end, row.pages)
+        texts = [whole[: place + 1] for place in range(row.start, row.tree_start)]
+        stem = whole[: row.tree_start]
+        for node, parent in enumerate(row.parents):
+            before = texts[row.tree_start - row.start + parent] if parent >= 0 else stem
+            texts.append((*before, whole[row.tree_start + node]))
+        return [self._model(text) for text in texts[len(texts) - row.logits :]]

@@ -1,0 +1,114 @@
+"""Losses, second drafters, lookups and dear verification change no token, over models that depend on all of a text."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.sampling.processors import process
+from actors.sampling.reference import DrawAddress, accept
+from cluster.costs import ForwardCost
+from cluster.routing.session import Generation
+from protos.messages import Acceptance, DraftTree, Sampling
+from tests.lossless.history import disturbed, drawn_by_history
+from tests.lossless.parts import EOS, Setting
+from tests.lossless.pools import Pools, PoolWorld
+from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
+from tests.lossless.world import calm, near_patience, stormy
+
+VOCABULARY = 12
+NEW_TOKENS = 24
+AT_ONCE = 6
+WORLDS = 2
+UNUSED = torch.zeros(VOCABULARY, VOCABULARY)  # these models are no tables
+TARGET = drawn_by_history(VOCABULARY, seed=1, scale=2.0)
+DRAFT = disturbed(TARGET, drawn_by_history(VOCABULARY, seed=2, scale=0.5))
+DEAR = ForwardCost.linear(0.010, per_token_s=0.001)  # steps for which not every draft token is worth its verification
+CASES = {
+    "targets lost": (Pools(TARGET, DRAFT, lost_targets=2), None),
+    "drafters lost": (Pools(TARGET, DRAFT, lost_drafters=3), None),
+    "lookup first": (Pools(TARGET, DRAFT, lookup_first=True), None),
+    "verification dear": (Pools(TARGET, DRAFT), DEAR),
+    "all of it": (Pools(TARGET, DRAFT, lost_targets=2, lost_drafters=3, lookup_first=True), DEAR),
+}
+FEW = 4  # tokens, for texts that can be counted
+FEW_NEW = 3
+FEW_AT_ONCE = 8
+FEW_WORLDS = 80
+FEW_TARGET = drawn_by_history(FEW, seed=3, scale=1.5)
+FEW_DRAFT = disturbed(FEW_TARGET, drawn_by_history(FEW, seed=4, scale=0.5))
+
+
+def plainly(generation: Generation) -> tuple[int, ...]:
+    """The target's own text, one token after the other, with no scheduler."""
+    tokens = list(generation.prompt)
+    while len(tokens) < generation.max_len and (tokens[-1] != EOS or len(tokens) == len(generation.prompt)):
+        generated = tokens[len(generation.prompt) :]
+        logits = process(TARGET(tuple(tokens)).unsqueeze(0), generation.sampling, generated, ())
+        at = DrawAddress(generation.seed, generation.choice, len(tokens))
+        tokens.append(
+            accept(Acceptance.COUPLED, generation.sampling.greedy, logits, DraftTree.chain(()), at).next_token
+        )
+    return tuple(tokens[len(generation.prompt) :])
+
+
+@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "coupled"])
+def test_no_loss_and_no_drafter_changes_a_token(sampling, case, schedule):
+    setting = Setting(UNUSED, UNUSED, Acceptance.COUPLED, schedule, 4, NEW_TOKENS, sampling, ahead=4, interruption=0.1)
+    pools, step_cost = CASES[case]
+    seen: Counter[str] = Counter()
+    for seed in range(WORLDS):
+        world = PoolWorld(replace(setting, prompt=(1, 2, 3 + seed), step_cost=step_cost), pools, AT_ONCE, seed)
+        assert world.run() == [plainly(session.generation) for session in world.sessions.values()]
+        seen += world.counts
+        seen["accepted"] += sum(session.counts.accepted for session in world.sessions.values())
+    assert seen["accepted"] > AT_ONCE * WORLDS / 2, "the drafters were hardly used"
+    assert (seen["moved to another target"] > 0) == (pools.lost_targets > 0)
+    assert (seen["moved to another drafter"] > 0) == (pools.lost_drafters > 0)
+    assert (seen["likely tokens asked for"] > 0) == (step_cost is not None)
+
+
+def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """Probability of each text of a few of the tokens after the prompt, which plain decoding at temperature 1 gives."""
+    exact: dict[tuple[int, ...], float] = {}
+    ahead: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while ahead:
+        text, chance = ahead.pop()
+        probs = torch.softmax(FEW_TARGET((*prompt, *text)).double(), dim=-1).tolist()
+        for token, p in enumerate(probs):
+            is_over = token == EOS or len(text) + 1 == FEW_NEW
+            if is_over:
+                exact[*text, token] = chance * p
+            else:
+                ahead.append(((*text, token), chance * p))
+    return exact
+
+
+@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+def test_losses_lookups_and_dear_verification_keep_the_distribution_under_ratio(schedule):
+    """What a lookup finds is a point mass; who looks up and who is lost depends on no token that was drawn."""
+    pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, lookup_first=True)
+    prompt = (1, 2, 1)
+    setting = Setting(
+        torch.zeros(FEW, FEW),
+        torch.zeros(FEW, FEW),
+        Acceptance.RATIO,
+        schedule,
+        new_tokens=FEW_NEW,
+        prompt=prompt,
+        ahead=2,
+        interruption=0.1,
+        step_cost=DEAR,
+    )
+    samples: list[tuple[int, ...]] = []
+    seen: Counter[str] = Counter()
+    for seed in range(FEW_WORLDS):
+        world = PoolWorld(setting, pools, FEW_AT_ONCE, seed)
+        samples += world.run()
+        seen += world.counts
+    assert p_value_of(exact_distribution(prompt), samples) > FALSE_ALARM
+    assert min(seen["blocks"], seen["blocks looked up"]) > len(samples) / 10
+    assert min(seen["moved to another target"], seen["moved to another drafter"]) > len(samples) / 10
