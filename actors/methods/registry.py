@@ -13,7 +13,7 @@ from cluster.drafting.method import DraftingMethod
 
 MODULES: Mapping[str, str] = MappingProxyType(
     {
-        "draft_model": "actors.methods.model.loading",
+        "draft_model": "actors.methods.loading",
         "prompt_lookup": "actors.methods.prompt_lookup",
         "lookup_first": "actors.methods.lookup_first",
     }

@@ -56,11 +56,13 @@ def test_the_one_adapter_is_still_needed():
 
 
 def room_of(dotted: str) -> str:
-    """The folder of a module or of a name in it; a module at the top of a package is a room of its own."""
-    package, *rest = dotted.split(".")
-    if rest and (ROOT / package / rest[0]).is_dir():
-        return f"{package}.{rest[0]}"
-    return ".".join([package, *rest[:1]])
+    """The folder that a module or a name in it is in; a module at the top of a package is a room of its own."""
+    parts = dotted.split(".")
+    while not (ROOT.joinpath(*parts).is_dir() or ROOT.joinpath(*parts).with_suffix(".py").is_file()):
+        parts.pop()
+    if ROOT.joinpath(*parts).is_dir() or len(parts) <= 2:
+        return ".".join(parts)
+    return ".".join(parts[:-1])
 
 
 def rooms_imported() -> dict[str, set[str]]:
@@ -68,7 +70,7 @@ def rooms_imported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for package in LAYERS:
         for path in modules(package):
-            room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in LAYERS:
                     found[room] |= {room_of(f"{node.module}.{alias.name}") for alias in node.names} - {room}

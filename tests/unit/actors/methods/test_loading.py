@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actors.methods import loading
 from actors.methods.draft_model import DraftModel
-from actors.methods.model import loading
-from actors.methods.model.loading import load_draft_model
+from actors.methods.loading import load_draft_model
 from actors.methods.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.methods.model.vocab_pruning import FILE as FREQUENT_TOKENS
 from actors.methods.setup import DraftSetup
