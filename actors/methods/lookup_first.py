@@ -6,8 +6,7 @@ the two drafts depends on tokens before the block alone, so ratio acceptance sta
 
 from collections.abc import Callable, Sequence
 
-from actors.methods import prompt_lookup
-from actors.methods.model import loading
+from actors.methods import loading, prompt_lookup
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, dismiss

@@ -17,7 +17,7 @@ from cluster.page_allocator import PageAllocator, PageCopy
 
 @dataclass(eq=False)
 class Branch:
-    """Cached tokens of a session, on the pages of the book's `name`."""
+    """Cached tokens of a session, on the page allocator's pages of `name`."""
 
     session: str
     name: str
