@@ -202,6 +202,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "draft.quantization": "is draft.draft_model.quantization now",
         "speculation.draft_probs_top_k": "is draft.draft_model.draft_probs_top_k now",
         "speculation.min_confidence": "is draft.draft_model.min_confidence now",
+        "speculation.alternatives": "is gone; blocks are trees wherever the target's attention takes them",
         "speculation.draft_ahead": "is gone; speculation.pacing: lock_step drafts nothing ahead",
     }
 )

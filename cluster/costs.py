@@ -63,8 +63,8 @@ class ForwardCost(_Cost):
 class DraftCost(_Cost):
     """Seconds of one drafting pass: of its forwards, one after the other, and something for the pass.
 
-    A forward names up to `tokens_per_forward` tokens in each row, each of them after the first for `further` more. Both
-    curves are over rows.
+    A forward predicts up to `tokens_per_forward` tokens in each row, each of them after the first for `further` more.
+    Both curves are over rows.
     """
 
     forward: ForwardCost

@@ -31,10 +31,10 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     further = []
     passes = []
     for rows, (one, whole, long) in zip(sizes, zip(seconds, seconds, seconds, strict=True), strict=True):
-        naming_s = max(0.0, whole - one)  # all but the first of a forward's tokens
-        forward_s = max(0.0, (long - whole) / (LONG - 1) - naming_s)
+        rest_s = max(0.0, whole - one)  # all but the first of a forward's tokens
+        forward_s = max(0.0, (long - whole) / (LONG - 1) - rest_s)
         forwards.append((rows, forward_s))
-        further.append((rows, naming_s / max(1, width - 1)))
+        further.append((rows, rest_s / max(1, width - 1)))
         passes.append(max(0.0, one - forward_s))
     return DraftCost(
         forward=ForwardCost(by_tokens=tuple(forwards)),

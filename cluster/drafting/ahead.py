@@ -121,10 +121,10 @@ class AheadSearch(Generic[D]):
         most_tokens = want.max_tokens - (root.main is not None)  # its place is taken by the alternative, fed again
         found = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
-            room = min(most_tokens, max_block_len(want.open, len(want.tokens) + len(outcome)))
-            if chance < LEAST_CHANCE or room <= 0 or not stops.isdisjoint(outcome):
+            longest = min(most_tokens, max_block_len(want.open, len(want.tokens) + len(outcome)))
+            if chance < LEAST_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
                 continue
-            draft = self._method.fork(root, outcome, chance, room)
+            draft = self._method.fork(root, outcome, chance, longest)
             if draft is not None:
                 found.append(draft)
         return found

@@ -1,7 +1,7 @@
 """Several tokens in one forward, by mask tokens after the last known one (PARD).
 
 (PARD: An et al. 2025, arXiv 2504.18583.) A mask token sees what the tokens before it say and the masks between, not the
-tokens that will stand there: a forward names several tokens, the further ones somewhat worse than one forward each
+tokens that will stand there: a forward predicts several tokens, the further ones somewhat worse than one forward each
 would. Its keys and values are of no use afterwards.
 """
 
@@ -17,13 +17,13 @@ WIDTH_KEY = "tokens_per_forward"
 
 @dataclass(frozen=True, slots=True)
 class MaskTokens:
-    """What a draft model names in one forward: `width` tokens, the last `width` - 1 of them by `token`."""
+    """What a draft model predicts in one forward: `width` tokens, the last `width` - 1 of them by `token`."""
 
     token: int
     width: int
 
     def after(self, tokens: int) -> tuple[int, ...]:
-        """The masks to feed for so many tokens to be named, the first of them by the last known token."""
+        """The masks to feed for this many tokens to be predicted, the first of them after the last known token."""
         return (self.token,) * (min(self.width, tokens) - 1)
 
 
