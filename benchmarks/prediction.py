@@ -10,8 +10,9 @@ such batches under these costs and this acceptance.
 
 A batch keeps so many requests at once going and ends with the last answer, so towards its end there are fewer; its
 prompts are in the prefix caches. What pacing has learnt stays from batch to batch, so the simulator runs many of them
-in a row. Blocks do not end in doubt here (`min_confidence` is 0) and have no alternatives: the simulator knows how
-often tokens are accepted, not how sure of them the model is.
+in a row. Blocks do not end in doubt here (`min_confidence` is 0): the simulator knows how often
+tokens are accepted, not how sure of them the model is. Its blocks are chains, while a drafter's have tokens beside the
+first.
 """
 
 import argparse

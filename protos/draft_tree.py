@@ -62,6 +62,26 @@ class DraftTree:
         return found
 
     @property
+    def trunk(self) -> tuple[int, ...]:
+        """Tokens of the first nodes, as far as each comes after the one before."""
+        if self.is_chain:
+            return self.tokens
+        return self.tokens[: next(node for node, parent in enumerate(self.parents) if parent != node - 1)]
+
+    def children(self, parent: int) -> tuple[int, ...]:
+        """Tokens that come after a node, or after the prefix for -1."""
+        return tuple([token for token, at in zip(self.tokens, self.parents, strict=True) if at == parent])
+
+    def within(self, depth: int) -> "DraftTree":
+        """The nodes that come after fewer than so many others."""
+        if self.is_chain:
+            return self.first(depth)
+        kept = [node for node, at in enumerate(self.depths) if at < depth]
+        places = {-1: -1} | {node: place for place, node in enumerate(kept)}
+        tokens = tuple([self.tokens[node] for node in kept])
+        return DraftTree(tokens, tuple([places[self.parents[node]] for node in kept]))
+
+    @property
     def depth(self) -> int:
         """Nodes on the longest path."""
         return len(self.tokens) if self.is_chain else 1 + max(self.depths)

@@ -25,10 +25,11 @@ from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import Proposal, Want
+from protos.draft_tree import NO_TREE
 from protos.prefix import extend_hash, hashes_after
 
-FEW = 4  # decided tokens that are fed once more for each alternative
-ALTERNATIVE_FIRST = 0.5  # how urgent it is to read an alternative under verification; to read the block itself is 1
+FEW = 4  # decided tokens that are fed once more for each token beside the first
+SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the first under verification; to read the trunk is 1
 
 _Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
 """By hash of what a block comes after, and its tokens: what the model thought of at its first positions."""
@@ -112,11 +113,11 @@ class DraftModel:
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, want: Want) -> list[CachedDraft]:
-        """The block under verification, as far as it is not known what the model thinks of it, and alternatives.
+        """The trunk under verification, as far as it is not known what the model thinks of it, and what is beside it.
 
         Where a head, or a lookup, drafted some of the block, the model reads it first.
         """
-        block = want.unverified or ()
+        block = (want.unverified or NO_TREE).trunk
         known = self._considered.get(want.open.session, {}).get((want.prefix_hash, block), [])
         root = self._begin(want, (*want.tokens, *block), len(block) + 1)
         root.unverified = block
@@ -128,15 +129,16 @@ class DraftModel:
             root.settled = len(root.drafted)
         root.logits = root.missing
         root.tells_all = root.logits > 1
-        return [root, *self._alternatives_of(root)]
+        return [root, *self._siblings_of(root)]
 
-    def _alternatives_of(self, root: CachedDraft) -> list[CachedDraft]:
-        """A root for each alternative under verification."""
+    def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
+        """A root for each token beside the first under verification."""
         want = root.want
         cached = min(len(root.branch.tokens), len(root.want.tokens))
         roots = []
-        is_known = len(want.tokens) - cached <= FEW  # else each alternative would have the prompt read once more
-        for token in want.alternatives if is_known else ():
+        is_known = len(want.tokens) - cached <= FEW  # else each of them would have the prompt read once more
+        siblings = (want.unverified or NO_TREE).children(-1)[1:]
+        for token in siblings if is_known else ():
             found = CachedDraft(
                 want=want,
                 base_hash=want.prefix_hash,
@@ -145,7 +147,7 @@ class DraftModel:
                 pending=[*want.tokens[cached:], token],
                 unverified=(token,),
                 main=root,
-                chance=ALTERNATIVE_FIRST,
+                chance=SIBLING_FIRST,
                 settled=1,
             )
             prefix_hash = extend_hash(want.prefix_hash, token)

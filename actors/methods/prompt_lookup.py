@@ -16,6 +16,7 @@ from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import Proposal, Want
+from protos.draft_tree import NO_TREE
 from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
@@ -74,14 +75,14 @@ class PromptLookup:
         drafts = draft_ahead(self, wants, ForwardTime(), clock=lambda: 0.0, interrupted=lambda: False, early=dismiss)
         found = proposals(drafts)
         served = {proposal.session for proposal in found}
-        waiting = [want for want in wants if not want.unverified and want.open.session not in served]
-        return found + [Proposal(want.open.session, len(want.tokens), want.prefix_hash, ()) for want in waiting]
+        waiting = [want for want in wants if not len(want.unverified or NO_TREE) and want.open.session not in served]
+        return found + [Proposal(want.open.session, len(want.tokens), want.prefix_hash, NO_TREE) for want in waiting]
 
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, want: Want) -> list[BlockDraft]:
         """All of the block is expected to be accepted."""
-        block = want.unverified or ()
+        block = (want.unverified or NO_TREE).trunk
         root = BlockDraft(want=want, base_hash=want.prefix_hash, max_tokens=len(block) + 1, unverified=block)
         for token in block:
             root.append(token, _sure(token))

@@ -13,6 +13,7 @@ from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early
 from cluster.drafting.outcomes import Outcome, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal, Want, max_block_len
+from protos.draft_tree import NO_TREE
 
 AHEAD_ROWS = 8  # most branches of a forward: this many, or ROWS_EACH for each session
 ROWS_EACH = 2
@@ -111,17 +112,16 @@ class AheadSearch(Generic[D]):
         root = roots[0]
         if root.tells_all:
             return roots
-        known = rejections(want.unverified or (), root.choices, want.alternatives)
+        known = rejections(want.unverified or NO_TREE, root.choices)
         return [*roots, *self._branch_out(root, known)]
 
     def _branch_out(self, root: D, outcomes: list[Outcome]) -> list[D]:
         """A block for each of the likeliest outcomes."""
         want = root.want
         stops = frozenset(want.open.stop_ids)  # no block follows the end
-        most_tokens = want.max_tokens - (root.main is not None)  # its place is taken by the alternative, fed again
         found = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
-            longest = min(most_tokens, max_block_len(want.open, len(want.tokens) + len(outcome)))
+            longest = min(want.max_tokens, max_block_len(want.open, len(want.tokens) + len(outcome)))
             if chance < LEAST_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
                 continue
             draft = self._method.fork(root, outcome, chance, longest)
@@ -164,5 +164,5 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
     if root.main is not None:
         first = root.main.choices[:1]
         return continuations(block, accepted_chance(block, first), after) if first else []
-    told = rejections(block, there, root.want.alternatives) if root.tells_all else []
+    told = rejections(root.want.unverified or NO_TREE, there) if root.tells_all else []
     return told + continuations(block, accepted_chance(block, there), after)

@@ -6,11 +6,11 @@ from typing import Any
 
 from cluster.drafting.outcomes import Choices, offer
 from cluster.drafting.requests import Proposal, Want
-from protos.draft_tree import SparseProbs
-from protos.messages import Acceptance
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.messages import Acceptance, Shape
 from protos.prefix import extend_hash
 
-LEAST_ALTERNATIVE = 0.1  # chance of an alternative to be sent, whatever its verification costs
+LEAST_SIBLING = 0.1  # chance of a token beside the first to be sent, whatever its verification costs
 SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
 
 
@@ -43,7 +43,7 @@ class BlockDraft:
     state: Any = None  # the method's own: as a drafted token's, of the place just before the block
     unverified: tuple[int, ...] | None = None  # a root's tokens
     tells_all: bool = False  # a root's: what replaces its tokens is not known before it is read
-    main: "BlockDraft | None" = None  # a root's that reads an alternative: the one that reads what it is one to
+    main: "BlockDraft | None" = None  # a root's that reads a token beside the first: the one that reads the trunk
     min_confidence: float = 0.0  # of the tokens so far to stand, to go on from there
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
@@ -139,12 +139,12 @@ class BlockDraft:
 
     @property
     def offered(self) -> tuple[int, tuple[int, ...]]:
-        """How many of the tokens are, and the alternatives to the first of them."""
-        if self.is_root or not self.drafted or not self.want.may_branch:
+        """How many of the tokens are, and the tokens beside the first of them."""
+        if self.is_root or not self.drafted or self.want.shape is Shape.CHAIN:
             return len(self.drafted), ()
         first = self.drafted[0]
         chances = [token.p_accepted for token in self.drafted]
-        least_chance = max(self.least_chance, LEAST_ALTERNATIVE)
+        least_chance = max(self.least_chance, LEAST_SIBLING)
         return offer(first.token, first.choices, chances, self.max_tokens, least_chance)
 
     def append(
@@ -184,9 +184,9 @@ class BlockDraft:
         drafted = self.drafted
         if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
-        kept, alternatives = self.offered
-        name = want.open.session
-        tokens = self.tokens[:kept]
+        kept, siblings = self.offered
+        chain = DraftTree.chain(self.tokens[:kept], probs)
+        tree = DraftTree(chain.tokens + siblings, chain.parents + (-1,) * len(siblings)) if siblings else chain
         outcome = self.outcome
         at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
-        return Proposal(name, self.base_len, self.base_hash, tokens, probs, outcome, alternatives, at_once)
+        return Proposal(want.open.session, self.base_len, self.base_hash, tree, outcome, at_once)

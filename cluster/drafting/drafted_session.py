@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.drafting.requests import Proposal, max_block_len
-from protos.draft_tree import MAX_BLOCK_TOKENS
+from protos.draft_tree import MAX_BLOCK_TOKENS, NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import Prefix
 
@@ -17,13 +17,12 @@ class DraftedSession:
     prefix: Prefix
     asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
     least_chance: float = 0.0  # of a draft token to be accepted, for which it is worth its verification
-    may_branch: bool = False  # whether the target takes alternatives
+    shape: Shape = Shape.CHAIN  # that the target can verify
     attached: bool = False
     served_len: int | None = None  # base length of the latest block that was drafted
     passed_len: int | None = None  # length after which the target went on without waiting for a block
     sent_len: int | None = None  # base length of the latest block that was sent
-    unverified: tuple[int, ...] | None = None  # drafts of the step under way, until something was drafted beyond it
-    alternatives: tuple[int, ...] = ()  # and those to the first of them
+    unverified: DraftTree | None = None  # drafts of the step under way, until something was drafted beyond it
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     decided_s: float | None = None  # when the latest verdict came, until the target has said what it wants after it
     step_began_s: float | None = None  # when the target began the step under way, as far as is known here
@@ -78,7 +77,7 @@ class DraftedSession:
         """What the target wants after the current prefix; `goes_ahead`: whether drafts are made past its verdicts."""
         self.asked = request.max_tokens
         self.least_chance = request.least_chance
-        self.may_branch = request.shape is Shape.TREE
+        self.shape = request.shape
         decided_s = self.decided_s
         self.decided_s = None
         if decided_s is None:
@@ -87,13 +86,11 @@ class DraftedSession:
         if is_served or not request.hold_step:  # the target goes on at once, with a block or without
             self.step_began_s = decided_s if self.asked else None
             if not is_served and goes_ahead:
-                self.unverified = ()
-                self.alternatives = ()
+                self.unverified = NO_TREE
                 self.passed_len = self.prefix.length
 
     def sent(self, proposal: Proposal) -> None:
         """This block is the one that the target will verify next."""
         self.served_len = proposal.base_len
         self.sent_len = proposal.base_len
-        self.unverified = proposal.tokens
-        self.alternatives = proposal.alternatives
+        self.unverified = proposal.tree

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from protos.draft_tree import DraftTree
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -32,16 +34,15 @@ def accepted_chance(block: Sequence[int], known: Sequence[Choices]) -> float:
     return math.prod(there.chance_of(token) for token, there in zip(block, known, strict=False))
 
 
-def rejections(block: Sequence[int], known: Sequence[Choices], alternatives: Sequence[int] = ()) -> list[Outcome]:
-    """Another token in the place of one of the block's; but alternatives to the first are as good as the block's."""
+def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
+    """Another token in the place of one of the trunk's, and of those drafted beside it."""
     found = []
     reached = 1.0
-    drafted_too = set(alternatives)
-    for position, (drafted, there) in enumerate(zip(block, known, strict=False)):
-        accepted = tuple(block[:position])
-        expected = {drafted} | drafted_too
+    trunk = block.trunk
+    for position, (drafted, there) in enumerate(zip(trunk, known, strict=False)):
+        accepted = trunk[:position]
+        expected = block.children(position - 1)
         found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
-        drafted_too = set()
         reached *= there.chance_of(drafted)
     return found
 
@@ -49,10 +50,10 @@ def rejections(block: Sequence[int], known: Sequence[Choices], alternatives: Seq
 def offer(
     drafted: int, at_first: Choices, chances: Sequence[float], most: int, least_chance: float
 ) -> tuple[int, tuple[int, ...]]:
-    """How many of a block's tokens to send, and which alternatives to the first: the likeliest, at most so many in all.
+    """How many of a chain's tokens to send, and which others beside the first: the likeliest, at most so many in all.
 
     `drafted` is the first token and `at_first` what it was chosen from; `chances` are the chances that each of the
-    block's tokens, and all before it, is accepted.
+    chain's tokens, and all before it, is accepted.
     """
     likely = takewhile(lambda choice: choice[1] >= least_chance, at_first)
     others = [choice for choice in likely if choice[0] != drafted]

@@ -2,8 +2,8 @@
 
 import math
 
-from protos.draft_tree import DraftTree, SparseProbs
-from protos.messages import Open
+from protos.draft_tree import DraftTree
+from protos.messages import Open, Shape
 from protos.values import value
 
 
@@ -11,21 +11,20 @@ from protos.values import value
 class Want:
     """A session that wants a block after `tokens`.
 
-    With `unverified`, a step is under way whose verdict is not in, over these draft tokens (and `alternatives` to the
-    first of them) or over none: then blocks are wanted for what may come of it, one for each likely outcome, and by
-    `until`. A token is not wanted if its chance to be accepted, and all before it, is below `least_chance`,
-    as the method sees it, and not under ratio, where a block's length may not depend on its tokens.
+    With `unverified`, a step is under way whose verdict is not in, over these draft tokens or over none: then blocks
+    are wanted for what may come of it, one for each likely outcome, and by `until`. A token is not wanted if its chance
+    to be accepted, and all before it, is below `least_chance`, as the method sees it, and not under ratio, where a
+    block's length may not depend on its tokens.
     """
 
     open: Open
     tokens: tuple[int, ...]
     prefix_hash: int  # of `tokens`
     max_tokens: int
-    unverified: tuple[int, ...] | None = None
+    unverified: DraftTree | None = None
     until: float = math.inf
     least_chance: float = 0.0
-    may_branch: bool = False  # whether a block may have alternatives
-    alternatives: tuple[int, ...] = ()
+    shape: Shape = Shape.CHAIN  # that the target can verify
 
 
 @value
@@ -39,19 +38,14 @@ class Proposal:
     session: str
     base_len: int
     prefix_hash: int
-    tokens: tuple[int, ...]
-    draft_probs: SparseProbs | None = None
+    tree: DraftTree
     outcome: tuple[int, ...] = ()
-    alternatives: tuple[int, ...] = ()  # to the first of `tokens`
     is_at_once: bool = False  # made without a forward, so that it says nothing of what drafting costs
 
     @property
-    def tree(self) -> DraftTree:
-        """All of its tokens."""
-        chain = DraftTree.chain(self.tokens, self.draft_probs)
-        if not self.alternatives:
-            return chain
-        return DraftTree(self.tokens + self.alternatives, chain.parents + (-1,) * len(self.alternatives))
+    def tokens(self) -> tuple[int, ...]:
+        """All that it offers."""
+        return self.tree.tokens
 
 
 def max_block_len(request: Open, length: int) -> int:

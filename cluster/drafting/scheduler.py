@@ -211,7 +211,7 @@ class DraftScheduler:
                 session.prefix.hash,
                 min(session.asked, max_block_len(session.open, length)),
                 least_chance=session.least_chance,
-                may_branch=session.may_branch,
+                shape=session.shape,
             )
             found.append(want)
         self.counts["passes"] += bool(found)
@@ -236,8 +236,7 @@ class DraftScheduler:
                 session.unverified,
                 self._verdict_due(session),
                 session.least_chance,
-                may_branch=session.may_branch,
-                alternatives=session.alternatives,
+                shape=session.shape,
             )
             found.append(want)
             session.unverified = None

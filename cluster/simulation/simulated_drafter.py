@@ -15,7 +15,8 @@ from cluster.drafting.requests import Proposal, Want, max_block_len
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
 from cluster.simulation.oracle import DraftQuality, Script
-from protos.messages import Hello, Open
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Hello, Open, Shape
 from protos.prefix import hashes_after
 from protos.values import value
 
@@ -38,40 +39,42 @@ class OracleMethod:
         base = len(want.tokens)
         script = self._scripts[name]
         assert want.tokens == script.tokens[:base], f"{name}: drafted after tokens that were never decided"
-        tokens, alternatives = self._drafted(want, base, want.max_tokens)
-        return Proposal(name, base, want.prefix_hash, tokens, alternatives=alternatives)
+        return Proposal(name, base, want.prefix_hash, self._drafted(want, base, want.max_tokens))
 
     def ahead(self, want: Want, limit: int) -> list[Proposal]:
         """One block for each of the `limit` likeliest outcomes."""
         found = []
-        for place in self._places(len(want.unverified or ()))[:limit]:
+        for place in self._places(len((want.unverified or NO_TREE).trunk))[:limit]:
             outcome = self._outcome(want, place)
             base = len(want.tokens) + len(outcome)
             room = min(want.max_tokens, max_block_len(want.open, base))
             if room > 0:
-                tokens, alternatives = self._drafted(want, base, room)
+                tree = self._drafted(want, base, room)
                 prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
                 name = want.open.session
-                found.append(Proposal(name, base, prefix_hash, tokens, outcome=outcome, alternatives=alternatives))
+                found.append(Proposal(name, base, prefix_hash, tree, outcome))
         return found
 
-    def _drafted(self, want: Want, base: int, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens from position `base` on, and alternatives to the first, so many in all."""
+    def _drafted(self, want: Want, base: int, room: int) -> DraftTree:
+        """A chain from position `base` on, and maybe another token beside its first; `room` tokens in all."""
         script = self._scripts[want.open.session]
         draft = self._draft
-        if not (draft.branches and want.may_branch) or room < 2:
-            return script.drafted(base, room, draft), ()
-        return script.drafted(base, room - 1, draft), (script.second_choice(base, draft.acceptance(0), draft),)
+        if not draft.branches or want.shape is Shape.CHAIN or room < 2:
+            return DraftTree.chain(script.drafted(base, room, draft))
+        chain = DraftTree.chain(script.drafted(base, room - 1, draft))
+        sibling = script.second_choice(base, draft.acceptance(0), draft)
+        return DraftTree((*chain.tokens, sibling), (*chain.parents, -1))
 
     def _outcome(self, want: Want, place: int | None) -> tuple[int, ...]:
         """The second choice comes at `place` of the block; or all of it is accepted, and the first choice follows."""
         script = self._scripts[want.open.session]
-        block = want.unverified or ()
+        block = (want.unverified or NO_TREE).trunk
         base = len(want.tokens)
         if place is None:
             return (*block, script.choice(base + len(block), self._draft.acceptance(len(block))))
-        if place == 0 and want.alternatives:
-            return want.alternatives[0], script.choice(base + 1, self._draft.acceptance(0))
+        siblings = (want.unverified or NO_TREE).children(-1)[1:]
+        if place == 0 and siblings:
+            return siblings[0], script.choice(base + 1, self._draft.acceptance(0))
         return (*block[:place], script.second_choice(base + place, self._draft.acceptance(place), self._draft))
 
     def _places(self, block_len: int) -> list[int | None]:
@@ -92,7 +95,7 @@ class _Due:
 
     @property
     def forwards(self) -> int:
-        return self.after - (-len(self.proposal.tokens) // self.width)
+        return self.after - (-self.proposal.tree.depth // self.width)
 
     def cut(self, forwards: int) -> "_Due":
         """As far as so many forwards of the pass bring it; most have no more, so that few need be made anew."""
@@ -100,9 +103,7 @@ class _Due:
             return self
         whole = self.proposal
         named = self.width * max(0, forwards - self.after)
-        tokens = whole.tokens[:named]
-        proposal = replace(whole, tokens=tokens, alternatives=whole.alternatives if tokens else ())
-        return _Due(proposal, self.width, self.after, self.until)
+        return _Due(replace(whole, tree=whole.tree.within(named)), self.width, self.after, self.until)
 
 
 @value
@@ -152,7 +153,7 @@ class _Pass:
 
 def _after_reading(want: Want, guess: Proposal, width: int) -> _Due:
     """What may follow all of the block under verification is known once that was read."""
-    return _Due(guess, width, after=int(len(guess.outcome) > len(want.unverified or ())), until=want.until)
+    return _Due(guess, width, after=int(len(guess.outcome) > len((want.unverified or NO_TREE).trunk)), until=want.until)
 
 
 class SimulatedDrafter:
@@ -204,7 +205,7 @@ class SimulatedDrafter:
         process = self.process
         cost = self._cost
         per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        longest = max([len(block.proposal.tokens) for block in blocks], default=0)
+        longest = max([block.proposal.tree.depth for block in blocks], default=0)
         forward_s = process.slowness * cost.forward_s(rows, longest)
         forwards = max([block.forwards for block in blocks], default=int(ahead))
         return _Pass(process.clock.now, per_pass_s, forward_s, tuple(blocks), ahead, forwards)

@@ -17,7 +17,7 @@ from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, PacedEngine, cluster, eventually, plain_greedy
 
-SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that further tokens are likelier than alternatives
+SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance))

@@ -10,7 +10,8 @@ from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, accept
 from cluster.costs import ForwardCost
 from cluster.routing.session import Generation
-from protos.messages import Acceptance, DraftTree, Sampling
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Sampling
 from tests.lossless.history import disturbed, drawn_by_history
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.pools import Pools, PoolWorld

@@ -19,6 +19,7 @@ from cluster.drafting.requests import Proposal, Want
 from cluster.drafting.scheduler import DrafterLimits
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
+from protos.draft_tree import DraftTree
 from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, an_open
@@ -115,7 +116,7 @@ class EndlessMethod:
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         self.passes.append(tuple(want.open.session for want in wants))
         if not wants[0].unverified:
-            return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (1,)) for w in wants]
+            return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, DraftTree.chain((1,))) for w in wants]
         self.ahead.set()
         while not interrupted() and not self.stop.is_set():
             pass
@@ -136,7 +137,10 @@ class OneToken:
 
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         self.made += 1
-        return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (1,), is_at_once=self._at_once) for w in wants]
+        return [
+            Proposal(w.open.session, len(w.tokens), w.prefix_hash, DraftTree.chain((1,)), is_at_once=self._at_once)
+            for w in wants
+        ]
 
     def close(self, sessions: Sequence[str]) -> None: ...
 
@@ -173,7 +177,7 @@ class EarlyMethod(OneToken):
         (want,) = wants
         outcome = (1, 2)
         prefix = Prefix(KEY, (*want.tokens, *outcome))
-        early([Proposal(want.open.session, prefix.length, prefix.hash, (3,), outcome=outcome)])
+        early([Proposal(want.open.session, prefix.length, prefix.hash, DraftTree.chain((3,)), outcome=outcome)])
         self.stop.wait(10)
         return []
 
@@ -195,7 +199,7 @@ async def test_a_block_is_sent_when_it_leaves_which_may_be_before_its_pass_ends(
 
 async def test_a_pass_that_brings_no_block_sends_none():
     drafter = a_drafter(OneToken(at_once=False))
-    drafter._offer([Proposal("unknown", 2, 0, (1,))])
+    drafter._offer([Proposal("unknown", 2, 0, DraftTree.chain((1,)))])
     assert drafter.timeline.events() == []
     await drafter.close()
 

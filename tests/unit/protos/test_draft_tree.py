@@ -51,6 +51,21 @@ def test_what_comes_after_decided_tokens_is_a_tree_of_its_own():
     assert TREE.after(()) == TREE
 
 
+def test_the_trunk_is_the_chain_that_a_tree_begins_with_and_children_stand_beside_each_other():
+    assert TREE.trunk == (5, 6)
+    assert DraftTree.chain((5, 6)).trunk == (5, 6)
+    assert NO_TREE.trunk == ()
+    assert (TREE.children(-1), TREE.children(0), TREE.children(3)) == ((5, 3), (6, 2), ())
+
+
+@given(trees(VOCABULARY), st.integers(0, 4))
+def test_a_tree_within_a_depth_has_all_shorter_paths_and_no_other(tree, depth):
+    kept = tree.within(depth)
+    assert is_sound(kept)
+    assert texts(kept) == {text for text in texts(tree) if len(text) <= depth}
+    assert kept.depth == min(depth, tree.depth)
+
+
 def test_probabilities_stay_with_their_tokens():
     chain = DraftTree.chain((5, 6, 7), PROBS)
     assert chain.after((5,)) == DraftTree.chain((6, 7), SparseProbs(((6,), (7,)), ((2,), (3,))))

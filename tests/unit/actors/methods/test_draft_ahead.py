@@ -13,8 +13,8 @@ from actors.methods.draft_model import DraftModel
 from cluster.drafting.ahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal, Want
-from protos.draft_tree import SparseProbs
-from protos.messages import Acceptance
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Acceptance, Shape
 from protos.prefix import Prefix
 from tests.unit.actors.methods.drafting import (
     DRAWN,
@@ -41,7 +41,7 @@ PREFIXES = [(1, 2, last) for last in range(6)]
 
 def ahead_of(want: Want, proposal: Proposal) -> Want:
     """The want for what may come of a block."""
-    return replace(want, max_tokens=want.open.max_draft_tokens, unverified=proposal.tokens)
+    return replace(want, max_tokens=want.open.max_draft_tokens, unverified=proposal.tree)
 
 
 def after(want: Want, *tokens: int) -> Want:
@@ -65,7 +65,7 @@ AT_END = Choices((7, 8), (0.9, 0.1))
 
 
 def test_outcomes_are_every_place_to_stop_at_with_every_other_choice():
-    found = rejections((5, 6), AT_BLOCK)
+    found = rejections(DraftTree.chain((5, 6)), AT_BLOCK)
     assert [outcome for outcome, _ in found] == [(1,), (5, 2), (5, 3)]
     assert [chance for _, chance in found] == pytest.approx([0.3, 0.28, 0.07])
     accepted = accepted_chance((5, 6), AT_BLOCK)
@@ -76,13 +76,13 @@ def test_outcomes_are_every_place_to_stop_at_with_every_other_choice():
 
 
 def test_of_a_block_of_unknown_origin_only_what_follows_it_is_guessed():
-    assert rejections((5, 6), ()) == []
+    assert rejections(DraftTree.chain((5, 6)), ()) == []
     assert accepted_chance((5, 6), ()) == 1.0
 
 
 def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
     known = (Choices((1,), (0.6,)), AT_BLOCK[1])
-    assert rejections((5, 6), known) == [((1,), 0.6), ((5, 2), 0.0), ((5, 3), 0.0)]
+    assert rejections(DraftTree.chain((5, 6)), known) == [((1,), 0.6), ((5, 2), 0.0), ((5, 3), 0.0)]
     assert accepted_chance((5, 6), known) == 0.0
 
 
@@ -164,7 +164,7 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
     """It was looked up in the text: what the model would rather have at its places is found while it is read."""
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     block, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
-    looked_up = replace(want, max_tokens=4, unverified=block.tokens)
+    looked_up = replace(want, max_tokens=4, unverified=block.tree)
     runner = PrefixRunner(scale=1.0)
     found = a_method(runner).propose([looked_up], never)
     assert found == guesses, "as if it had drafted the block itself"
@@ -175,7 +175,7 @@ def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_t
     """All before it is cached, the logits are gone."""
     method = a_method(PrefixRunner())
     method.propose([a_want((*PREFIX, 3), 1)], never)
-    guesses = method.propose([replace(a_want(PREFIX, 3), unverified=(7, 7))], never)
+    guesses = method.propose([replace(a_want(PREFIX, 3), unverified=DraftTree.chain((7, 7)))], never)
     assert {guess.outcome[:1] for guess in guesses} == {(7,)}, "nothing else is known for its first place"
 
 
@@ -258,9 +258,7 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
 
 def first(guess: Proposal, tokens: int) -> Proposal:
     """What of a block there is after so many passes."""
-    probs = guess.draft_probs
-    cut = SparseProbs(probs.token_ids[:tokens], probs.weights[:tokens]) if probs is not None else None
-    return replace(guess, tokens=guess.tokens[:tokens], draft_probs=cut)
+    return replace(guess, tree=guess.tree.first(tokens))
 
 
 def are_beginnings(found: list[Proposal], whole: list[Proposal]) -> bool:
@@ -333,7 +331,7 @@ def test_a_verdict_that_is_due_ends_nobody_elses_drafting_ahead(acceptance, samp
 @RULES
 def test_after_a_step_without_drafts_there_is_a_block_for_each_likely_token(acceptance, sampling):
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    going_on = replace(want, max_tokens=want.open.max_draft_tokens, unverified=())
+    going_on = replace(want, max_tokens=want.open.max_draft_tokens, unverified=NO_TREE)
     guesses = a_method(PrefixRunner(scale=1.0)).propose([going_on], never)
     assert {len(guess.outcome) for guess in guesses} == {1}
     assert len(guesses) == len({guess.outcome for guess in guesses}) > 1
@@ -444,37 +442,37 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
     assert method.is_idle
 
 
-# ---------------------------------------------------------------- alternatives under verification
+# ---------------------------------------------------------------- trees under verification
 
 
 def branching_ahead(want: Want, method: DraftModel) -> tuple[Proposal, list[Proposal]]:
     (block,) = method.propose([want], never)
-    ahead = replace(ahead_of(want, block), alternatives=block.alternatives)
-    return block, method.propose([ahead], never)
+    return block, method.propose([ahead_of(want, block)], never)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_what_follows_an_alternative_is_guessed_and_never_that_it_is_rejected(sampling):
+def test_what_follows_a_token_beside_the_first_is_guessed_and_never_that_it_is_rejected(sampling):
     accepted: set[int] = set()
     for prefix in PREFIXES:
-        want = replace(a_want(prefix, 3, sampling=sampling), may_branch=True)
+        want = replace(a_want(prefix, 3, sampling=sampling), shape=Shape.TREE)
         block, guesses = branching_ahead(want, a_method(PrefixRunner(scale=1.0)))
         outcomes = {guess.outcome for guess in guesses}
-        assert not {(token,) for token in block.alternatives} & outcomes
-        accepted |= {outcome[0] for outcome in outcomes if outcome[0] in block.alternatives and len(outcome) == 2}
+        siblings = block.tree.children(-1)[1:]
+        assert not {(token,) for token in siblings} & outcomes
+        accepted |= {outcome[0] for outcome in outcomes if outcome[0] in siblings and len(outcome) == 2}
     assert accepted
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_the_block_for_a_right_guess_after_an_alternative_is_what_would_have_been_drafted(sampling):
+def test_the_block_for_a_right_guess_after_a_token_beside_the_first_is_what_would_have_been_drafted(sampling):
     """Tokens as an undisturbed model drafts them; the runner's memory checks every page that is read."""
     seen = 0
     for prefix in PREFIXES:
-        want = replace(a_want(prefix, 4, sampling=sampling), may_branch=True)
+        want = replace(a_want(prefix, 4, sampling=sampling), shape=Shape.TREE)
         method = a_method(PrefixRunner(scale=1.0))
         block, guesses = branching_ahead(want, method)
-        for guess in [guess for guess in guesses if guess.outcome[0] in block.alternatives]:
-            later = replace(after(want, *guess.outcome), max_tokens=3)  # one less: the alternative is fed again
+        for guess in [guess for guess in guesses if guess.outcome[0] in block.tree.children(-1)[1:]]:
+            later = after(want, *guess.outcome)
             (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([later], never)
             assert replace(guess, outcome=()) == fresh
             seen += 1

@@ -15,8 +15,8 @@ from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
 from cluster.drafting.outcomes import Choices, offer
 from cluster.page_allocator import PageCopy
-from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Sampling
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Acceptance, Sampling, Shape
 from tests.unit.actors.methods.drafting import (
     DRAWN,
     LOGITS,
@@ -175,8 +175,8 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
         want = a_want((1,), 4, sampling=sampling, seed=seed, acceptance=acceptance)
         (proposal,) = a_method(SpyRunner(liked[:, kept]), kept, top_k=10).propose([want], never)
         assert not {3, 9} & set(proposal.tokens)
-        if proposal.draft_probs is not None:
-            rows = zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True)
+        if proposal.tree.probs is not None:
+            rows = zip(proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True)
             assert all(not {3, 9} & {i for i, w in zip(*row, strict=True) if w} for row in rows)
 
 
@@ -185,15 +185,16 @@ def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, s
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
     (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want], never)
     assert len(proposal.tokens) == 1
-    assert proposal.draft_probs is None
-    ahead = a_method(SpyRunner(), min_confidence=1.0).propose([replace(want, unverified=(5, 6))], never)
+    assert proposal.tree.probs is None
+    under_way = replace(want, unverified=DraftTree.chain((5, 6)))
+    ahead = a_method(SpyRunner(), min_confidence=1.0).propose([under_way], never)
     assert {len(block.tokens) for block in ahead} == {4}, "nobody waits for them"
-    doubted = a_method(SpyRunner()).propose([replace(want, unverified=(5, 6), least_chance=0.3)], never)
-    patient = a_method(SpyRunner()).propose([replace(want, unverified=(5, 6))], never)
+    doubted = a_method(SpyRunner()).propose([replace(under_way, least_chance=0.3)], never)
+    patient = a_method(SpyRunner()).propose([under_way], never)
     assert {block.outcome for block in doubted} <= {block.outcome for block in patient}
 
 
-@pytest.mark.parametrize("unverified", [None, (), (5, 6)])
+@pytest.mark.parametrize("unverified", [None, NO_TREE, DraftTree.chain((5, 6))])
 @pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
 def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, sampling, unverified):
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
@@ -239,9 +240,9 @@ def test_under_ratio_a_blocks_tokens_depend_on_its_prefix_alone():
         whole = ratio_proposal((1, 2), 4, seed)
         assert ratio_proposal((1, 2), 4, seed) == whole
         shorter = ratio_proposal((1, 2), 2, seed)
-        assert (shorter.tokens, shorter.draft_probs.weights) == (whole.tokens[:2], whole.draft_probs.weights[:2])
+        assert (shorter.tokens, shorter.tree.probs.weights) == (whole.tokens[:2], whole.tree.probs.weights[:2])
         later = ratio_proposal((1, 2, whole.tokens[0]), 3, seed)
-        assert (later.tokens, later.draft_probs.token_ids) == (whole.tokens[1:], whole.draft_probs.token_ids[1:])
+        assert (later.tokens, later.tree.probs.token_ids) == (whole.tokens[1:], whole.tree.probs.token_ids[1:])
     assert len({ratio_proposal((1, 2), 4, seed).tokens for seed in range(20)}) > 5, "but the seed matters"
 
 
@@ -257,8 +258,8 @@ def test_under_ratio_tokens_follow_the_draft_probs_that_are_sent():
     for seed in range(3000):
         proposal = ratio_proposal((1,), 1, seed)
         counts[proposal.tokens[0]] += 1
-    (ids,) = proposal.draft_probs.token_ids
-    (weights,) = proposal.draft_probs.weights
+    (ids,) = proposal.tree.probs.token_ids
+    (weights,) = proposal.tree.probs.weights
     assert len(ids) == 4
     assert set(counts) <= set(ids)
     expected = [3000 * weight / sum(weights) for weight in weights]
@@ -271,7 +272,7 @@ def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
     """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
     want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=RATIO)
     (proposal,) = a_method(SpyRunner(), top_k=4).propose([want], never)
-    for ids, weights in zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True):
+    for ids, weights in zip(proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True):
         assert len(ids) == len(weights) == 4
         assert [weight > 0 for weight in weights] == [True, True, False, False]
         assert max(weights) < 1 << 16
@@ -314,10 +315,10 @@ def test_a_model_that_computes_nonsense_still_gives_tokens():
         assert all(0 <= token < VOCABULARY for token in proposal.tokens)
 
 
-# ---------------------------------------------------------------- alternatives
+# ---------------------------------------------------------------- trees
 
 
-def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_are_alternatives():
+def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_stand_beside_the_first():
     choices = Choices((4, 5, 6, 7), (0.5, 0.4, 0.3, 0.05))
     assert offer(4, choices, (0.5, 0.45), 4, 0.1) == (2, (5, 6))
     assert offer(4, choices, (0.5, 0.35), 3, 0.1) == (2, (5,))
@@ -327,13 +328,14 @@ def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_are
     assert offer(7, choices, (0.05,), 2, 0.1) == (1, (4,)), "whatever it was"
 
 
-def test_a_block_has_alternatives_where_it_may_and_no_more_tokens_than_were_asked_for():
+def test_a_block_is_a_tree_where_it_may_and_has_no_more_tokens_than_were_asked_for():
     want = a_want((1, 2), 3)
     (plain,) = a_method(SpyRunner()).propose([want], never)
-    (block,) = a_method(SpyRunner()).propose([replace(want, may_branch=True)], never)
-    assert plain.alternatives == ()
+    (block,) = a_method(SpyRunner()).propose([replace(want, shape=Shape.TREE)], never)
+    assert plain.tree.is_chain
     likeliest = LOGITS[2].softmax(-1).topk(4)
-    assert (plain.tokens[0], *block.alternatives) == tuple(likeliest.indices.tolist())[: 1 + len(block.alternatives)]
-    assert block.tokens == plain.tokens[: len(block.tokens)]
-    assert block.alternatives
-    assert len(block.tokens) + len(block.alternatives) == 3
+    first = block.tree.children(-1)
+    assert first == tuple(likeliest.indices.tolist())[: len(first)]
+    assert block.tree.trunk == plain.tokens[: len(block.tree.trunk)]
+    assert len(first) > 1
+    assert len(block.tree) == 3

@@ -7,6 +7,7 @@ from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want
+from protos.draft_tree import NO_TREE, DraftTree
 from tests.unit.cluster.samples import an_open
 
 REPEATING = (5, 6, 7, 5, 6)
@@ -26,7 +27,12 @@ class Asked:
     def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
         self.sessions += [want.open.session for want in wants]
         self.interrupted = interrupted
-        return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, (9,), outcome=w.unverified) for w in wants]
+        return [
+            Proposal(
+                w.open.session, len(w.tokens), w.prefix_hash, DraftTree.chain((9,)), (w.unverified or NO_TREE).tokens
+            )
+            for w in wants
+        ]
 
     def close(self, sessions: Sequence[str]) -> None:
         self.closed += sessions
@@ -56,7 +62,9 @@ def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_
     method = LookupFirst(PromptLookup(3, 2), model)
     copied = a_want("repeating", REPEATING)
     new = a_want("new", NEW)
-    proposals = method.propose([replace(copied, unverified=(7, 5)), replace(new, unverified=(7,))], never)
+    proposals = method.propose(
+        [replace(copied, unverified=DraftTree.chain((7, 5))), replace(new, unverified=DraftTree.chain((7,)))], never
+    )
     assert [(p.session, p.outcome) for p in proposals] == [("repeating", (7, 5, 6)), ("new", (7,))]
     assert model.sessions == ["new"]
     assert model.interrupted is never
@@ -65,7 +73,7 @@ def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_
 def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
     model = Asked()
     method = LookupFirst(PromptLookup(3, 2), model)
-    (proposal,) = method.propose([replace(a_want("new", NEW), unverified=())], never)
+    (proposal,) = method.propose([replace(a_want("new", NEW), unverified=NO_TREE)], never)
     assert proposal.tokens == (9,)
 
 

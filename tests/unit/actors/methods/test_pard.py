@@ -15,6 +15,7 @@ from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
 from cluster.errors import ModelError
+from protos.draft_tree import DraftTree
 from protos.messages import Acceptance
 from tests.unit.actors.methods.drafting import (
     DRAWN,
@@ -107,7 +108,7 @@ def test_a_long_prompt_leaves_masks_no_room_and_the_block_is_drafted_all_the_sam
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptance, sampling):
     runner = MaskRunner()
-    want = replace(a_want((1, 2), 3, sampling=sampling, acceptance=acceptance), unverified=(5, 6))
+    want = replace(a_want((1, 2), 3, sampling=sampling, acceptance=acceptance), unverified=DraftTree.chain((5, 6)))
     guesses = a_method(runner).propose([want], after_checks(2))
     assert len(runner.fed) == 2
     assert len(guesses) > 1
@@ -127,8 +128,8 @@ def test_under_ratio_each_token_follows_the_draft_probs_sent_for_it():
     for seed in range(20):
         seeded = replace(want, open=replace(want.open, seed=seed))
         (proposal,) = a_method(MaskRunner()).propose([seeded], never)
-        assert proposal.draft_probs is not None
-        rows = zip(proposal.tokens, proposal.draft_probs.token_ids, proposal.draft_probs.weights, strict=True)
+        assert proposal.tree.probs is not None
+        rows = zip(proposal.tokens, proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True)
         for at, (token, ids, weights) in enumerate(rows):
             probs = torch.softmax(LOGITS[1 + at], -1)[list(ids)]
             assert token in ids

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from actors.methods.prompt_lookup import PromptLookup, look_up
 from cluster.drafting.requests import Proposal, Want
+from protos.draft_tree import DraftTree
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, an_open
 
@@ -40,11 +41,11 @@ def test_what_is_found_stands_in_the_text_after_the_same_suffix(tokens, max_toke
 
 def test_a_proposal_answers_its_want_with_a_point_mass():
     want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1)
-    assert PromptLookup(3, 2).propose([want], lambda: False) == [Proposal("s", 5, 77, (3,), None)]
+    assert PromptLookup(3, 2).propose([want], lambda: False) == [Proposal("s", 5, 77, DraftTree.chain((3,)))]
 
 
 def ahead(tokens: tuple[int, ...], unverified: tuple[int, ...], max_tokens: int = 2, **changes: Any) -> list[Proposal]:
-    want = Want(an_open(**changes), tokens, Prefix(KEY, tokens).hash, max_tokens, unverified)
+    want = Want(an_open(**changes), tokens, Prefix(KEY, tokens).hash, max_tokens, DraftTree.chain(unverified))
     return PromptLookup(3, 2).propose([want], lambda: False)
 
 

@@ -25,7 +25,8 @@ from actors.sampling.noise import Purpose, gumbel_argmax, key
 from cluster.drafting.ahead import AHEAD_ROWS
 from cluster.drafting.requests import Proposal, Want
 from cluster.errors import ModelError
-from protos.messages import Acceptance
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Shape
 from protos.prefix import Prefix
 from tests.unit.actors.methods.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, never
 from tests.unit.cluster.samples import GREEDY, KEY
@@ -214,7 +215,7 @@ class Mistaken(Following):
 
 
 def ahead(want: Want) -> Want:
-    return replace(want, unverified=(5, 6))
+    return replace(want, unverified=DraftTree.chain((5, 6)))
 
 
 def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -321,18 +322,18 @@ def test_after_a_verdict_that_was_not_guessed_the_head_names_a_block_without_a_f
     assert len(runner.fed) == read
     (by_model,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
     assert block == replace(by_model, is_at_once=True)
-    (ahead_again,) = [replace(later, unverified=block.tokens)]
+    (ahead_again,) = [replace(later, unverified=block.tree)]
     method.propose([within(ahead_again, len(runner.fed) + 1)], never)
     assert runner.read[-1] == (*later.tokens, *block.tokens), "the forward that was saved is made up for"
 
 
-def test_after_an_accepted_alternative_too():
+def test_after_an_accepted_token_beside_the_first_too():
     runner = SpyRunner()
-    want = replace(a_want((1, 2), 3), may_branch=True)
+    want = replace(a_want((1, 2), 3), shape=Shape.TREE)
     method = a_method(runner, Following)
-    method.propose([within(replace(ahead(want), alternatives=(7, 8)), 1)], never)
+    method.propose([within(replace(ahead(want), unverified=DraftTree((5, 6, 7, 8), (-1, 0, -1, -1))), 1)], never)
     read = len(runner.fed)
-    later = replace(after(want, 8, 3), may_branch=False)
+    later = replace(after(want, 8, 3), shape=Shape.CHAIN)
     (block,) = method.propose([later], never)
     assert len(runner.fed) == read
     (by_model,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)

@@ -11,6 +11,7 @@ from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import Proposal, Want
+from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling
 from protos.prefix import Prefix, hashes_after
 from tests.unit.cluster.samples import KEY, an_open
@@ -32,7 +33,7 @@ class Counting:
         return float(len(self.extended))
 
     def roots(self, want: Want) -> list[BlockDraft]:
-        block = want.unverified or ()
+        block = (want.unverified or NO_TREE).trunk
         root = BlockDraft(want=want, base_hash=want.prefix_hash, max_tokens=len(block) + 1, unverified=block)
         root.tells_all = bool(block)
         return [root]
@@ -56,7 +57,10 @@ class Counting:
 
 def a_want(session: str = "s", unverified: tuple[int, ...] = (2, 3), **changes: object) -> Want:
     tokens = (0, 1)
-    return replace(Want(an_open(session, tokens=tokens), tokens, Prefix(KEY, tokens).hash, 3, unverified), **changes)
+    return replace(
+        Want(an_open(session, tokens=tokens), tokens, Prefix(KEY, tokens).hash, 3, DraftTree.chain(unverified)),
+        **changes,
+    )
 
 
 def drafted(method: Counting, *wants: Want, interrupted: Callable[[], bool] = lambda: False) -> list[Proposal]:

@@ -13,7 +13,7 @@ from cluster.drafting.backpressure import LEAST_WINDOW
 from cluster.drafting.requests import Proposal, Want
 from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
 from cluster.drafting.step_interval import StepIntervalEstimate
-from protos.draft_tree import DraftTree, SparseProbs
+from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (
     Attach,
     Block,
@@ -81,7 +81,7 @@ class Book:
 
     def propose(self, want: Want, *tokens: int) -> list[Send]:
         return self.scheduler.proposed(
-            [Proposal(want.open.session, len(want.tokens), want.prefix_hash, tokens)], self.now
+            [Proposal(want.open.session, len(want.tokens), want.prefix_hash, DraftTree.chain(tokens))], self.now
         )
 
     def ahead(self) -> Want:
@@ -92,7 +92,7 @@ class Book:
         """A block for the case that the verdict brings just `outcome`."""
         before = (*want.tokens, *outcome)
         return self.scheduler.proposed(
-            [Proposal(want.open.session, len(before), hash_of(*before), tokens, outcome=outcome)], self.now
+            [Proposal(want.open.session, len(before), hash_of(*before), DraftTree.chain(tokens), outcome)], self.now
         )
 
 
@@ -369,7 +369,7 @@ def test_a_block_under_verification_is_drafted_ahead_for_once():
     desk = under_verification()
     want = desk.ahead()
     assert (want.tokens, want.prefix_hash) == ((1, 2), hash_of(1, 2))
-    assert want.unverified == (5, 6)
+    assert want.unverified == DraftTree.chain((5, 6))
     assert want.max_tokens >= want.open.max_draft_tokens, "the target has not asked for less"
     assert desk.scheduler.wants_ahead(9) == []
     assert desk.scheduler.wants(9) == []
@@ -407,7 +407,7 @@ def test_a_right_guess_saves_the_next_draft_and_is_drafted_on_from(outcome):
     assert (desk.scheduler.counts["guess_hit"], desk.scheduler.counts["guess_miss"]) == (1, 0)
     further = desk.ahead()
     assert further.tokens == (1, 2, *outcome)
-    assert further.unverified == (outcome[-1] + 10, outcome[-1] + 20)
+    assert further.unverified == DraftTree.chain((outcome[-1] + 10, outcome[-1] + 20))
     desk.verdict((1, 2, *outcome), 0)
     assert desk.want().tokens == (1, 2, *outcome, 0), "and after a miss a block is wanted as ever"
 
@@ -431,7 +431,7 @@ def test_of_a_guess_that_is_told_again_only_what_is_new_is_sent():
     blocks = [(8,), (8,), (8, 9), (3, 9), (3, 9)]
     assert [len(desk.guess(want, (5, 6, 7), *block)) for block in blocks] == [1, 0, 1, 1, 0]
     desk.verdict((1, 2), 5, 6, 7)
-    assert desk.ahead().unverified == (3, 9), "the last that was sent"
+    assert desk.ahead().unverified == DraftTree.chain((3, 9)), "the last that was sent"
 
 
 def test_a_guess_for_other_tokens_of_the_same_length_is_no_hit():
@@ -460,7 +460,7 @@ def test_a_right_guess_that_comes_after_a_block_was_wanted_is_not_sent_beside_it
     sure = desk.want()
     assert desk.guess(want, (5, 6, 7), 8) == []
     assert desk.propose(sure, 8, 9) == [(TARGET, Block("s", 5, hash_of(1, 2, 5, 6, 7), DraftTree.chain((8, 9))))]
-    assert desk.ahead().unverified == (8, 9)
+    assert desk.ahead().unverified == DraftTree.chain((8, 9))
 
 
 def going_on() -> Book:
@@ -476,10 +476,10 @@ def test_a_target_that_goes_on_gets_blocks_for_what_its_step_may_bring():
     desk = going_on()
     assert desk.scheduler.wants(9) == []
     want = desk.ahead()
-    assert (want.tokens, want.unverified) == ((1, 2, 3), ())
+    assert (want.tokens, want.unverified) == ((1, 2, 3), NO_TREE)
     assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), DraftTree.chain((5, 6))))]
     desk.verdict((1, 2, 3), 4, hold_step=False)
-    assert desk.ahead().unverified == (5, 6), "the guess was right: that block is being verified"
+    assert desk.ahead().unverified == DraftTree.chain((5, 6)), "the guess was right: that block is being verified"
 
 
 def test_a_block_for_what_was_guessed_late_is_sent_all_the_same():
@@ -547,7 +547,7 @@ def test_the_draft_probs_of_a_block_that_was_drafted_ahead_go_with_it():
     desk.ahead()
     probs = SparseProbs(((7,), (8,)), ((1,), (2,)))
     ((_, block),) = desk.scheduler.proposed(
-        [Proposal("s", 4, hash_of(1, 2, 5, 9), (7, 8), probs, outcome=(5, 9))], desk.now
+        [Proposal("s", 4, hash_of(1, 2, 5, 9), DraftTree.chain((7, 8), probs), (5, 9))], desk.now
     )
     assert isinstance(block, Block)
     assert block.tree.probs == probs
@@ -632,7 +632,7 @@ def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_on
         for want in desk.scheduler.wants_ahead(9):
             stop = rng.randrange(3)
             for token in rng.sample(range(3), 2):
-                guess = (want, (*want.unverified[:stop], token))
+                guess = (want, (*want.unverified.tokens[:stop], token))
                 late.append(guess) if rng.random() < 0.3 else send(desk.guess(*guess, rng.randrange(3)))
         new = tuple(rng.randrange(3) for _ in range(decided % 3 + 1))
         desk.verdict(tokens, *new)
