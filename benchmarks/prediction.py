@@ -48,7 +48,7 @@ from serve_app.bench.measures import Tally
 from serve_app.bench.tables import shown
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
-from serve_app.planning.plan import roomy_fleet
+from serve_app.planning.trial import roomy_fleet
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
 UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew

@@ -127,7 +127,7 @@ class Block:
     @property
     def size(self) -> int:
         """Draft tokens in all."""
-        return len(self.tree)
+        return len(self.tree.tokens)
 
 
 @value

@@ -7,6 +7,7 @@ never be applied.
 from collections.abc import Iterable
 
 _MASK = (1 << 64) - 1
+_INCREMENT = 0x9E3779B97F4A7C15 * 0xBF58476D1CE4E5B9 & _MASK
 
 
 def extend_hash(state: int, token: int) -> int:
@@ -17,10 +18,12 @@ def extend_hash(state: int, token: int) -> int:
 def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
     """The same after each of `tokens`, in one call, because every party hashes every token."""
     hashes = []
+    mask = _MASK
+    increment = _INCREMENT
     for token in tokens:
-        x = (state ^ ((token + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9)) & _MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x = (state ^ (token * 0xBF58476D1CE4E5B9 + increment)) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
         state = x ^ (x >> 31)
         hashes.append(state)
     return hashes

@@ -135,9 +135,11 @@ class AcceptanceCounts:
     def after(self, asked: int, accepted: int) -> "AcceptanceCounts":
         """A block was verified. One that ended early, in doubt, counts as rejected where it ended."""
         asked = min(asked, POSITIONS)
-        reached = tuple(index <= accepted for index in range(asked))
-        stood = tuple(index < accepted for index in range(asked))
-        return AcceptanceCounts(_sums(self.reached, reached), _sums(self.accepted, stood))
+        unknown = (0,) * (asked - len(self.reached))
+        return AcceptanceCounts(
+            _one_more(self.reached + unknown, min(asked, accepted + 1)),
+            _one_more(self.accepted + unknown, min(asked, accepted)),
+        )
 
     def __add__(self, other: Self) -> "AcceptanceCounts":
         """Of two replicas."""
@@ -151,6 +153,11 @@ class AcceptanceCounts:
                 break
             found.append(accepted / reached)
         return tuple(found)
+
+
+def _one_more(counts: tuple[int, ...], positions: int) -> tuple[int, ...]:
+    """For each of the first `positions`."""
+    return (*[count + 1 for count in counts[:positions]], *counts[positions:])
 
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ Ledgers, schedulers, pacing and routing are the real ones; see the other modules
 """
 
 import gc
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,18 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the warnings of real parts: what is lost in a simulation is no news."""
+    log = logging.getLogger("cluster")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 class World:
     """Runs one setting, once."""
 
@@ -71,7 +84,7 @@ class World:
         for fault in self.setting.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._strike, fault))
         self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up by then
-        with _uncollected():
+        with _uncollected(), _unlogged():
             happened = self.clock.run()
         self._check()
         return self._report(happened)

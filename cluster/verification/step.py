@@ -43,12 +43,12 @@ class Row:
     @property
     def drafted(self) -> int:
         """Draft tokens."""
-        return len(self.draft)
+        return len(self.draft.tokens)
 
     @property
     def known(self) -> int:
         """Tokens that were decided before."""
-        return len(self.tokens) - len(self.draft)
+        return len(self.tokens) - len(self.draft.tokens)
 
     @property
     def base_len(self) -> int:

@@ -12,19 +12,13 @@ from rich.table import Table
 
 from cluster.simulation.workload import Poisson
 from serve_app.bench.tables import shown, table
-from serve_app.planning.plan import (
-    CROWD,
-    KEPT_UP,
-    Advice,
-    CandidateFleet,
-    InProcess,
-    Limits,
-    PlanAnswer,
-    PlanQuestion,
-    advise,
-    candidates,
-)
+from serve_app.planning.formulas import CROWD, InProcess
+from serve_app.planning.limits import Limits
+from serve_app.planning.plan import Advice, advise, run_count
+from serve_app.planning.processes import Watched, processes
+from serve_app.planning.question import CandidateFleet, PlanQuestion
 from serve_app.planning.theory import ACCEPTANCES, BLOCK_LENS, Lesson, lessons
+from serve_app.planning.trial import KEPT_UP, PlanAnswer
 from serve_app.svg import curves
 
 SHOWN = 8  # best candidates
@@ -32,10 +26,10 @@ GROWS = "grows"  # in place of a latency that is as long as one waits
 
 
 def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
-    """Simulates every candidate, shows the advice, and writes what is asked for."""
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True) as progress:
-        bar = progress.add_task("Candidates", total=sum(1 for _ in candidates(question)))
-        advice = advise(question, lambda: progress.advance(bar))
+    """Simulates candidates, shows the advice, and writes what is asked for; the picture takes every candidate."""
+    with processes() as pool, _progress(console) as progress:
+        bar = progress.add_task("Fleets simulated", total=run_count(question))
+        advice = advise(question, Watched(pool, lambda: progress.advance(bar)), whole=picture_path is not None)
     console.print(advice_report(question, advice))
     if json_path is not None:
         json_path.write_text(json.dumps(advice_data(question, advice), indent=1) + "\n", encoding="utf-8")
@@ -45,10 +39,14 @@ def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, p
 
 def run_classroom(console: Console) -> None:
     """Formula and simulation of every lesson."""
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True) as progress:
+    with _progress(console) as progress:
         bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(BLOCK_LENS))
         found = lessons(lambda: progress.advance(bar))
     console.print(classroom_tables(found))
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True)
 
 
 def advice_report(question: PlanQuestion, advice: Advice) -> Group:

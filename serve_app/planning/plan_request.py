@@ -7,7 +7,7 @@ from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
 from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.workload import ClosedLoop, Poisson
-from serve_app.planning.plan import BLOCK_LENS, PlanQuestion, Prices
+from serve_app.planning.question import BLOCK_LENS, PlanQuestion, Prices
 
 ACCEPTANCE = 0.8
 CONCURRENCY = 8

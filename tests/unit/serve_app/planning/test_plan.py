@@ -17,28 +17,16 @@ from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.setting import Mode
 from cluster.simulation.workload import ClosedLoop, Poisson
 from serve_app.cli.main import app
-from serve_app.planning.plan import (
-    PLAIN,
-    CandidateFleet,
-    InProcess,
-    PlanAnswer,
-    PlanQuestion,
-    Prices,
-    advise,
-    best_in_process,
-    candidates,
-    choose,
-    cost_per_million,
-    limits,
-    plain_sessions,
-    sessions_of_one,
-    setting,
-    steady_sessions,
-)
-from serve_app.planning.plan import answer as fleet_answer
+from serve_app.planning.formulas import InProcess, best_in_process, plain_sessions, steady_sessions
+from serve_app.planning.limits import Point, crossing, limits
+from serve_app.planning.plan import Advice, advise, run_count
 from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, classroom_tables, verdict
 from serve_app.planning.plan_request import PlanRequest, StatedCosts
+from serve_app.planning.processes import AtOnce, Watched, processes
+from serve_app.planning.question import PLAIN, CandidateFleet, PlanQuestion, Prices, candidates, cost_per_million
 from serve_app.planning.theory import ACCEPTANCES, BLOCK_LENS, TOLERANCE, lessons
+from serve_app.planning.trial import PlanAnswer, choose, is_promising, sessions_of_one, setting
+from serve_app.planning.trial import answer as fleet_answer
 from serve_app.svg import curves
 
 COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)
@@ -59,8 +47,9 @@ def shown(report: object) -> str:
 
 def test_good_and_cheap_drafts_are_advised():
     tried = []
-    advice = advise(SMALL, lambda: tried.append(1))
-    assert len(tried) == len(advice.answers) == 1 + 2 * 1 * 3
+    advice = advise(SMALL, Watched(AtOnce(), lambda: tried.append(1)), whole=True)
+    assert len(advice.answers) == 1 + 2 * 1 * 3
+    assert len(tried) == run_count(SMALL) == len(advice.answers) + 2, "and two limits"
     assert advice.best.candidate.block_len == 4
     assert advice.best.gain(advice.plain) > 2
     assert advice.at_once == 2
@@ -86,7 +75,7 @@ LOCK_STEP = CandidateFleet(1, 1, 4, Mode.LOCK_STEP)
 
 
 def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
-    found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1)
+    found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1, AtOnce())
     costs = RoundCosts(plain_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
     assert found.acceptance is not None
     assert expected_tokens(found.acceptance, 4) == pytest.approx(lock_step(costs) / costs.plain_s, abs=0.03)
@@ -100,7 +89,7 @@ def test_where_targets_share_a_drafter_the_gain_ends_earlier():
     advice = advise(question)
     assert advice.limits is not None
     assert advice.limits.candidate == CandidateFleet(4, 1, 4, Mode.LOCK_STEP)
-    alone = limits(question, LOCK_STEP, 4)
+    alone = limits(question, LOCK_STEP, 4, AtOnce())
     assert advice.limits.acceptance is not None
     assert alone.acceptance is not None
     assert advice.limits.acceptance > alone.acceptance + 0.1
@@ -118,9 +107,32 @@ def test_where_nothing_that_drafts_is_advised_the_gain_is_that_of_a_drafter_for_
     assert advice.limits.candidate == LOCK_STEP
 
 
+@pytest.mark.parametrize("power", [0.3, 1, 4])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_where_a_function_is_nothing_is_found_in_few_steps(power: float, sign: int):
+    asked = []
+
+    def function(at: float) -> float:
+        asked.append(at)
+        return sign * (at**power - 0.3)
+
+    found = crossing(function, Point(0.0, -0.3 * sign), Point(2.0, sign * (2.0**power - 0.3)))
+    assert found == pytest.approx(0.3 ** (1 / power), abs=0.04)
+    assert len(asked) <= 7
+
+
+def test_processes_come_to_the_same_advice():
+    assert advise(SMALL) == _in_processes()
+
+
+def _in_processes() -> Advice:
+    with processes() as pool:
+        return advise(SMALL, pool)
+
+
 def test_no_drafting_is_short_enough_where_verification_alone_costs_what_it_brings():
     dear = COSTS.model_copy(update={"target": ForwardCost.linear(0.001, per_token_s=0.019)})
-    found = limits(replace(SMALL, costs=dear), LOCK_STEP, 1)
+    found = limits(replace(SMALL, costs=dear), LOCK_STEP, 1, AtOnce())
     assert found.draft_s == 0.0
     assert found.acceptance is None
 
@@ -184,7 +196,7 @@ def test_whoever_keeps_up_is_advised_though_others_were_watched_for_less_long():
 
 def test_what_does_not_keep_up_has_no_latency_to_show():
     question = replace(SMALL, arrivals=Poisson(1.0))
-    advice = advise(question)
+    advice = advise(question, whole=True)
     plain = replace(advice.plain, keeps_up=False)
     others = [replace(one, keeps_up=one.candidate.mode is not Mode.LOCK_STEP) for one in advice.answers[1:]]
     some = replace(advice, answers=(plain, *others), plain=plain)
@@ -195,6 +207,25 @@ def test_what_does_not_keep_up_has_no_latency_to_show():
     assert "adaptive" in picture
     assert "lock-step" not in picture
     assert "plain" not in picture
+
+
+def test_what_loses_with_a_drafter_of_its_own_is_not_tried_with_a_shared_one():
+    question = replace(SMALL, block_lens=(1, 4))
+    tried = [one.candidate for one in advise(question).answers]
+    assert len(tried) < len(list(candidates(question)))
+    assert {fleet.block_len for fleet in tried if fleet.fleet == (1, 1)} == {1, 4}
+    assert {fleet.block_len for fleet in tried if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
+
+
+def test_a_shared_drafter_may_be_best_where_drafters_are_dear():
+    """As fast as with one of its own it would be cheaper, though that is not the best so far."""
+    plain = replace(answer(0, 60.0), candidate=PLAIN, cost_per_million=1.0)
+    own = replace(answer(1, 100.0), cost_per_million=1.2)
+    shared = CandidateFleet(4, 1, 4, Mode.ADAPTIVE)
+    assert is_promising(shared, [plain, own], replace(SMALL, prices=Prices(0.2, 0.2)))
+    assert not is_promising(shared, [plain, own], replace(SMALL, prices=Prices(0.2, 2.0)))
+    assert is_promising(shared, [plain], SMALL), "nobody knows yet"
+    assert not is_promising(shared, [plain, replace(own, keeps_up=False)], SMALL)
 
 
 def answer(drafters: int, tokens_per_s: float, targets: int = 1) -> PlanAnswer:
@@ -235,7 +266,7 @@ def test_littles_law():
 
 def test_the_report_says_what_to_take_and_compares():
     question = replace(SMALL, prices=Prices(10.0, 1.0))
-    advice = advise(question)
+    advice = advise(question, whole=True)
     text = shown(advice_report(question, advice))
     for words in ("in-process", "plain", "cost/1M", "least acceptance that pays", "Take 1 drafter"):
         assert words in text
@@ -247,7 +278,7 @@ def test_the_report_says_what_to_take_and_compares():
 
 def test_the_picture_has_a_line_for_each_mode_and_a_level_for_each_rival():
     question = replace(SMALL, block_lens=(2, 4))
-    picture = ElementTree.fromstring(advice_picture(question, advise(question)))
+    picture = ElementTree.fromstring(advice_picture(question, advise(question, whole=True)))
     words = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
     assert {"lock-step", "adaptive", "draft-ahead", "plain", "in the target's process", "2", "4"} <= words
     lines = list(picture.iter("{http://www.w3.org/2000/svg}polyline"))
