@@ -249,7 +249,7 @@ def garble(target: TargetReplica, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_stranger_cannot_end_or_starve_anothers_session():
-    """Closing it, claiming it in a new greeting, or filling its room with blocks for prefixes that never come."""
+    """Closing it, claiming it in a new greeting, or filling its buffer with blocks for prefixes that never come."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
@@ -260,7 +260,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
             await again.read()
         flood = [Block(running, 60 + i % 30, i, DraftTree.chain((1,))) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
-        await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the room is bounded")
+        await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the buffer is bounded")
 
 
 async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():

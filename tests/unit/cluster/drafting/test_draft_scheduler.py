@@ -43,7 +43,7 @@ def hash_of(*tokens: int) -> int:
     return Prefix(KEY, tokens).hash
 
 
-class Book:
+class Desk:
     """A scheduler with a target that says what tests tell it to."""
 
     def __init__(self, draft_ahead: bool = False) -> None:
@@ -97,7 +97,7 @@ class Book:
 
 
 def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():
-    desk = Book()
+    desk = Desk()
     assert desk.open() == [(TARGET, Attach("s", 2, hash_of(1, 2)))]
     want = desk.want()
     assert (want.tokens, want.prefix_hash, want.max_tokens) == ((1, 2), hash_of(1, 2), 4)
@@ -108,7 +108,7 @@ def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():
 
 
 def test_a_block_that_a_verdict_overtook_is_not_sent():
-    desk = Book()
+    desk = Desk()
     desk.open()
     want = desk.want()
     desk.verdict((1, 2), 9)
@@ -118,7 +118,7 @@ def test_a_block_that_a_verdict_overtook_is_not_sent():
 
 def test_a_block_drafted_for_a_history_that_was_reopened_is_not_sent():
     """Same length, other tokens: only the hash tells them apart."""
-    desk = Book()
+    desk = Desk()
     desk.open()
     want = desk.want()
     desk.open(tokens=(1, 3), attempt=2)
@@ -126,7 +126,7 @@ def test_a_block_drafted_for_a_history_that_was_reopened_is_not_sent():
 
 
 def test_nothing_to_propose_is_no_block_and_is_said_so():
-    desk = Book()
+    desk = Desk()
     desk.open()
     assert desk.propose(desk.want()) == [(TARGET, NoDraft("s", 2, hash_of(1, 2)))]
     assert desk.scheduler.counts["nothing_to_propose"] == 1
@@ -134,7 +134,7 @@ def test_nothing_to_propose_is_no_block_and_is_said_so():
 
 def test_blocks_end_before_the_last_position():
     """A verdict brings one token more than its block: drafting it, too, would be for nothing."""
-    desk = Book()
+    desk = Desk()
     desk.open(max_len=5)
     assert desk.want().max_tokens == 2
     desk.verdict((1, 2), 7, 7)
@@ -145,7 +145,7 @@ def test_blocks_end_before_the_last_position():
 
 
 def test_a_gap_is_asked_for_and_the_catch_up_closes_it():
-    desk = Book()
+    desk = Desk()
     desk.open()
     assert desk.verdict((1, 2, 3), 4) == [(TARGET, Attach("s", 2, hash_of(1, 2)))]
     assert desk.verdict((1, 2), 3, 4) == []
@@ -154,7 +154,7 @@ def test_a_gap_is_asked_for_and_the_catch_up_closes_it():
 
 def test_verdicts_that_overlap_or_repeat_add_only_what_is_new():
     """A catch-up verdict and the ordinary ones cross on the wire."""
-    desk = Book()
+    desk = Desk()
     desk.open()
     desk.verdict((1, 2), 3)
     desk.verdict((1, 2), 3, 4, 5)
@@ -163,7 +163,7 @@ def test_verdicts_that_overlap_or_repeat_add_only_what_is_new():
 
 
 def test_a_contradiction_goes_to_the_router_and_its_ledger_heals_it():
-    desk = Book()
+    desk = Desk()
     desk.open()
     assert desk.verdict((1, 9), 4) == [(ROUTER, Resync("s", 2, hash_of(1, 2)))]
     desk.open(tokens=(1, 9, 4))
@@ -171,7 +171,7 @@ def test_a_contradiction_goes_to_the_router_and_its_ledger_heals_it():
 
 
 def test_a_resync_stops_drafting_until_the_ledger_comes():
-    desk = Book()
+    desk = Desk()
     desk.open()
     assert desk.scheduler.receive(TARGET, Resync("s", 5, 5), desk.now) == [(ROUTER, Resync("s", 2, hash_of(1, 2)))]
     assert desk.scheduler.wants(9) == []
@@ -188,7 +188,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize(("target", "changes"), FOREIGN.values(), ids=FOREIGN)
 def test_a_verdict_that_is_not_this_sessions_is_counted_and_changes_nothing(target, changes):
-    desk = Book()
+    desk = Desk()
     desk.open()
     verdict = replace(Verdict("s", 1, 2, hash_of(1, 2), (5,), 0, 0), **changes)
     assert desk.scheduler.receive(target, verdict, desk.now) == []
@@ -197,7 +197,7 @@ def test_a_verdict_that_is_not_this_sessions_is_counted_and_changes_nothing(targ
 
 
 def test_an_end_frees_the_session_and_its_method_hears_of_it_once():
-    desk = Book()
+    desk = Desk()
     desk.open()
     desk.verdict((1, 2), 0, finish=Finish.STOP)
     assert not desk.scheduler.is_idle, "the method still holds it"
@@ -208,7 +208,7 @@ def test_an_end_frees_the_session_and_its_method_hears_of_it_once():
 
 def test_a_session_that_was_opened_again_begins_anew_in_its_method_and_is_named_once():
     """What the method remembers of it may be what was wrong."""
-    desk = Book()
+    desk = Desk()
     desk.open()
     desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
     desk.open(attempt=2)
@@ -221,7 +221,7 @@ def test_a_session_that_was_opened_again_begins_anew_in_its_method_and_is_named_
 def test_whatever_verdicts_are_lost_doubled_or_reordered_the_prefix_is_the_targets(pieces):
     """Any slices of the target's text, in any order: what the drafter holds is always a prefix of it."""
     target_text = (1, 2, *range(3, 20))
-    desk = Book()
+    desk = Desk()
     desk.open(max_len=50)
     for skip, count in pieces:
         begin = 2 + skip
@@ -235,7 +235,7 @@ def test_whatever_verdicts_are_lost_doubled_or_reordered_the_prefix_is_the_targe
 
 
 def test_blocks_are_as_long_as_the_target_asked_for_with_its_verdict():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open()
     desk.verdict((1, 2), 3, max_tokens=2)
     want = desk.want()
@@ -247,7 +247,7 @@ def test_blocks_are_as_long_as_the_target_asked_for_with_its_verdict():
 
 
 def test_nothing_is_drafted_while_the_target_asks_for_nothing():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open()
     desk.verdict((1, 2), 3, max_tokens=0)
     assert desk.scheduler.wants(9) == []
@@ -261,7 +261,7 @@ def test_nothing_is_drafted_while_the_target_asks_for_nothing():
 
 def test_while_a_target_asks_for_nothing_a_new_session_of_it_is_not_drafted_for_before_it_says_so():
     """Reading a prompt takes long, and is for nothing where speculation does not pay."""
-    desk = Book()
+    desk = Desk()
     desk.open("resting", asks=0)
     desk.open()
     assert desk.scheduler.wants(9) == []
@@ -276,7 +276,7 @@ def test_while_a_target_asks_for_nothing_a_new_session_of_it_is_not_drafted_for_
 
 
 def test_of_a_target_that_is_back_nothing_is_known():
-    desk = Book()
+    desk = Desk()
     desk.open("resting", asks=0)
     desk.scheduler.gone(TARGET)
     desk.open()
@@ -284,7 +284,7 @@ def test_of_a_target_that_is_back_nothing_is_known():
 
 
 def test_what_an_old_verdict_asked_for_that_comes_once_more_is_not_asked_for():
-    desk = Book()
+    desk = Desk()
     desk.open()
     desk.verdict((1, 2), 3, max_tokens=2)
     desk.verdict((1, 2, 3), 4, max_tokens=1)
@@ -293,7 +293,7 @@ def test_what_an_old_verdict_asked_for_that_comes_once_more_is_not_asked_for():
 
 
 def test_refusals_say_what_is_wrong():
-    desk = Book()
+    desk = Desk()
     for number in range(3):
         desk.open(f"s{number}")
     for changes, reason, why in (
@@ -311,7 +311,7 @@ def test_refusals_say_what_is_wrong():
 
 
 def test_an_older_open_and_a_foreign_close_change_nothing():
-    desk = Book()
+    desk = Desk()
     desk.open(attempt=2)
     assert desk.open(tokens=(9, 9), attempt=1) == []
     desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
@@ -321,7 +321,7 @@ def test_an_older_open_and_a_foreign_close_change_nothing():
 
 
 def test_a_broken_stream_to_the_target_stops_drafting_until_it_is_back():
-    desk = Book()
+    desk = Desk()
     desk.open()
     desk.scheduler.gone(TARGET)
     assert desk.scheduler.wants(9) == []
@@ -331,7 +331,7 @@ def test_a_broken_stream_to_the_target_stops_drafting_until_it_is_back():
 
 
 def test_a_router_that_is_gone_or_does_not_list_a_session_frees_it():
-    desk = Book()
+    desk = Desk()
     desk.open("a")
     desk.open("b")
     desk.open("c", "other#1")
@@ -346,7 +346,7 @@ def test_a_router_that_is_gone_or_does_not_list_a_session_frees_it():
 
 
 def test_the_longest_unserved_session_comes_first():
-    desk = Book()
+    desk = Desk()
     for name in "abc":
         desk.open(name)
     assert [want.open.session for want in desk.scheduler.wants(2)] == ["a", "b"]
@@ -357,9 +357,9 @@ def test_the_longest_unserved_session_comes_first():
 # ---------------------------------------------------------------- drafting ahead
 
 
-def under_verification(**changes: Any) -> Book:
+def under_verification(**changes: Any) -> Desk:
     """A session after (1, 2) whose block (5, 6) is out."""
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open(**changes)
     desk.propose(desk.want(), 5, 6)
     return desk
@@ -463,9 +463,9 @@ def test_a_right_guess_that_comes_after_a_block_was_wanted_is_not_sent_beside_it
     assert desk.ahead().unverified == DraftTree.chain((8, 9))
 
 
-def going_on() -> Book:
+def going_on() -> Desk:
     """A session whose target has said that it goes on without a block."""
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open()
     desk.propose(desk.want(), 9)
     desk.verdict((1, 2), 3, hold_step=False)
@@ -492,7 +492,7 @@ def test_a_block_for_what_was_guessed_late_is_sent_all_the_same():
 
 
 def test_without_drafting_ahead_a_block_is_drafted_although_nobody_waits():
-    desk = Book(draft_ahead=False)
+    desk = Desk(draft_ahead=False)
     desk.open()
     desk.propose(desk.want(), 9)
     desk.verdict((1, 2), 3, hold_step=False)
@@ -500,7 +500,7 @@ def test_without_drafting_ahead_a_block_is_drafted_although_nobody_waits():
 
 
 def test_drafting_ahead_is_vain_once_all_its_verdicts_are_in():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     for name in "ab":
         desk.open(name)
         desk.verdict((1, 2), 3, session=name, hold_step=False)
@@ -514,27 +514,27 @@ def test_drafting_ahead_is_vain_once_all_its_verdicts_are_in():
 
 def test_a_want_ahead_says_by_when_its_verdict_is_due():
     """By what earlier steps took, from their beginning: a verdict, or a block that was waited for."""
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open()
     desk.propose(desk.want(), 9)
     desk.now = 0.5
     desk.verdict((1, 2), 3, hold_step=False)
     desk.now = 0.6
     desk.verdict((1, 2, 3), 4, hold_step=False)
-    cadence = StepIntervalEstimate().after(0.5).after(0.1)
-    assert cadence.least_s is not None
-    assert desk.ahead().until == pytest.approx(0.6 + cadence.least_s)
+    interval = StepIntervalEstimate().after(0.5).after(0.1)
+    assert interval.least_s is not None
+    assert desk.ahead().until == pytest.approx(0.6 + interval.least_s)
 
 
 def test_of_a_target_that_is_new_nothing_is_known():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open()
     desk.verdict((1, 2), 3, hold_step=False)
     assert desk.ahead().until == math.inf
 
 
 def test_wants_carry_what_a_token_must_be_worth():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open()
     desk.verdict((1, 2), 3, least_chance=0.25)
     assert desk.want().least_chance == 0.25
@@ -573,18 +573,18 @@ def test_a_session_that_was_reopened_with_other_tokens_keeps_no_guess():
 def test_nothing_is_drafted_ahead_past_the_end_or_when_switched_off():
     """A verdict brings one token at least, and one more than its block at the last position."""
     for max_len, wanted in ((4, 0), (5, 1)):
-        desk = Book(draft_ahead=True)
+        desk = Desk(draft_ahead=True)
         desk.open(max_len=max_len)
         desk.propose(desk.want(), 5)
         assert len(desk.scheduler.wants_ahead(9)) == wanted
-    desk = Book(draft_ahead=False)
+    desk = Desk(draft_ahead=False)
     desk.open()
     desk.propose(desk.want(), 5, 6)
     assert desk.scheduler.wants_ahead(9) == []
 
 
 def test_drafting_ahead_takes_as_many_sessions_as_are_asked_for():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     for name in "abc":
         desk.open(name)
     for want in desk.scheduler.wants(9):
@@ -594,7 +594,7 @@ def test_drafting_ahead_takes_as_many_sessions_as_are_asked_for():
 
 
 def test_has_wants_says_whether_some_session_waits_for_a_block():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     assert not desk.scheduler.has_wants
     desk.open()
     assert desk.scheduler.has_wants
@@ -613,7 +613,7 @@ def test_has_wants_says_whether_some_session_waits_for_a_block():
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.randoms(use_true_random=False))
 def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_one(verdicts, rng):
     """Whatever is guessed, early or late, and whatever the target decides."""
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open(max_len=100)
     tokens: tuple[int, ...] = (1, 2)
     sent: set[tuple[int, int]] = set()
@@ -646,14 +646,14 @@ def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_on
 
 
 def test_a_session_that_is_closed_is_detached_from_its_target():
-    desk = Book()
+    desk = Desk()
     desk.open()
     assert desk.scheduler.receive("router#2", Close("s", 1), desk.now) == []
     assert desk.scheduler.receive(ROUTER, Close("s", 1), desk.now) == [(TARGET, Detach("s"))]
     assert desk.scheduler.receive(ROUTER, Close("s", 1), desk.now) == []
 
 
-def overtaken(desk: Book, sessions: dict[str, tuple[int, ...]], rounds: int) -> list[Send]:
+def overtaken(desk: Desk, sessions: dict[str, tuple[int, ...]], rounds: int) -> list[Send]:
     """Verdicts overtake every block that is drafted; what the scheduler says until it says something."""
     for _ in range(rounds):
         wants = desk.scheduler.wants(9)
@@ -668,7 +668,7 @@ def overtaken(desk: Book, sessions: dict[str, tuple[int, ...]], rounds: int) -> 
 
 
 def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_takes_none_instead():
-    desk = Book()
+    desk = Desk()
     sessions: dict[str, tuple[int, ...]] = dict.fromkeys(("a", "b", "c"), (1, 2))
     for name in sessions:
         desk.open(name, max_len=90)
@@ -685,7 +685,7 @@ def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_takes_n
 
 def test_a_session_of_which_nothing_is_asked_is_not_given_up_for_others():
     """It takes no time that they could have."""
-    desk = Book()
+    desk = Desk()
     sessions: dict[str, tuple[int, ...]] = dict.fromkeys(("b", "c"), (1, 2))
     for name in ("resting", *sessions):
         desk.open(name, asks=0 if name == "resting" else 4, max_len=90)
@@ -695,7 +695,7 @@ def test_a_session_of_which_nothing_is_asked_is_not_given_up_for_others():
 
 
 def test_a_session_whose_blocks_are_guessed_is_not_the_one_unserved_for_longest():
-    desk = Book(draft_ahead=True)
+    desk = Desk(draft_ahead=True)
     desk.open("a", max_len=90)
     desk.open("b", max_len=90)
     first, second = desk.scheduler.wants(9)
@@ -709,7 +709,7 @@ def test_a_session_whose_blocks_are_guessed_is_not_the_one_unserved_for_longest(
 
 def test_a_drafter_that_was_still_for_long_gives_nobody_up():
     """Verdicts went on without it, many times; only blocks that it made and that came too late count."""
-    desk = Book()
+    desk = Desk()
     desk.open(max_len=90)
     desk.open("t", max_len=90)
     before = {"s": (1, 2), "t": (1, 2)}
@@ -722,7 +722,7 @@ def test_a_drafter_that_was_still_for_long_gives_nobody_up():
 
 
 def test_blocks_that_were_sent_and_came_too_late_count_too():
-    desk = Book()
+    desk = Desk()
     for name in ("s", "t"):
         desk.open(name, max_len=90)
     before = {"s": (1, 2), "t": (1, 2)}

@@ -394,7 +394,7 @@ def test_a_target_without_sessions_is_not_idle_but_out_of_work():
     assert desk.scheduler.idle_s == 1.0
 
 
-# ---------------------------------------------------------------- the room
+# ---------------------------------------------------------------- the block buffer
 
 
 def test_under_ratio_the_first_arrival_for_a_prefix_stays():

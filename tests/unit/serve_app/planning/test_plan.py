@@ -295,7 +295,7 @@ def test_curves_put_higher_values_higher_up():
     assert middle == pytest.approx((y0 + y1) / 2, abs=0.02)
 
 
-# ---------------------------------------------------------------- classroom
+# ---------------------------------------------------------------- theory
 
 
 def test_formula_and_simulation_agree():
