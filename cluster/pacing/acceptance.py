@@ -84,6 +84,7 @@ class SessionStats:
     delay_s: float = 0.0  # from a verdict to the arrival of the next block, when it was not there already; decayed
     hits: float = 0.5  # share of verdicts after which a block was there already; decayed
     missed_rounds: int = 0  # plain rounds since a block last arrived
+    unawaited: int = 0  # rounds in a row for whose blocks nobody would have waited
     is_left_off: bool = False  # whether blocks were found not to pay
     trial_rounds: int = 0  # that they were asked for nevertheless, since something was accepted; 0: there is no trial
 
@@ -116,8 +117,10 @@ class SessionStats:
         """The drafter was told to begin anew."""
         self.drift = AcceptanceDrift()
 
-    def decided(self, is_asked: bool, is_trial: bool) -> None:
-        """Whether a block is asked for now, and whether that is only to see what becomes of it."""
+    def decided(self, is_asked: bool, is_awaited: bool, is_trial: bool) -> None:
+        """Whether a block is asked for now, is worth a wait, and whether that is only to see what becomes of it."""
+        if is_asked:
+            self.unawaited = 0 if is_awaited else self.unawaited + 1
         if not is_trial:
             self.is_left_off = not is_asked
             self.trial_rounds = 0

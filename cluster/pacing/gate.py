@@ -69,7 +69,7 @@ class SpeculationGate:
 
     def __init__(self) -> None:
         self._loads: dict[int, _AtLoad] = {}
-        self._owed = 1 / PRICE  # rounds of any sessions that are still to pass before the next trial
+        self._owed = 0.0  # rounds of any sessions that are still to pay for the latest trials
 
     def is_on(self, sessions: int) -> bool:
         """Whether drafts are to be asked for."""
@@ -83,9 +83,9 @@ class SpeculationGate:
         """Whether a session may ask for a block that should not pay; its trial has had so many rounds."""
         return trial_rounds < TRIAL_ROUNDS if trial_rounds else self._owed <= 0
 
-    def round(self, spent: int) -> None:
-        """A session was decided about; a trial took, or holds up, so many rounds of any sessions."""
-        self._owed = max(0.0, self._owed - 1) + spent / PRICE
+    def round(self, is_trial: bool) -> None:
+        """A session was decided about: of all sessions few try what does not pay, for all share what trials cost."""
+        self._owed = max(0.0, self._owed - 1) + is_trial / PRICE
 
     def plain_step(self, sessions: int) -> None:
         """A step was made without, though there were requests for it."""

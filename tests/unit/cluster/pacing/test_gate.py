@@ -117,14 +117,14 @@ def test_of_all_rounds_few_are_trials_however_many_sessions_there_are():
             session = round_number % sessions
             is_trial = gate.may_try(trial_rounds[session])
             trial_rounds[session] = trial_rounds[session] + 1 if is_trial else 0
-            gate.round(int(is_trial))
+            gate.round(is_trial)
             trials += is_trial
         assert 0.5 * PRICE * 10_000 < trials <= PRICE * 10_000 + TRIAL_ROUNDS
 
 
 def test_a_trial_goes_on_for_some_rounds_and_is_then_over():
     gate = SpeculationGate()
-    gate.round(1)
+    gate.round(is_trial=True)
     assert not gate.may_try(0), "another session has to wait"
     assert all(gate.may_try(rounds) for rounds in range(1, TRIAL_ROUNDS))
     assert not gate.may_try(TRIAL_ROUNDS)
