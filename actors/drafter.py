@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from actors.transport.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.dispatch import Send, stream_name
+from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.pass_timing import DraftTiming
 from cluster.drafting.requests import Proposal, Want
-from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.drafting.scheduler import DraftScheduler
 from cluster.telemetry import Timeline
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded

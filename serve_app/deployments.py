@@ -32,7 +32,7 @@ from actors.models.checkpoint import (
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.config import SlipstreamConfig
-from cluster.drafting.scheduler import DrafterLimits
+from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership

@@ -5,9 +5,9 @@ from statistics import median
 
 from actors.engine.profile import least_seconds
 from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.requests import Want
-from cluster.drafting.scheduler import DrafterLimits
 from protos.messages import Acceptance, Open, Sampling
 from protos.prefix import Prefix
 

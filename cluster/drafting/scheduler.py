@@ -1,210 +1,54 @@
-"""The drafter's scheduler: which sessions it drafts for, what they hold, which of them want a block.
+"""The drafter's scheduler: which sessions want a block, now or ahead, and which of the blocks drafted are sent."""
 
-A session here follows the target's verdicts. Where it cannot, it asks the target for what it missed, and when that
-fails the router for the ledger.
-"""
-
-import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from cluster.dispatch import Send, peer_of
-from cluster.drafting.backpressure import Capacity
+from cluster.dispatch import Send
 from cluster.drafting.drafted_session import DraftedSession
+from cluster.drafting.following import DrafterLimits, FollowedSessions
 from cluster.drafting.requests import Proposal, Want, max_block_len
-from cluster.drafting.step_interval import StepIntervalEstimate
 from protos.messages import (
-    Attach,
     Block,
-    Close,
-    Detach,
-    DraftAnswer,
-    DraftRequest,
-    Finish,
-    Hello,
     Message,
     NoDraft,
-    Open,
-    Refusal,
-    RefusalReason,
-    Resync,
-    Verdict,
 )
-from protos.prefix import Prefix
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterLimits:
-    """Bounds of one drafter."""
-
-    vocabulary: int
-    max_context: int
-    max_sessions: int
 
 
 class DraftScheduler:
     """All sessions of one drafter."""
 
     def __init__(self, limits: DrafterLimits, draft_ahead: bool = True) -> None:
-        self._limits = limits
-        self._draft_ahead = draft_ahead
-        self._sessions: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
-        self._closed: list[str] = []  # for the drafting method, with the next pass
-        self._capacity = Capacity(limits.max_sessions)
-        self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
-        self._resting: set[str] = set()  # targets whose latest word was that they want nothing
-        self._ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
+        self._draft_ahead = draft_ahead
+        self._sessions = FollowedSessions(limits, draft_ahead, self.counts)
 
     # ------------------------------------------------------------ what peers say
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Takes a message from a router's stream or a target's address; returns what is to be sent for it."""
-        match message:
-            case Verdict():
-                return self._verdict(peer, message, now)
-            case DraftRequest():
-                return self._draft_request(peer, message)
-            case Open():
-                return self._open(peer, message)
-            case Close():
-                return self._close(peer, message)
-            case Resync():
-                return self._begin_anew(peer, message)
-            case Hello():
-                return self._hello(peer, message)
-        raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
+        return self._sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
         """The stream to a target is new: attach every session that is verified there."""
-        return [self._attach(session) for session in self._sessions.values() if session.target == target]
+        return self._sessions.connected(target)
 
     def gone(self, peer: str) -> None:
         """A stream broke. A router's sessions are nobody's; a target's wait until it is back or they move."""
-        self._resting.discard(peer)
-        for name, session in list(self._sessions.items()):
-            if session.router == peer:
-                self._forget(name)
-            elif session.target == peer:
-                session.attached = False
-
-    # ------------------------------------------------------------ routers
-
-    def _hello(self, router: str, hello: Hello) -> list[Send]:
-        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
-        wanted = {item.session for item in hello.live}
-        for name, session in list(self._sessions.items()):
-            if peer_of(session.router) != peer_of(router):
-                continue
-            session.router = router
-            if name not in wanted:
-                self._forget(name)
-        return []
-
-    def _open(self, router: str, request: Open) -> list[Send]:
-        """Drafts for a session from its ledger; an open one is replaced unless the request is older.
-
-        Answers with the Attach for its target, or a Refusal for the router.
-        """
-        if refusal := self._refuse(request):
-            return [(router, refusal)]
-        known = self._sessions.get(request.session)
-        if known is not None and known.open.attempt > request.attempt:
-            return []
-        if known is not None:
-            self._closed.append(request.session)  # what the method remembers of it may be what is wrong
-        session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
-        if request.target_address in self._resting:
-            session.asked = 0  # until it answers the Attach: reading a prompt takes long, and may be for nothing
-        self._sessions[request.session] = session
-        return [self._attach(session)]
-
-    def _close(self, router: str, close: Close) -> list[Send]:
-        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone.
-
-        Answers with the Detach for its target, which may go on with it.
-        """
-        known = self._sessions.get(close.session)
-        if known is None or known.router != router or known.open.attempt > close.attempt:
-            return []
-        self._forget(close.session)
-        return [_detach(known)]
-
-    # ------------------------------------------------------------ targets
-
-    def _verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
-        """Follows the target; a gap is asked for, a contradiction goes to the router."""
-        session = self._session_at(target, verdict)
-        if session is None:
-            self.counts["verdict_unknown"] += 1
-            return []
-        if verdict.base_len > session.prefix.length:
-            self.counts["verdict_gap"] += 1
-            return [self._attach(session)]
-        if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
-            self.counts["verdict_mismatch"] += 1
-            return [_resync(session)]
-        new = verdict.tokens[session.prefix.length - verdict.base_len :]
-        if not new and verdict.finish is Finish.NONE:
-            return []  # all that it decides was heard before
-        if new and max(new) >= self._limits.vocabulary:
-            self.counts["verdict_invalid"] += 1
-            self._forget(verdict.session)
-            return []
-        was_sent = session.sent_len == verdict.base_len
-        self._follow(session, new, now)
-        if verdict.finish is not Finish.NONE:
-            self._forget(verdict.session)
-            return []
-        if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
-            return self._note_block(late=verdict.answer is DraftAnswer.MISSED)
-        return []
-
-    def _follow(self, session: DraftedSession, tokens: tuple[int, ...], now: float) -> None:
-        """The verdict is in; the block for what comes after it may be at the target already."""
-        self._ahead.discard(session.open.session)
-        if session.step_began_s is not None:
-            interval = self._step_interval(session.target)
-            self._step_intervals[session.target] = interval.after(now - session.step_began_s)
-        guessed = bool(session.guesses)
-        hit = session.extend(tokens, now)
-        if hit is not None:
-            self._hit(session, hit)
-        elif guessed:
-            self.counts["guess_miss"] += 1
-
-    def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
-        """What is wanted from now on; one for another prefix comes too late, or its verdict was lost."""
-        session = self._session_at(target, request)
-        if session is not None and session.address == (request.base_len, request.prefix_hash):
-            session.take(request, goes_ahead=self._draft_ahead)
-            note = self._resting.discard if session.asked else self._resting.add
-            note(target)
-        return []
-
-    def _begin_anew(self, target: str, resync: Resync) -> list[Send]:
-        """The target says that our tokens are not its own."""
-        session = self._sessions.get(resync.session)
-        if session is None or session.target != target:
-            return []
-        self.counts["resync"] += 1
-        session.attached = False
-        return [_resync(session)]
+        self._sessions.gone(peer)
 
     # ------------------------------------------------------------ the drafting pass
 
     def wants(self, limit: int) -> list[Want]:
         """Up to `limit` sessions without a block for their current length, longest unserved first."""
         found: list[Want] = []
-        for name, session in list(self._sessions.items()):
+        for name, session in list(self._sessions.all.items()):
             if len(found) == limit:
                 break
             if not session.wants_block:
                 continue
             length = session.prefix.length
             session.served_len = length
-            self._sessions.move_to_end(name)
+            self._sessions.all.move_to_end(name)
             want = Want(
                 session.open,
                 tuple(session.prefix.tokens),
@@ -223,7 +67,7 @@ class DraftScheduler:
         Asked for only when no session wants a block: what is not needed for sure comes last.
         """
         found: list[Want] = []
-        for session in self._sessions.values() if self._draft_ahead else ():
+        for session in self._sessions.all.values() if self._draft_ahead else ():
             if len(found) == limit:
                 break
             if session.unverified is None or not session.may_go_on:
@@ -234,37 +78,37 @@ class DraftScheduler:
                 session.prefix.hash,
                 session.asked,
                 session.unverified,
-                self._verdict_due(session),
+                self._sessions.verdict_due(session),
                 session.least_chance,
                 shape=session.shape,
             )
             found.append(want)
             session.unverified = None
-        self._ahead = {want.open.session for want in found}
+        self._sessions.ahead = {want.open.session for want in found}
         self.counts["passes_ahead"] += bool(found)
         return found
 
     @property
     def has_wants(self) -> bool:
         """Whether some session wants a block for its current length."""
-        return any(session.wants_block for session in self._sessions.values())
+        return any(session.wants_block for session in self._sessions.all.values())
 
     @property
     def is_ahead_vain(self) -> bool:
         """Whether the verdicts are in that the latest wants ahead were for."""
-        return not self._ahead
+        return not self._sessions.ahead
 
     def take_closed(self) -> list[str]:
         """Sessions that the drafting method may forget; each is named once."""
-        closed = self._closed
-        self._closed = []
+        closed = self._sessions.closed
+        self._sessions.closed = []
         return list(dict.fromkeys(closed))
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
         """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
         sends: list[Send] = []
         for proposal in proposals:
-            session = self._sessions.get(proposal.session)
+            session = self._sessions.all.get(proposal.session)
             if session is None or not proposal.tokens:
                 self.counts["nothing_to_propose"] += 1
                 sends += _no_draft(session, proposal) if session is not None else []
@@ -272,7 +116,7 @@ class DraftScheduler:
                 sends += self._send_ahead(session, proposal)
             elif session.address != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
-                sends += self._note_block(late=True)
+                sends += self._sessions.note_block(late=True)
             else:
                 session.sent(proposal)
                 session.step_began_s = now
@@ -284,32 +128,18 @@ class DraftScheduler:
     @property
     def targets(self) -> frozenset[str]:
         """Addresses of targets that verify for some session here."""
-        return frozenset(session.target for session in self._sessions.values())
+        return frozenset(session.target for session in self._sessions.all.values())
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing at all is held."""
-        return not self._sessions and not self._closed
+        return not self._sessions.all and not self._sessions.closed
 
     def load(self) -> dict[str, float]:
         """Sessions drafted for, for autoscaling."""
-        return {"sessions": float(len(self._sessions))}
+        return {"sessions": float(len(self._sessions.all))}
 
     # ------------------------------------------------------------ helpers
-
-    def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftedSession | None:
-        """The session that this target speaks of in an attempt that is not over."""
-        session = self._sessions.get(message.session)
-        if session is None or session.target != target or message.attempt < session.open.attempt:
-            return None
-        return session
-
-    def _verdict_due(self, session: DraftedSession) -> float:
-        least_s = self._step_interval(session.target).least_s
-        return math.inf if least_s is None or session.step_began_s is None else session.step_began_s + least_s
-
-    def _step_interval(self, target: str) -> StepIntervalEstimate:
-        return self._step_intervals.get(target) or StepIntervalEstimate()
 
     def _send_ahead(self, session: DraftedSession, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
@@ -323,33 +153,12 @@ class DraftScheduler:
         if address == session.address:
             if not session.lacks_block:
                 return []
-            self._hit(session, proposal)
+            self._sessions.hit(session, proposal)
         elif session.prefix.length > proposal.base_len - len(proposal.outcome):
             return []  # the verdict is in, and it is another
         else:
             session.guesses[address] = proposal
         return [self._block(session, proposal)]
-
-    def _note_block(self, late: bool) -> list[Send]:
-        """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first.
-
-        Not those that nothing is wanted for: they take no time that another could have.
-        """
-        excess = self._capacity.note(late, len(self._sessions))
-        sends: list[Send] = []
-        drafted_for = [(name, session) for name, session in self._sessions.items() if session.asked] if excess else []
-        for name, given_up in drafted_for[:excess]:
-            self.counts["given_up"] += 1
-            self._forget(name)
-            why = "blocks come too late for so many sessions"
-            sends.append((given_up.router, Refusal(name, given_up.open.attempt, RefusalReason.OVERLOADED, why)))
-            sends.append(_detach(given_up))
-        return sends
-
-    def _hit(self, session: DraftedSession, proposal: Proposal) -> None:
-        self.counts["guess_hit"] += 1
-        self._sessions.move_to_end(proposal.session)
-        session.sent(proposal)
 
     def _block(self, session: DraftedSession, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
@@ -357,38 +166,6 @@ class DraftScheduler:
         block = Block(p.session, p.base_len, p.prefix_hash, p.tree)
         self.counts["draft_tokens"] += block.size
         return session.target, block
-
-    def _attach(self, session: DraftedSession) -> Send:
-        session.begin_anew()
-        return session.target, Attach(session.open.session, session.prefix.length, session.prefix.hash)
-
-    def _refuse(self, request: Open) -> Refusal | None:
-        limits = self._limits
-        reason = RefusalReason.INVALID
-        why = ""
-        if max(request.tokens) >= limits.vocabulary:
-            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
-        elif request.max_len > limits.max_context:
-            why = f"max_len is {request.max_len}, the drafter's context holds {limits.max_context} tokens"
-        elif not request.target_address:
-            why = "target_address is empty"
-        elif len(self._sessions) >= self._capacity.sessions and request.session not in self._sessions:
-            reason = RefusalReason.OVERLOADED
-            why = f"{len(self._sessions)} sessions are drafted for already"
-        return Refusal(request.session, request.attempt, reason, why) if why else None
-
-    def _forget(self, name: str) -> None:
-        del self._sessions[name]
-        self._ahead.discard(name)
-        self._closed.append(name)
-
-
-def _detach(session: DraftedSession) -> Send:
-    return session.target, Detach(session.open.session)
-
-
-def _resync(session: DraftedSession) -> Send:
-    return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)
 
 
 def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:

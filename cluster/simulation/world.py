@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.scheduler import DraftScheduler
 from cluster.routing.session import Generation, Session
 from cluster.simulation.checks import check_drafter, check_target, check_texts
 from cluster.simulation.clock import Clock

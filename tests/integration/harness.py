@@ -18,7 +18,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
-from cluster.drafting.scheduler import DrafterLimits
+from cluster.drafting.following import DrafterLimits
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
 from cluster.verification.intake import VerificationLimits

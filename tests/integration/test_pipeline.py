@@ -141,7 +141,7 @@ async def test_a_drafter_with_wrong_tokens_is_reopened_from_the_ledger():
             if isinstance(event, Emit):
                 accepted.append(event.accepted)
                 if len(accepted) == 5:
-                    (held,) = drafter.scheduler._sessions.values()
+                    (held,) = drafter.scheduler._sessions.all.values()
                     wrong = (held.prefix.tokens[-1] + 1) % VOCABULARY
                     held.prefix.truncate(len(held.prefix) - 1)
                     held.prefix.append(wrong)
@@ -224,14 +224,14 @@ async def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
         still._method = stalled = Stalled(still._method)
         generations = [c.generation(prompt=(1 + i, 2), max_len=402) for i in range(4)]
         texts = [asyncio.create_task(c.tokens(generation)) for generation in generations]
-        drafted_for = still.scheduler._sessions.values()
+        drafted_for = still.scheduler._sessions.all.values()
         await eventually(
             lambda: len(drafted_for) > 0 and all(session.prefix.length > 40 for session in drafted_for), "it drafts"
         )
         stalled.go_on.clear()
-        its = set(still.scheduler._sessions)
+        its = set(still.scheduler._sessions.all)
         try:
-            await eventually(lambda: its <= other.scheduler._sessions.keys(), "the other one has its sessions")
+            await eventually(lambda: its <= other.scheduler._sessions.all.keys(), "the other one has its sessions")
         finally:
             stalled.go_on.set()
         assert await asyncio.gather(*texts) == [plain_greedy(g.prompt, 400) for g in generations]

@@ -17,7 +17,8 @@ from actors.methods.model.pard import MaskTokens
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.costs import ForwardCost
-from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.scheduler import DraftScheduler
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.page_allocator import PageCopy

@@ -14,9 +14,9 @@ from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want
-from cluster.drafting.scheduler import DrafterLimits
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.draft_tree import DraftTree

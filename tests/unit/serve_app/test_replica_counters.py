@@ -7,7 +7,7 @@ import pytest
 
 from actors.drafter import Drafter
 from actors.target import TargetReplica
-from cluster.drafting.scheduler import DrafterLimits
+from cluster.drafting.following import DrafterLimits
 from cluster.verification.intake import VerificationLimits
 from serve_app.replica_counters import HELP, PERIOD_S, Counts, ReplicaCounters, drafter_counts, target_counts
 from tests.unit.cluster.samples import a_block, an_open

@@ -9,8 +9,8 @@ from actors.methods.model.pard import MaskTokens
 from actors.methods.pass_profile import LONG, ROWS, profile_drafting
 from actors.methods.prompt_lookup import PromptLookup
 from actors.models.toy import ToyRunner
+from cluster.drafting.following import DrafterLimits
 from cluster.drafting.requests import Proposal
-from cluster.drafting.scheduler import DrafterLimits
 
 VOCABULARY = 8
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from cluster.dispatch import Send
 from cluster.drafting.backpressure import LEAST_WINDOW
+from cluster.drafting.following import DrafterLimits
 from cluster.drafting.requests import Proposal, Want
-from cluster.drafting.scheduler import DrafterLimits, DraftScheduler
+from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.step_interval import StepIntervalEstimate
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (
@@ -704,7 +705,7 @@ def test_a_session_whose_blocks_are_guessed_is_not_the_one_unserved_for_longest(
     ahead = next(want for want in desk.scheduler.wants_ahead(9) if want.open.session == "a")
     desk.guess(ahead, (3, 4), 5)
     desk.verdict((1, 2), 3, 4, session="a")
-    assert list(desk.scheduler._sessions) == ["b", "a"]
+    assert list(desk.scheduler._sessions.all) == ["b", "a"]
 
 
 def test_a_drafter_that_was_still_for_long_gives_nobody_up():

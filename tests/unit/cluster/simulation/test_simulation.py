@@ -10,7 +10,7 @@ from statistics import stdev
 import pytest
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.following import FollowedSessions
 from cluster.errors import ConfigError, TargetLostError
 from cluster.planning.expectation import RoundCosts, expected_tokens, lock_step, speed_up
 from cluster.routing.session import Session
@@ -283,7 +283,7 @@ def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
 
 
 def test_a_drafter_that_never_forgets_is_found(monkeypatch):
-    monkeypatch.setattr(DraftScheduler, "_close", lambda self, router, close: [])
+    monkeypatch.setattr(FollowedSessions, "_close", lambda self, router, close: [])
     assert found_by_random_scenarios()
 
 
