@@ -6,10 +6,17 @@ A violation is an AssertionError: it is a bug of the schedulers, or of the simul
 
 from collections.abc import Mapping, Sequence
 
-from cluster.simulation.oracle import Script
-from cluster.simulation.simulated_drafter import SimulatedDrafter
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.lock_step import lock_step
+from cluster.pacing.policy import LockStep
+from cluster.routing.session import Generation, Session
+from cluster.simulation.oracle import VOCABULARY, DraftQuality, Script
+from cluster.simulation.simulated_drafter import OracleMethod, SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment
-from cluster.simulation.simulated_target import SimulatedTarget
+from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
 
 LONG_AFTER_S = 3600.0  # when everything that waited for something has expired
 
@@ -22,6 +29,21 @@ def check_texts(assignments: Sequence[SimulatedAssignment], scripts: Mapping[str
         plain = scripts[name].plain
         expected = plain if assignment.error is None else plain[: len(committed)]
         assert committed == expected, f"the text of {name} differs from plain decoding"
+
+
+def check_specification(generation: Generation, script: Script, draft: DraftQuality) -> None:
+    """Plain decoding, with which texts are compared, is what lock step commits of such a session."""
+    scripts = {generation.session: script}
+    limits = VerificationLimits(VOCABULARY, script.max_len, max_sessions=1, max_step_tokens=script.max_len)
+    rounds = lock_step(
+        Session(generation),
+        DraftScheduler(DrafterLimits(VOCABULARY, script.max_len, max_sessions=1), draft_ahead=False),
+        OracleMethod(scripts, draft),
+        VerificationScheduler(limits, LockStep()),
+        OracleEngine(scripts, limits.page_size),
+    )
+    committed = tuple([token for emit in rounds for token in emit.tokens])
+    assert committed == script.plain, f"lock step commits another text of {generation.session} than plain decoding"
 
 
 def check_target(target: SimulatedTarget) -> None:

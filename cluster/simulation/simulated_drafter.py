@@ -11,6 +11,7 @@ from functools import partial
 
 from cluster.costs import DraftCost
 from cluster.dispatch import Send, stream_name
+from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import Proposal, Want, max_block_len
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
@@ -34,7 +35,19 @@ class OracleMethod:
         self._draft = draft
         self._ranked: dict[int, list[int | None]] = {}  # by length of the block under verification
 
+    @property
+    def tokens_per_forward(self) -> int:
+        return 1
+
+    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
+        """At once, as lock step asks; a simulated drafter takes its time over `block` and `ahead`."""
+        return [self.block(want) for want in wants]
+
+    def close(self, sessions: Sequence[str]) -> None:
+        """It holds nothing of sessions."""
+
     def block(self, want: Want) -> Proposal:
+        """What the draft model says after the tokens of a want that is no guess."""
         name = want.open.session
         base = len(want.tokens)
         script = self._scripts[name]

@@ -14,7 +14,7 @@ from functools import partial
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.routing.session import Generation, Session
-from cluster.simulation.checks import check_drafter, check_target, check_texts
+from cluster.simulation.checks import check_drafter, check_specification, check_target, check_texts
 from cluster.simulation.clock import Clock
 from cluster.simulation.faults import Fault, Kind, Role
 from cluster.simulation.network import Network, Process, SimulatedLink
@@ -255,6 +255,9 @@ class World:
         missing = self.setting.load.sessions - len(self.over) - len(self.abandoned)
         assert missing == 0, f"{missing} sessions never ended"
         check_texts(self.over, self.scripts)
+        for assignment in self.over[:1]:  # one of them: lock step takes as long as the simulation itself
+            generation = assignment.session.generation
+            check_specification(generation, self.scripts[generation.session], self.setting.speculation.draft)
         for target in self.targets:
             if target.process.alive:
                 check_target(target)

@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
-from serve_app.cli.plan import plan
+from serve_app.cli.plan_options import plan
 
 WRONG_INPUT = 2  # exit status
 DISTRIBUTION = "slipstream-serving"

@@ -1,7 +1,7 @@
 """The wire format: OpenAI's completions and chat completions, with this project's extensions.
 
 Requests are strict: an unknown field, a wrong type or an OpenAI feature that is not served is refused by name, never
-ignored. `null` means "not given", as in OpenAI's API.
+ignored. `null` means "not given", as in OpenAI's API. Long because the format is: it reads best beside itself.
 """
 
 from collections.abc import Callable

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from cluster.simulation.workload import ClosedLoop
+from serve_app.planning.break_even import LIMITS_SOUGHT, Limits, in_lock_step, limits
 from serve_app.planning.formulas import InProcess, best_in_process
-from serve_app.planning.limits import LIMITS_SOUGHT, Limits, in_lock_step, limits
 from serve_app.planning.processes import AtOnce
 from serve_app.planning.question import CandidateFleet, PlanQuestion, candidates
 from serve_app.planning.trial import PlanAnswer, answer, choose, is_promising

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from cluster.simulation.workload import Poisson
 from serve_app.bench.tables import shown, table
+from serve_app.planning.break_even import Limits
 from serve_app.planning.formulas import CROWD, InProcess
-from serve_app.planning.limits import Limits
 from serve_app.planning.plan import Advice, advise, run_count
 from serve_app.planning.processes import Watched, processes
 from serve_app.planning.question import CandidateFleet, PlanQuestion

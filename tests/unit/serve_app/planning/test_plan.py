@@ -17,8 +17,8 @@ from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.setting import Mode
 from cluster.simulation.workload import ClosedLoop, Poisson
 from serve_app.cli.main import app
+from serve_app.planning.break_even import Point, crossing, limits
 from serve_app.planning.formulas import InProcess, best_in_process, plain_sessions, steady_sessions
-from serve_app.planning.limits import Point, crossing, limits
 from serve_app.planning.plan import Advice, advise, run_count
 from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, classroom_tables, verdict
 from serve_app.planning.plan_request import PlanRequest, StatedCosts
