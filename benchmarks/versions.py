@@ -98,12 +98,14 @@ async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompt
             for at_once in arguments.concurrency:
                 order = random.Random(number).sample(list(prompts), len(prompts))
                 parts = prompt_batches(order if at_once > 1 else prompts, 1 if at_once == 1 else TURNOVER * at_once)
-                for place, part in enumerate(track(parts, f"Round {number + 1}, {at_once}", Console(stderr=True))):
+                for place, part in enumerate(
+                    track(parts, f"Round {number + 1}, {at_once}", console=Console(stderr=True))
+                ):
                     index = place if at_once == 1 else number * len(parts) + place
                     for arm in ARMS if (number + place) % 2 else ARMS[::-1]:
                         batch = await batch_of(endpoints[arm], arm, part, at_once, arguments.tokens, index, number)
                         batches.append(batch)
-            show(arguments, batches)
+                show(arguments, batches)
     return batches
 
 
@@ -133,7 +135,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="write all measurements here, after every part of a round"
+    )
     arguments = parser.parse_args()
     arguments.concurrency = [int(part) for part in arguments.concurrency.split(",")]
     prompts = read_prompts(arguments.prompts)

@@ -20,15 +20,11 @@ STEP_S = 0.01  # that every step takes
 
 
 def lock_step(
-    session: Session,
-    drafting: DraftScheduler,
-    method: DraftingMethod,
-    verification: VerificationScheduler,
-    engine: StepEngine,
+    session: Session, drafter: DraftScheduler, method: DraftingMethod, target: VerificationScheduler, engine: StepEngine
 ) -> Iterator[Emit]:
     """Yields what is committed of one session, round after round, until it is over."""
     now = 0.0
-    schedulers: dict[str, Scheduler] = {DRAFTER: drafting, TARGET: verification}
+    schedulers: dict[str, Scheduler] = {DRAFTER: drafter, TARGET: target}
 
     def deliver(sender: str, sends: Iterable[Send]) -> Iterator[Emit]:
         for receiver, message in sends:
@@ -47,10 +43,10 @@ def lock_step(
     yield from carry_out(session.assign_target(TARGET))
     yield from carry_out(session.assign_drafter(DRAFTER) if session.wants_drafter else ())
     while session.phase is Phase.RUNNING:
-        proposals = method.propose(drafting.wants(limit=1), interrupted=lambda: False)
-        yield from deliver(DRAFTER, drafting.proposed(proposals, now))
-        plan = verification.plan(now)
+        proposals = method.propose(drafter.wants(limit=1), interrupted=lambda: False)
+        yield from deliver(DRAFTER, drafter.proposed(proposals, now))
+        plan = target.plan(now)
         assert plan is not None, "every block is there that a step may wait for"
         now += STEP_S
-        yield from deliver(TARGET, verification.apply(engine.step(plan), STEP_S, now))
-    method.close(drafting.take_closed())
+        yield from deliver(TARGET, target.apply(engine.step(plan), STEP_S, now))
+    method.close(drafter.take_closed())
