@@ -1,6 +1,6 @@
 """A drafter: the drafting loop around the scheduler, a drafting method, and the streams to targets.
 
-Reads top to bottom: sessions that want a block are drafted for together, their blocks go straight to the targets
+Reads top to bottom: sessions that want a block are drafted for together, and their blocks go straight to the targets
 that verify them. Knows nothing of Ray or of how a method drafts.
 """
 
@@ -12,14 +12,15 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from actors.transport.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.dispatch import Send, stream_name
 from cluster.drafting.following import DrafterLimits
-from cluster.drafting.method import DraftingMethod
+from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
 from cluster.drafting.pass_timing import DraftTiming
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.telemetry import Timeline
 from protos import speculation_pb2 as pb
@@ -49,7 +50,7 @@ class Drafter:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = DraftScheduler(limits, draft_ahead)
+        self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes)
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
@@ -67,46 +68,45 @@ class Drafter:
 
     async def run(self) -> None:
         """Drafts until cancelled."""
-        loop = asyncio.get_running_loop()
         limit = self._limits.max_sessions
         while True:
-            closed = self.scheduler.take_closed()
-            if closed:
-                await loop.run_in_executor(self._thread, self._method.close, closed)
-                self.timing = self.timing.without(closed)
-                await self._drop_unused_targets()
-                continue  # sessions may have been closed and opened meanwhile: slots come back before new ones go
-            wants = self.scheduler.wants(limit) or self.scheduler.wants_ahead(limit)
-            if not wants:
+            drafting = self.scheduler.next_pass(limit, limit)
+            if drafting.is_empty:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            names = [want.open.session for want in wants]
-            ahead = wants[0].unverified is not None
-            began = self._clock()
-            self.timeline.record("draft ahead" if ahead else "draft", *names)
-            self._wanted.clear()
-            proposals = await loop.run_in_executor(self._thread, self._propose, wants, loop)
-            self.timeline.record("drafted", *names)
-            if not ahead and not all(proposal.is_at_once for proposal in proposals):
-                longest = max((len(proposal.tokens) for proposal in proposals), default=0)
-                self.timing = self.timing.after(names, longest, self._clock() - began)
-            self._offer(proposals)
+            self.timing = self.timing.without(drafting.news.closed)
+            self._offer(await self._make(drafting))
+            if drafting.news.closed:
+                await self._drop_unused_targets()
             await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
+
+    async def _make(self, drafting: DraftingPass) -> list[Proposal]:
+        """One pass, on the drafting thread."""
+        loop = asyncio.get_running_loop()
+
+        def early(proposals: list[Proposal]) -> None:
+            loop.call_soon_threadsafe(self._offer, proposals)
+
+        names = drafting.sessions
+        began = self._clock()
+        if names:
+            self.timeline.record("draft ahead" if drafting.ahead else "draft", *names)
+        self._wanted.clear()
+        make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
+        proposals = await loop.run_in_executor(self._thread, make)
+        if names:
+            self.timeline.record("drafted", *names)
+        if drafting.requests and not all(proposal.is_at_once for proposal in proposals):
+            longest = max((len(proposal.tokens) for proposal in proposals), default=0)
+            self.timing = self.timing.after(names, longest, self._clock() - began)
+        return proposals
 
     async def close(self) -> None:
         for link in list(self._targets.values()):
             await link.close()
         self._targets.clear()
         self._thread.shutdown(wait=True)
-
-    def _propose(self, wants: list[Want], loop: asyncio.AbstractEventLoop) -> list[Proposal]:
-        """On the drafting thread."""
-
-        def early(proposals: list[Proposal]) -> None:
-            loop.call_soon_threadsafe(self._offer, proposals)
-
-        return self._method.propose(wants, self._wanted.is_set, early)
 
     def _offer(self, proposals: list[Proposal]) -> None:
         """Sends blocks, unless the verdict has overtaken them."""
@@ -184,7 +184,7 @@ class Drafter:
     def _wake(self) -> None:
         """Something was heard: it may end a wait, or drafting ahead."""
         self._changed.set()
-        if self.scheduler.has_wants or self.scheduler.is_ahead_vain:
+        if self.scheduler.has_requests or self.scheduler.is_ahead_vain:
             self._wanted.set()
 
     # ------------------------------------------------------------ inspection

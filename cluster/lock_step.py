@@ -7,7 +7,7 @@ tests and the simulator compare what they commit with this.
 from collections.abc import Iterable, Iterator
 
 from cluster.dispatch import Scheduler, Send
-from cluster.drafting.method import DraftingMethod
+from cluster.drafting.method import DraftingMethod, make_pass, tell
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.routing.session import Command, Emit, Phase, Session, ToDrafter, ToTarget
 from cluster.verification.scheduler import VerificationScheduler
@@ -43,10 +43,10 @@ def lock_step(
     yield from carry_out(session.assign_target(TARGET))
     yield from carry_out(session.assign_drafter(DRAFTER) if session.wants_drafter else ())
     while session.phase is Phase.RUNNING:
-        proposals = method.propose(drafter.wants(limit=1), interrupted=lambda: False)
+        proposals = make_pass(method, drafter.next_pass(limit=1, ahead_limit=0), interrupted=lambda: False)
         yield from deliver(DRAFTER, drafter.proposed(proposals, now))
         plan = target.plan(now)
         assert plan is not None, "every block is there that a step may wait for"
         now += STEP_S
         yield from deliver(TARGET, target.apply(engine.step(plan), STEP_S, now))
-    method.close(drafter.take_closed())
+    tell(method, drafter.next_pass(limit=0, ahead_limit=0).news)

@@ -19,17 +19,17 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
-from cluster.drafting.ahead import OUTCOMES, draft_ahead, proposals
+from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.block_draft import DraftedToken
 from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
-from cluster.drafting.requests import Proposal, Want
-from protos.draft_tree import NO_TREE
-from protos.prefix import extend_hash, hashes_after
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import SessionTexts
+from protos.messages import DraftRequest, Open, Shape
+from protos.prefix import hashes_after
 
 FEW = 4  # decided tokens that are fed once more for each token beside the first
-SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the first under verification; to read the trunk is 1
 
 _Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
 """By hash of what a block comes after, and its tokens: what the model thought of at its first positions."""
@@ -40,6 +40,8 @@ class DraftModel:
 
     Those of `head` may be only the first of them.
     """
+
+    shapes = frozenset(Shape)
 
     def __init__(
         self,
@@ -60,16 +62,20 @@ class DraftModel:
         self._sampler = DraftSampler(token_ids, runner.vocabulary, limits)
         self._head = None if head is None else HeadDrafting(head, self._sampler)
         self._ahead_time = ForwardTime()
+        self._texts = SessionTexts()
         self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
         self._busy: set[str] = set()  # sessions of the pass under way, which keep their place in the cache
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        sure = [want for want in wants if want.unverified is None]
-        ahead = [want for want in wants if want.unverified is not None]
-        found = self._propose_now(sure) if sure else []
-        return found + (self._propose_ahead(ahead, interrupted, early) if ahead else [])
+    # ------------------------------------------------------------ sessions
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
         for name in sessions:
             self._cache.close(name)
             self._considered.pop(name, None)
@@ -82,9 +88,11 @@ class DraftModel:
     def is_idle(self) -> bool:
         return self._cache.is_idle
 
-    def _propose_now(self, wants: Sequence[Want]) -> list[Proposal]:
-        self._busy = _sessions(wants)
-        drafts = [self._begin(want, want.tokens, want.max_tokens) for want in wants]
+    # ------------------------------------------------------------ blocks
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._busy = _sessions(requests)
+        drafts = [self._begin(request, (), request.max_tokens) for request in requests]
         for draft in drafts:
             draft.min_confidence = 0.0 if draft.ratio else self._min_confidence
         if self._head is not None:
@@ -93,39 +101,50 @@ class DraftModel:
         while active:
             active = [draft for draft in self.extend(active, never) if not draft.is_complete]
         for draft in drafts:
-            self._cache.publish(draft.branch, len(draft.want.tokens))
-            self._considered[draft.want.open.session] = {draft.address: draft.by_model}
+            self._cache.publish(draft.branch, draft.request.base_len)
+            self._considered[draft.request.session] = {draft.address: draft.by_model}
         return [draft.proposal() for draft in drafts]
 
-    def _propose_ahead(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early) -> list[Proposal]:
-        self._busy = _sessions(wants)
-        guesses = draft_ahead(self, wants, self._ahead_time, self._clock, interrupted, early)
-        self._considered |= {want.open.session: {} for want in wants}
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        self._busy = _sessions(requests)
+        guesses = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
+        self._considered |= {request.session: {} for request in requests}
         for draft in guesses:
-            self._considered[draft.want.open.session][draft.address] = draft.by_model
+            self._considered[draft.request.session][draft.address] = draft.by_model
         return proposals(guesses)
 
-    def _begin(self, want: Want, tokens: tuple[int, ...], max_tokens: int) -> CachedDraft:
-        branch = self._cache.resume(want.open.session, tokens)
-        pending = list(tokens[len(branch.tokens) :])
-        return CachedDraft(want=want, base_hash=want.prefix_hash, max_tokens=max_tokens, branch=branch, pending=pending)
+    def _begin(self, request: DraftRequest | AheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
+        """A block after the decided text, or one that reads `unverified` after it."""
+        text = self._texts[request.session]
+        tokens = [*text.tokens, *unverified]
+        branch = self._cache.resume(request.session, tokens)
+        return CachedDraft(
+            request=request,
+            text=text,
+            base_hash=request.prefix_hash,
+            max_tokens=max_tokens,
+            branch=branch,
+            pending=tokens[len(branch.tokens) :],
+        )
 
     # ------------------------------------------------------------ what the search ahead goes by
 
-    def roots(self, want: Want) -> list[CachedDraft]:
+    def roots(self, request: AheadRequest) -> list[CachedDraft]:
         """The trunk under verification, as far as it is not known what the model thinks of it, and what is beside it.
 
         Where a head, or a lookup, drafted some of the block, the model reads it first.
         """
-        block = (want.unverified or NO_TREE).trunk
-        known = self._considered.get(want.open.session, {}).get((want.prefix_hash, block), [])
-        root = self._begin(want, (*want.tokens, *block), len(block) + 1)
+        block = request.unverified.trunk
+        known = self._considered.get(request.session, {}).get((request.prefix_hash, block), [])
+        root = self._begin(request, block, len(block) + 1)
         root.unverified = block
         root.drafted = list(known)
         root.settled = len(known)
         while root.missing > len(root.pending):  # it is cached what the model would have to read
             token = block[len(root.drafted)]
-            root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted, root.prefix_hash))
+            root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))
             root.settled = len(root.drafted)
         root.logits = root.missing
         root.tells_all = root.logits > 1
@@ -133,35 +152,36 @@ class DraftModel:
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
         """A root for each token beside the first under verification."""
-        want = root.want
-        cached = min(len(root.branch.tokens), len(root.want.tokens))
+        request = root.ahead
+        cached = min(len(root.branch.tokens), request.base_len)
         roots = []
-        is_known = len(want.tokens) - cached <= FEW  # else each of them would have the prompt read once more
-        siblings = (want.unverified or NO_TREE).children(-1)[1:]
+        is_known = request.base_len - cached <= FEW  # else each of them would have the prompt read once more
+        siblings = request.unverified.children(-1)[1:]
         for token in siblings if is_known else ():
             found = CachedDraft(
-                want=want,
-                base_hash=want.prefix_hash,
+                request=request,
+                text=root.text,
+                base_hash=request.prefix_hash,
                 max_tokens=2,
                 branch=self._cache.fork(root.branch, cached),
-                pending=[*want.tokens[cached:], token],
+                pending=[*root.text.tokens[cached:], token],
                 unverified=(token,),
                 main=root,
                 chance=SIBLING_FIRST,
                 settled=1,
             )
-            prefix_hash = extend_hash(want.prefix_hash, token)
-            found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0, prefix_hash)]
+            found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0)]
             roots.append(found)
         return roots
 
     def fork(self, root: CachedDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> CachedDraft | None:
-        cached = len(root.want.tokens) + len(outcome) - 1
+        cached = root.request.base_len + len(outcome) - 1
         if cached > len(root.branch.tokens):
             return None
         return CachedDraft(
-            want=root.want,
-            base_hash=hashes_after(root.want.prefix_hash, outcome)[-1],
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
             max_tokens=max_tokens,
             branch=self._cache.fork(root.branch, cached),
             pending=[outcome[-1]],
@@ -191,5 +211,5 @@ class DraftModel:
         return found
 
 
-def _sessions(wants: Iterable[Want]) -> set[str]:
-    return {want.open.session for want in wants}
+def _sessions(requests: Iterable[DraftRequest | AheadRequest]) -> set[str]:
+    return {request.session for request in requests}

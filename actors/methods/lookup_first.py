@@ -10,7 +10,8 @@ from actors.methods import loading, prompt_lookup
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import AheadRequest, Proposal
+from protos.messages import DraftRequest, Open, Shape
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
@@ -25,14 +26,34 @@ class LookupFirst:
         self._model = model
 
     @property
+    def shapes(self) -> frozenset[Shape]:
+        return self._model.shapes
+
+    @property
     def tokens_per_forward(self) -> int:
         return self._model.tokens_per_forward
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        found = [proposal for proposal in self._lookup.propose(wants, interrupted) if proposal.tokens]
+    def open(self, request: Open) -> None:
+        self._lookup.open(request)
+        self._model.open(request)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._lookup.committed(session, tokens)
+        self._model.committed(session, tokens)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        found = [proposal for proposal in self._lookup.draft(requests) if proposal.tokens]
         served = {proposal.session for proposal in found}
-        rest = [want for want in wants if want.open.session not in served]
-        return found + (self._model.propose(rest, interrupted, early) if rest else [])
+        rest = [request for request in requests if request.session not in served]
+        return found + (self._model.draft(rest) if rest else [])
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        found = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
+        served = {proposal.session for proposal in found}
+        rest = [request for request in requests if request.session not in served]
+        return found + (self._model.draft_ahead(rest, interrupted, early) if rest else [])
 
     def close(self, sessions: Sequence[str]) -> None:
         self._lookup.close(sessions)

@@ -7,8 +7,7 @@ from actors.engine.profile import least_seconds
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
-from cluster.drafting.requests import Want
-from protos.messages import Acceptance, Open, Sampling
+from protos.messages import Acceptance, DraftRequest, Open, Sampling
 from protos.prefix import Prefix
 
 ROWS = (1, 4, 16)  # sessions in a drafting pass
@@ -24,9 +23,12 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     sizes = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions]
     width = method.tokens_per_forward
     lengths = (1, width, LONG * width)
-    wants = [[_want(limits, index, length) for index in range(rows)] for rows in sizes for length in lengths]
-    seconds = iter(least_seconds([partial(method.propose, each, lambda: False) for each in wants]))
-    method.close([want.open.session for want in wants[-1]])
+    sessions = [_session(limits, index) for index in range(sizes[-1])]
+    for session in sessions:
+        method.open(session)
+    asked = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
+    seconds = iter(least_seconds([partial(method.draft, requests) for requests in asked]))
+    method.close([session.session for session in sessions])
     forwards = []
     further = []
     passes = []
@@ -44,10 +46,10 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     )
 
 
-def _want(limits: DrafterLimits, index: int, length: int) -> Want:
-    """Greedy, and of the length asked for however unlikely its tokens; no two prompts share a page."""
+def _session(limits: DrafterLimits, index: int) -> Open:
+    """Greedy; no two prompts share a page."""
     tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
-    request = Open(
+    return Open(
         session=f"profile {index}",
         attempt=1,
         tokens=tokens,
@@ -59,6 +61,11 @@ def _want(limits: DrafterLimits, index: int, length: int) -> Want:
         choice=0,
         hash_key=0,
         acceptance=Acceptance.COUPLED,
-        max_draft_tokens=length,
+        max_draft_tokens=limits.max_context,
     )
-    return Want(request, tokens, Prefix(0, tokens).hash, length)
+
+
+def _request(session: Open, length: int) -> DraftRequest:
+    """For a block of this length, however unlikely its tokens."""
+    prefix_hash = Prefix(session.hash_key, session.tokens).hash
+    return DraftRequest(session.session, session.attempt, len(session.tokens), prefix_hash, length)

@@ -15,8 +15,10 @@ from cluster.drafting.block_draft import BlockDraft
 from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import SessionTexts
 from protos.draft_tree import NO_TREE
+from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
@@ -48,50 +50,66 @@ def create(draft: DraftPool, setup: DraftSetup) -> "PromptLookup":
 
 
 class PromptLookup:
-    """The method around `look_up`; holds no state."""
+    """The method around `look_up`."""
 
+    shapes = frozenset({Shape.CHAIN})
     tokens_per_forward = 1
     outcomes = 1  # the text goes on as it did before
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest = longest
         self._shortest = shortest
+        self._texts = SessionTexts()
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        sure = [want for want in wants if want.unverified is None]
-        ahead = [want for want in wants if want.unverified is not None]
-        return [self._propose(want) for want in sure] + (self._propose_ahead(ahead) if ahead else [])
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
-        """There is nothing to forget."""
+        self._texts.close(sessions)
 
-    def _propose(self, want: Want) -> Proposal:
-        draft = BlockDraft(want=want, base_hash=want.prefix_hash, max_tokens=want.max_tokens)
-        self.extend([draft])
-        return draft.proposal()
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        drafts = [self._begin(request, request.max_tokens) for request in requests]
+        self.extend(drafts)
+        return [draft.proposal() for draft in drafts]
 
-    def _propose_ahead(self, wants: Sequence[Want]) -> list[Proposal]:
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
         """Takes no time that counts, so nothing ends it. A target that goes on without a block is told of none."""
-        drafts = draft_ahead(self, wants, ForwardTime(), clock=lambda: 0.0, interrupted=lambda: False, early=dismiss)
+        drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=lambda: False, early=dismiss)
         found = proposals(drafts)
         served = {proposal.session for proposal in found}
-        waiting = [want for want in wants if not len(want.unverified or NO_TREE) and want.open.session not in served]
-        return found + [Proposal(want.open.session, len(want.tokens), want.prefix_hash, NO_TREE) for want in waiting]
+        waiting = [each for each in requests if not len(each.unverified) and each.session not in served]
+        return found + [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
+
+    def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
+        text = self._texts[request.session]
+        return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     # ------------------------------------------------------------ what the search ahead goes by
 
-    def roots(self, want: Want) -> list[BlockDraft]:
+    def roots(self, request: AheadRequest) -> list[BlockDraft]:
         """All of the block is expected to be accepted."""
-        block = (want.unverified or NO_TREE).trunk
-        root = BlockDraft(want=want, base_hash=want.prefix_hash, max_tokens=len(block) + 1, unverified=block)
+        block = request.unverified.trunk
+        root = self._begin(request, len(block) + 1)
+        root.unverified = block
         for token in block:
             root.append(token, _sure(token))
         root.settle()
         return [root]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
-        base_hash = hashes_after(root.want.prefix_hash, outcome)[-1]
-        return BlockDraft(want=root.want, base_hash=base_hash, max_tokens=max_tokens, outcome=outcome, chance=chance)
+        return BlockDraft(
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+        )
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
         """A lookup is as quick as any preview."""
@@ -101,7 +119,7 @@ class PromptLookup:
         return [draft for draft in drafts if self._extend(draft)]
 
     def _extend(self, draft: BlockDraft) -> bool:
-        text = (*draft.want.tokens, *draft.outcome, *draft.tokens)
+        text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
         found = look_up(text, draft.missing, self._longest, self._shortest)
         for token in found:
             draft.append(token, _sure(token))

@@ -12,12 +12,12 @@ from cluster.drafting.block_draft import BlockDraft
 from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early
 from cluster.drafting.outcomes import Outcome, accepted_chance, continuations, rejections
-from cluster.drafting.requests import Proposal, Want, max_block_len
-from protos.draft_tree import NO_TREE
+from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 
 AHEAD_ROWS = 8  # most branches of a forward: this many, or ROWS_EACH for each session
 ROWS_EACH = 2
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
+SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the first under verification; to read the trunk is 1
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
 D = TypeVar("D", bound=BlockDraft)
@@ -31,7 +31,7 @@ class BranchingMethod(Protocol[D]):
         """Most outcomes that are drafted for each time that a root tells of some."""
         ...
 
-    def roots(self, want: Want) -> list[D]:
+    def roots(self, request: AheadRequest) -> list[D]:
         """What is to be read of the step under way: its block first."""
         ...
 
@@ -54,27 +54,27 @@ class AheadSearch(Generic[D]):
     def __init__(
         self,
         method: BranchingMethod[D],
-        wants: Sequence[Want],
+        requests: Sequence[AheadRequest],
         forward_time: ForwardTime,
         interrupted: Callable[[], bool],
     ) -> None:
         self._method = method
         self._forward_time = forward_time
         self._interrupted = interrupted
-        self._most_rows = max(AHEAD_ROWS, ROWS_EACH * len(wants))
+        self._most_rows = max(AHEAD_ROWS, ROWS_EACH * len(requests))
         self._took_s = 0.0  # the latest forward, and the next one will take as long
-        self._begun = [draft for want in wants for draft in self._begin(want)]
+        self._begun = [draft for request in requests for draft in self._begin(request)]
         self._open = list(self._begun)
         method.preview(self._begun, interrupted)
 
     def choose(self, now: float) -> list[D]:
         """What the next forward extends: what is likeliest to be of use, of what it would reach in time."""
         due = now + self._took_s
-        in_time = [draft for draft in self._open if due <= draft.want.until]
+        in_time = [draft for draft in self._open if due <= draft.ahead.until]
         self._open = sorted(in_time, key=lambda draft: -draft.urgency)
         if not self._open:
             return []
-        rows = self._rows(min(draft.want.until for draft in self._open) - now)
+        rows = self._rows(min(draft.ahead.until for draft in self._open) - now)
         chosen = self._open[:rows]
         del self._open[:rows]
         return chosen
@@ -106,22 +106,23 @@ class AheadSearch(Generic[D]):
         twice = self._forward_time.most_rows(self._most_rows, left_s / 2)
         return twice or self._forward_time.most_rows(self._most_rows, left_s) or 1
 
-    def _begin(self, want: Want) -> list[D]:
+    def _begin(self, request: AheadRequest) -> list[D]:
         """Roots, and blocks for a rejection if what may follow the tokens before it is known already."""
-        roots = self._method.roots(want)
+        roots = self._method.roots(request)
         root = roots[0]
         if root.tells_all:
             return roots
-        known = rejections(want.unverified or NO_TREE, root.choices)
+        known = rejections(request.unverified, root.choices)
         return [*roots, *self._branch_out(root, known)]
 
     def _branch_out(self, root: D, outcomes: list[Outcome]) -> list[D]:
         """A block for each of the likeliest outcomes."""
-        want = root.want
-        stops = frozenset(want.open.stop_ids)  # no block follows the end
+        request = root.request
+        session = root.text.open
+        stops = frozenset(session.stop_ids)  # no block follows the end
         found = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
-            longest = min(want.max_tokens, max_block_len(want.open, len(want.tokens) + len(outcome)))
+            longest = min(request.max_tokens, max_block_len(session, request.base_len + len(outcome)))
             if chance < LEAST_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
                 continue
             draft = self._method.fork(root, outcome, chance, longest)
@@ -132,14 +133,14 @@ class AheadSearch(Generic[D]):
 
 def draft_ahead(
     method: BranchingMethod[D],
-    wants: Sequence[Want],
+    requests: Sequence[AheadRequest],
     forward_time: ForwardTime,
     clock: Callable[[], float],
     interrupted: Callable[[], bool],
     early: Early,
 ) -> list[D]:
     """Blocks for what the verdicts may bring. `early` is told of what there is after each forward."""
-    search = AheadSearch(method, wants, forward_time, interrupted)
+    search = AheadSearch(method, requests, forward_time, interrupted)
     while not interrupted():
         began = clock()
         chosen = search.choose(began)
@@ -164,5 +165,5 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
     if root.main is not None:
         first = root.main.choices[:1]
         return continuations(block, accepted_chance(block, first), after) if first else []
-    told = rejections(root.want.unverified or NO_TREE, there) if root.tells_all else []
+    told = rejections(root.ahead.unverified, there) if root.tells_all else []
     return told + continuations(block, accepted_chance(block, there), after)

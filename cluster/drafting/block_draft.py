@@ -5,23 +5,24 @@ from itertools import takewhile
 from typing import Any
 
 from cluster.drafting.outcomes import Choices, offer
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import SessionText
 from protos.draft_tree import DraftTree, SparseProbs
-from protos.messages import Acceptance, Shape
-from protos.prefix import extend_hash
+from protos.messages import Acceptance, DraftRequest, Shape
+from protos.prefix import hashes_after
+from protos.values import value
 
 LEAST_SIBLING = 0.1  # chance of a token beside the first to be sent, whatever its verification costs
 SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DraftedToken:
     """One drafted token."""
 
     token: int
     choices: Choices  # at its place
     p_accepted: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
-    prefix_hash: int  # of all tokens up to it
     ids: tuple[int, ...] = ()  # draft_probs, under ratio
     weights: tuple[int, ...] = ()
     by_head: bool = False  # a draft head predicted it, without a forward of the model
@@ -35,7 +36,8 @@ class BlockDraft:
     A *root* is a block under verification that is read, token by token, for what may come of it.
     """
 
-    want: Want
+    request: DraftRequest | AheadRequest
+    text: SessionText  # of the session; it does not change while a block is drafted
     base_hash: int  # of the tokens that the block comes after
     max_tokens: int
     outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
@@ -49,6 +51,16 @@ class BlockDraft:
     settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
     is_guessed: bool = False  # whether a draft head was asked
     is_cut: bool = False  # what would come next is too unlikely
+    ratio: bool = field(init=False)  # the target decides by draft_probs
+
+    def __post_init__(self) -> None:
+        self.ratio = self.text.open.acceptance is Acceptance.RATIO and not self.text.open.sampling.greedy
+
+    @property
+    def ahead(self) -> AheadRequest:
+        """The request of a block that is drafted ahead."""
+        assert isinstance(self.request, AheadRequest), "this block is wanted now"
+        return self.request
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -59,7 +71,7 @@ class BlockDraft:
         """The last token so far, the outcome's if none was drafted, and the state that it was taken after."""
         if self.drafted:
             return self.drafted[-1].state, self.drafted[-1].token
-        return self.state, (self.outcome or self.want.tokens)[-1]
+        return self.state, (self.outcome or self.text.tokens)[-1]
 
     @property
     def choices(self) -> list[Choices]:
@@ -82,7 +94,7 @@ class BlockDraft:
     @property
     def prefix_hash(self) -> int:
         """Of all tokens so far, drafted ones included."""
-        return self.drafted[-1].prefix_hash if self.drafted else self.base_hash
+        return hashes_after(self.base_hash, self.tokens)[-1] if self.drafted else self.base_hash
 
     @property
     def missing(self) -> int:
@@ -100,13 +112,9 @@ class BlockDraft:
         return self.is_complete and (self.ratio or not self.is_guessed)
 
     @property
-    def ratio(self) -> bool:
-        return self.want.open.acceptance is Acceptance.RATIO and not self.want.open.sampling.greedy
-
-    @property
     def least_chance(self) -> float:
         """Of the tokens so far to stand, to be worth sending."""
-        return 0.0 if self.ratio or self.is_root else self.want.least_chance
+        return 0.0 if self.ratio or self.is_root else self.request.least_chance
 
     @property
     def urgency(self) -> float:
@@ -125,12 +133,12 @@ class BlockDraft:
     @property
     def generated(self) -> list[int]:
         """All tokens after the prompt."""
-        return [*self.want.tokens[self.want.open.prompt_len :], *self.outcome, *self.tokens]
+        return [*self.text.tokens[self.text.open.prompt_len :], *self.outcome, *self.tokens]
 
     @property
     def base_len(self) -> int:
         """Tokens that the block comes after."""
-        return len(self.want.tokens) + len(self.outcome)
+        return self.request.base_len + len(self.outcome)
 
     @property
     def address(self) -> tuple[int, tuple[int, ...]]:
@@ -140,7 +148,7 @@ class BlockDraft:
     @property
     def offered(self) -> tuple[int, tuple[int, ...]]:
         """How many of the tokens are, and the tokens beside the first of them."""
-        if self.is_root or not self.drafted or self.want.shape is Shape.CHAIN:
+        if self.is_root or not self.drafted or self.request.shape is Shape.CHAIN:
             return len(self.drafted), ()
         first = self.drafted[0]
         chances = [token.p_accepted for token in self.drafted]
@@ -164,9 +172,8 @@ class BlockDraft:
         if p_accepted < self.least_chance:
             self.is_cut = True
             return
-        prefix_hash = extend_hash(self.prefix_hash, token)
         by_head = self.is_guessed
-        self.drafted.append(DraftedToken(token, choices, p_accepted, prefix_hash, ids, weights, by_head, state))
+        self.drafted.append(DraftedToken(token, choices, p_accepted, ids, weights, by_head, state))
         self.is_cut = p_accepted < self.min_confidence
 
     def forget_guesses(self) -> None:
@@ -179,7 +186,6 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def proposal(self) -> Proposal:
-        want = self.want
         probs = None
         drafted = self.drafted
         if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
@@ -189,4 +195,4 @@ class BlockDraft:
         tree = DraftTree(chain.tokens + siblings, chain.parents + (-1,) * len(siblings)) if siblings else chain
         outcome = self.outcome
         at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
-        return Proposal(want.open.session, self.base_len, self.base_hash, tree, outcome, at_once)
+        return Proposal(self.request.session, self.base_len, self.base_hash, tree, outcome, at_once)

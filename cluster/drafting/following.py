@@ -11,6 +11,7 @@ from cluster.dispatch import Send, peer_of
 from cluster.drafting.backpressure import Capacity
 from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.requests import Proposal
+from cluster.drafting.session_texts import NewsCollector
 from cluster.drafting.step_interval import StepIntervalEstimate
 from protos.messages import (
     Attach,
@@ -44,7 +45,7 @@ class FollowedSessions:
 
     def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str]) -> None:
         self.all: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
-        self.closed: list[str] = []  # for the drafting method, with the next pass
+        self.news = NewsCollector()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
         self._limits = limits
         self._draft_ahead = draft_ahead
@@ -109,11 +110,12 @@ class FollowedSessions:
         if known is not None and known.open.attempt > request.attempt:
             return []
         if known is not None:
-            self.closed.append(request.session)  # what the method remembers of it may be what is wrong
+            self.news.closed(request.session)  # what the method remembers of it may be what is wrong
         session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
         if request.target_address in self._resting:
             session.asked = 0  # until it answers the Attach: reading a prompt takes long, and may be for nothing
         self.all[request.session] = session
+        self.news.opened(request)
         return [self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
@@ -165,6 +167,7 @@ class FollowedSessions:
             self._step_intervals[session.target] = interval.after(now - session.step_began_s)
         guessed = bool(session.guesses)
         hit = session.extend(tokens, now)
+        self.news.committed(session.open.session, tokens)
         if hit is not None:
             self.hit(session, hit)
         elif guessed:
@@ -251,7 +254,7 @@ class FollowedSessions:
     def _forget(self, name: str) -> None:
         del self.all[name]
         self.ahead.discard(name)
-        self.closed.append(name)
+        self.news.closed(name)
 
 
 def _detach(session: DraftedSession) -> Send:

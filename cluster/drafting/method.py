@@ -1,9 +1,12 @@
-"""The interface of drafting methods: what finds candidate tokens for a drafter, live or simulated."""
+"""The interface of drafting methods, live or simulated, which find candidate tokens; and a drafter's pass over one."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import News
+from protos.messages import DraftRequest, Open, Shape
+from protos.values import value
 
 Early = Callable[[list[Proposal]], None]
 """Told of proposals while further ones, or better ones for the same outcomes, are being made."""
@@ -14,23 +17,85 @@ def dismiss(proposals: list[Proposal]) -> None:
 
 
 class DraftingMethod(Protocol):
-    """Called from one thread, one call at a time."""
+    """Called from one thread, one call at a time.
+
+    Under ratio acceptance a token may depend on nothing but its prefix and the session's seed, and a block's length on
+    nothing that was drawn.
+    """
+
+    @property
+    def shapes(self) -> frozenset[Shape]:
+        """Shapes of blocks that it can make."""
+        ...
 
     @property
     def tokens_per_forward(self) -> int:
         """That one forward predicts after each prefix: what drafting costs goes by forwards."""
         ...
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        """One proposal per want; for a want ahead any number.
+    def open(self, request: Open) -> None:
+        """A session begins, with the tokens that are decided so far; one of its name was closed before."""
+        ...
 
-        Drafting ahead tells `early` of what there is so far, for the verdict may come any time; and it ends, with what
-        there is, once `interrupted` says so: something is wanted for sure. Under ratio
-        acceptance a token may depend on nothing but its prefix and the want's seed, and the length on nothing that
-        was drawn: a block that an interruption or its verdict's time cut short is sent as far as it came.
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        """Verdicts have brought these tokens, which come after all that were known."""
+        ...
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """One proposal for each; the requests are for all tokens of their sessions."""
+        ...
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        """Any number of proposals for each.
+
+        `early` is told of what there is so far, for the verdict may come any time. It ends, with what there is, once
+        `interrupted` says so: something is wanted for sure. Under ratio a block that an interruption or its verdict's
+        time cut short is sent as far as it came.
         """
         ...
 
     def close(self, sessions: Sequence[str]) -> None:
         """Forgets sessions; unknown ones are ignored."""
         ...
+
+
+@value
+class DraftingPass:
+    """What a method is told, and then asked: for blocks that are wanted now, or else for blocks ahead of verdicts."""
+
+    news: News
+    requests: tuple[DraftRequest, ...] = ()
+    ahead: tuple[AheadRequest, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.news.closed or self.requests or self.ahead)
+
+    @property
+    def sessions(self) -> list[str]:
+        """That something is drafted for."""
+        return [request.session for request in self.requests or self.ahead]
+
+
+def tell(method: DraftingMethod, news: News) -> None:
+    """What a method must have heard before it drafts."""
+    if news.closed:
+        method.close(news.closed)
+    for request in news.opened:
+        method.open(request)
+    for session, tokens in news.committed:
+        method.committed(session, tokens)
+
+
+def make_pass(
+    method: DraftingMethod, drafting: DraftingPass, interrupted: Callable[[], bool], early: Early = dismiss
+) -> list[Proposal]:
+    """Tells the method what is new, and has it draft."""
+    tell(method, drafting.news)
+    if drafting.requests:
+        return method.draft(drafting.requests)
+    if drafting.ahead:
+        return method.draft_ahead(drafting.ahead, interrupted, early)
+    return []

@@ -5,13 +5,13 @@ Pure. An outcome is the verdict's tokens: some of the block's, and then one that
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 from protos.draft_tree import DraftTree
+from protos.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Choices:
     """Tokens that may come at some position, and how likely the draft model finds each; likeliest first."""
 

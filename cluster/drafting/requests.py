@@ -1,4 +1,7 @@
-"""What a drafting method is asked for and what it answers: wants and proposals. Values; they know of nothing else."""
+"""What a drafting method is asked for ahead of verdicts, and what it answers. Values; they know of nothing else.
+
+What it is asked for now is the target's own `protos.messages.DraftRequest`.
+"""
 
 import math
 
@@ -8,20 +11,19 @@ from protos.values import value
 
 
 @value
-class Want:
-    """A session that wants a block after `tokens`.
+class AheadRequest:
+    """A session with a step under way, over the draft tokens `unverified` or over none, whose verdict is not in.
 
-    With `unverified`, a step is under way whose verdict is not in, over these draft tokens or over none: then blocks
-    are wanted for what may come of it, one for each likely outcome, and by `until`. A token is not wanted if its chance
-    to be accepted, and all before it, is below `least_chance`, as the method sees it, and not under ratio, where a
-    block's length may not depend on its tokens.
+    Blocks are wanted for what may come of it, one for each likely outcome, and by `until`. A token is not wanted if its
+    chance to be accepted, and all before it, is below `least_chance`, as the method sees it, and not under ratio, where
+    a block's length may not depend on its tokens.
     """
 
-    open: Open
-    tokens: tuple[int, ...]
-    prefix_hash: int  # of `tokens`
-    max_tokens: int
-    unverified: DraftTree | None = None
+    session: str
+    base_len: int  # tokens before the step
+    prefix_hash: int  # of them
+    max_tokens: int  # of each block
+    unverified: DraftTree
     until: float = math.inf
     least_chance: float = 0.0
     shape: Shape = Shape.CHAIN  # that the target can verify

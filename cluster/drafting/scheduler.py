@@ -1,4 +1,4 @@
-"""The drafter's scheduler: which sessions want a block, now or ahead, and which of the blocks drafted are sent."""
+"""The drafter's scheduler: which sessions are drafted for, now or ahead, and which of the blocks drafted are sent."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from cluster.dispatch import Send
 from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.following import DrafterLimits, FollowedSessions
-from cluster.drafting.requests import Proposal, Want, max_block_len
-from protos.messages import (
-    Block,
-    Message,
-    NoDraft,
-)
+from cluster.drafting.method import DraftingPass
+from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
+from cluster.drafting.session_texts import News
+from protos.draft_tree import DraftTree
+from protos.messages import Block, DraftRequest, Message, NoDraft, Shape
 
 
 class DraftScheduler:
     """All sessions of one drafter."""
 
-    def __init__(self, limits: DrafterLimits, draft_ahead: bool = True) -> None:
+    def __init__(
+        self, limits: DrafterLimits, draft_ahead: bool = True, shapes: frozenset[Shape] = frozenset(Shape)
+    ) -> None:
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
         self._draft_ahead = draft_ahead
+        self._shapes = shapes  # that the method can make
         self._sessions = FollowedSessions(limits, draft_ahead, self.counts)
 
     # ------------------------------------------------------------ what peers say
@@ -38,71 +40,52 @@ class DraftScheduler:
 
     # ------------------------------------------------------------ the drafting pass
 
-    def wants(self, limit: int) -> list[Want]:
-        """Up to `limit` sessions without a block for their current length, longest unserved first."""
-        found: list[Want] = []
+    def next_pass(self, limit: int, ahead_limit: int) -> DraftingPass:
+        """For up to `limit` sessions that want a block now; if there is none, for up to `ahead_limit` ahead."""
+        requests = self.requests(limit)
+        ahead = () if requests else self.ahead_requests(ahead_limit)
+        is_news_due = requests or ahead or self._sessions.news.has_closed
+        news = self._sessions.news.take() if is_news_due else News()
+        return DraftingPass(news, requests, ahead)
+
+    def requests(self, limit: int) -> tuple[DraftRequest, ...]:
+        """Of up to `limit` sessions without a block for their current length, longest unserved first."""
+        found: list[DraftRequest] = []
         for name, session in list(self._sessions.all.items()):
             if len(found) == limit:
                 break
-            if not session.wants_block:
-                continue
-            length = session.prefix.length
-            session.served_len = length
-            self._sessions.all.move_to_end(name)
-            want = Want(
-                session.open,
-                tuple(session.prefix.tokens),
-                session.prefix.hash,
-                min(session.asked, max_block_len(session.open, length)),
-                least_chance=session.least_chance,
-                shape=session.shape,
-            )
-            found.append(want)
+            if session.wants_block:
+                session.served_len = session.prefix.length
+                self._sessions.all.move_to_end(name)
+                found.append(self._request(session))
         self.counts["passes"] += bool(found)
-        return found
+        return tuple(found)
 
-    def wants_ahead(self, limit: int) -> list[Want]:
-        """Up to `limit` sessions whose block is under verification and that nothing was drafted ahead for yet.
+    def ahead_requests(self, limit: int) -> tuple[AheadRequest, ...]:
+        """Of up to `limit` sessions whose block is under verification and that nothing was drafted ahead for yet.
 
         Asked for only when no session wants a block: what is not needed for sure comes last.
         """
-        found: list[Want] = []
+        found: list[AheadRequest] = []
         for session in self._sessions.all.values() if self._draft_ahead else ():
             if len(found) == limit:
                 break
-            if session.unverified is None or not session.may_go_on:
-                continue
-            want = Want(
-                session.open,
-                tuple(session.prefix.tokens),
-                session.prefix.hash,
-                session.asked,
-                session.unverified,
-                self._sessions.verdict_due(session),
-                session.least_chance,
-                shape=session.shape,
-            )
-            found.append(want)
-            session.unverified = None
-        self._sessions.ahead = {want.open.session for want in found}
+            if session.unverified is not None and session.may_go_on:
+                found.append(self._ahead_request(session, session.unverified))
+                session.unverified = None
+        self._sessions.ahead = {request.session for request in found}
         self.counts["passes_ahead"] += bool(found)
-        return found
+        return tuple(found)
 
     @property
-    def has_wants(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether some session wants a block for its current length."""
         return any(session.wants_block for session in self._sessions.all.values())
 
     @property
     def is_ahead_vain(self) -> bool:
-        """Whether the verdicts are in that the latest wants ahead were for."""
+        """Whether the verdicts are in that the latest requests ahead were for."""
         return not self._sessions.ahead
-
-    def take_closed(self) -> list[str]:
-        """Sessions that the drafting method may forget; each is named once."""
-        closed = self._sessions.closed
-        self._sessions.closed = []
-        return list(dict.fromkeys(closed))
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
         """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
@@ -133,13 +116,41 @@ class DraftScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing at all is held."""
-        return not self._sessions.all and not self._sessions.closed
+        return not self._sessions.all and not self._sessions.news.has_closed
 
     def load(self) -> dict[str, float]:
         """Sessions drafted for, for autoscaling."""
         return {"sessions": float(len(self._sessions.all))}
 
     # ------------------------------------------------------------ helpers
+
+    def _request(self, session: DraftedSession) -> DraftRequest:
+        """What the target asked for, as far as the session may still go on."""
+        length = session.prefix.length
+        return DraftRequest(
+            session=session.open.session,
+            attempt=session.open.attempt,
+            base_len=length,
+            prefix_hash=session.prefix.hash,
+            max_tokens=min(session.asked, max_block_len(session.open, length)),
+            least_chance=session.least_chance,
+            shape=self._shape(session),
+        )
+
+    def _ahead_request(self, session: DraftedSession, unverified: DraftTree) -> AheadRequest:
+        return AheadRequest(
+            session=session.open.session,
+            base_len=session.prefix.length,
+            prefix_hash=session.prefix.hash,
+            max_tokens=session.asked,
+            unverified=unverified,
+            until=self._sessions.verdict_due(session),
+            least_chance=session.least_chance,
+            shape=self._shape(session),
+        )
+
+    def _shape(self, session: DraftedSession) -> Shape:
+        return session.shape if session.shape in self._shapes else Shape.CHAIN
 
     def _send_ahead(self, session: DraftedSession, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.

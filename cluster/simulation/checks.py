@@ -11,8 +11,8 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import LockStep
 from cluster.routing.session import Generation, Session
-from cluster.simulation.oracle import VOCABULARY, DraftQuality, Script
-from cluster.simulation.simulated_drafter import OracleMethod, SimulatedDrafter
+from cluster.simulation.oracle import VOCABULARY, DraftQuality, OracleMethod, Script
+from cluster.simulation.simulated_drafter import SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment
 from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
 from cluster.verification.intake import VerificationLimits
@@ -61,5 +61,5 @@ def check_target(target: SimulatedTarget) -> None:
 
 
 def check_drafter(drafter: SimulatedDrafter) -> None:
-    drafter.scheduler.take_closed()
+    drafter.scheduler.next_pass(0, 0)
     assert drafter.scheduler.is_idle, f"the scheduler of {drafter.process.address} still holds a session"

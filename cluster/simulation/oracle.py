@@ -5,11 +5,19 @@ there. That makes 'the output equals the plain one' a comparison of integers, wh
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 
+from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
+from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.forward_time import ForwardTime
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.outcomes import Choices
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import SessionTexts
 from cluster.simulation.workload import Workload
+from protos.messages import DraftRequest, Open, Shape
+from protos.prefix import hashes_after
 
 STOP = 0
 VOCABULARY = 50_000
@@ -48,24 +56,14 @@ class Script:
                 return index
         return len(tokens)
 
-    def drafted(self, start: int, count: int, draft: "DraftQuality") -> tuple[int, ...]:
-        """The draft model's block from position `start` on."""
-        end = start + count
-        assert end <= len(self.tokens), "drafted beyond the end"
-        said = zip(self.tokens[start:end], self.hardness[start:end], draft.by_position(), strict=False)
-        return tuple([token if hardness < acceptance else _other(token) for token, hardness, acceptance in said])
-
-    def choice(self, position: int, acceptance: float) -> int:
-        """What the draft model says there."""
-        token = self.tokens[position]
-        return token if self.hardness[position] < acceptance else _other(token)
-
-    def second_choice(self, position: int, acceptance: float, draft: "DraftQuality") -> int:
-        """What it would say otherwise: where it is wrong, it often thinks of the right token too."""
+    def choices(self, position: int, acceptance: float, second: float) -> tuple[int, int]:
+        """What the draft model says there, and what it would say otherwise, which is right with chance `second`."""
         token = self.tokens[position]
         hardness = self.hardness[position]
-        known = acceptance <= hardness < acceptance + (1 - acceptance) * draft.runner_up
-        return token if known else _other(_other(token))
+        other = _other(token)
+        if hardness < acceptance:
+            return token, _other(other)
+        return other, token if hardness < acceptance + second else _other(other)
 
 
 def _other(token: int) -> int:
@@ -79,33 +77,17 @@ class DraftQuality:
 
     `acceptances` are those of a block's tokens, each given the ones before it; the last one holds for all further
     tokens. Where the draft model is wrong, its second choice is right with chance `runner_up`. If it `branches`, it
-    offers that one too for a block's first token.
+    may offer that one too for a block's first token.
     """
 
     acceptances: tuple[float, ...]
     runner_up: float = 0.4
     branches: bool = False
 
-    def acceptance(self, index: int) -> float:
-        return self.acceptances[min(index, len(self.acceptances) - 1)]
-
-    def by_position(self) -> Iterator[float]:
-        """Acceptances of a block's tokens, however long it is."""
-        return chain(self.acceptances, repeat(self.acceptances[-1]))
-
-    def outcomes(self, block_len: int) -> list[int | None]:
-        """Places in a block, or just after it, where the second choice may come; None where all is as drafted.
-
-        Likeliest first.
-        """
-        chances: dict[int | None, float] = {}
-        reached = 1.0
-        for index in range(block_len + 1):
-            acceptance = self.acceptance(index)
-            chances[index] = reached * (1 - acceptance) * self.runner_up
-            reached *= acceptance
-        chances[None] = reached
-        return sorted(chances, key=lambda place: -chances[place])
+    def chances(self, index: int) -> tuple[float, float]:
+        """Of the first choice and of the second to be right, at this place of a block."""
+        acceptance = self.acceptances[min(index, len(self.acceptances) - 1)]
+        return acceptance, (1 - acceptance) * self.runner_up
 
 
 def script(load: Workload, seed: int, index: int) -> Script:
@@ -117,3 +99,101 @@ def script(load: Workload, seed: int, index: int) -> Script:
         tokens[load.prompt_tokens + rng.randrange(load.new_tokens)] = STOP
     hardness = [rng.random() for _ in range(length)]
     return Script(tuple(tokens), load.prompt_tokens, tuple(hardness))
+
+
+class OracleMethod:
+    """Drafts what the scripts say that the draft model would; its own probabilities are its mean acceptances."""
+
+    outcomes = OUTCOMES
+
+    def __init__(self, scripts: Mapping[str, Script], draft: DraftQuality, tokens_per_forward: int = 1) -> None:
+        self.shapes = frozenset(Shape) if draft.branches else frozenset({Shape.CHAIN})
+        self.tokens_per_forward = tokens_per_forward
+        self._scripts = scripts
+        self._draft = draft
+        self._texts = SessionTexts()
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        self._check(request.session, 0)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        known = len(self._texts[session].tokens)
+        self._texts.committed(session, tokens)
+        self._check(session, known)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """At once: what it takes is up to whoever asks."""
+        drafts = [self._begin(request, request.max_tokens) for request in requests]
+        for draft in drafts:
+            self._append(draft, draft.max_tokens)
+        return [draft.proposal() for draft in drafts]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        """At once, too; a simulated drafter goes through the search itself, in its own time."""
+        return proposals(draft_ahead(self, requests, ForwardTime(), lambda: 0.0, interrupted, early))
+
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, request: AheadRequest) -> list[BlockDraft]:
+        """What it thought of at the places of a block is known; what it thinks of after it takes a forward."""
+        block = request.unverified.trunk
+        root = self._begin(request, len(block) + 1)
+        root.unverified = block
+        self._append(root, len(block))
+        root.settle()
+        return [root, *[self._sibling(root, token) for token in request.unverified.children(-1)[1:]]]
+
+    def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
+        return BlockDraft(
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+        )
+
+    def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
+        """It has no draft head."""
+
+    def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> list[BlockDraft]:
+        for draft in drafts:
+            self._append(draft, min(draft.missing, self.tokens_per_forward))
+            draft.settle()
+        return list(drafts)
+
+    # ------------------------------------------------------------ helpers
+
+    def _check(self, session: str, start: int) -> None:
+        decided = self._texts[session].tokens[start:]
+        said = self._scripts[session].tokens[start : start + len(decided)]
+        assert tuple(decided) == said, f"{session}: its drafter was told of tokens that were never decided"
+
+    def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
+        text = self._texts[request.session]
+        return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
+
+    def _sibling(self, root: BlockDraft, token: int) -> BlockDraft:
+        """A root that reads a token beside the first of the block."""
+        found = self._begin(root.ahead, max_tokens=2)
+        found.unverified = (token,)
+        found.main = root
+        found.chance = SIBLING_FIRST
+        self._append(found, 1)
+        found.settle()
+        return found
+
+    def _append(self, draft: BlockDraft, tokens: int) -> None:
+        """Up to so many; a root says its own."""
+        script = self._scripts[draft.request.session]
+        base_len = draft.base_len
+        for index in range(len(draft.drafted), len(draft.drafted) + tokens):
+            chances = self._draft.chances(index)
+            choices = script.choices(base_len + index, *chances)
+            draft.append(choices[0], Choices(choices, chances))

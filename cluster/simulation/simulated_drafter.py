@@ -1,172 +1,64 @@
-"""A simulated drafter: the real scheduler, with a drafting method that asks the oracle and costs time.
+"""A simulated drafter: the real scheduler and search ahead, with a drafting method that asks the oracle and costs time.
 
 The counterpart of `actors/drafter.py`.
 """
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from cluster.costs import DraftCost
 from cluster.dispatch import Send, stream_name
-from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import Proposal, Want, max_block_len
+from cluster.drafting.ahead import AheadSearch, proposals
+from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.forward_time import ForwardTime
+from cluster.drafting.method import tell
+from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
-from cluster.simulation.oracle import DraftQuality, Script
-from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import Hello, Open, Shape
-from protos.prefix import hashes_after
+from cluster.simulation.oracle import OracleMethod
+from protos.messages import DraftRequest, Hello, Open
 from protos.values import value
-
-AHEAD_ROWS = 8  # outcomes drafted for together
-
-
-class OracleMethod:
-    """Drafts what the scripts say that the draft model would.
-
-    Ahead, for the likeliest outcomes as `actors.methods.draft_model` does, by the draft model's acceptance.
-    """
-
-    def __init__(self, scripts: Mapping[str, Script], draft: DraftQuality) -> None:
-        self._scripts = scripts
-        self._draft = draft
-        self._ranked: dict[int, list[int | None]] = {}  # by length of the block under verification
-
-    @property
-    def tokens_per_forward(self) -> int:
-        return 1
-
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        """At once, as lock step asks; a simulated drafter takes its time over `block` and `ahead`."""
-        return [self.block(want) for want in wants]
-
-    def close(self, sessions: Sequence[str]) -> None:
-        """It holds nothing of sessions."""
-
-    def block(self, want: Want) -> Proposal:
-        """What the draft model says after the tokens of a want that is no guess."""
-        name = want.open.session
-        base = len(want.tokens)
-        script = self._scripts[name]
-        assert want.tokens == script.tokens[:base], f"{name}: drafted after tokens that were never decided"
-        return Proposal(name, base, want.prefix_hash, self._drafted(want, base, want.max_tokens))
-
-    def ahead(self, want: Want, limit: int) -> list[Proposal]:
-        """One block for each of the `limit` likeliest outcomes."""
-        found = []
-        for place in self._places(len((want.unverified or NO_TREE).trunk))[:limit]:
-            outcome = self._outcome(want, place)
-            base = len(want.tokens) + len(outcome)
-            room = min(want.max_tokens, max_block_len(want.open, base))
-            if room > 0:
-                tree = self._drafted(want, base, room)
-                prefix_hash = hashes_after(want.prefix_hash, outcome)[-1]
-                name = want.open.session
-                found.append(Proposal(name, base, prefix_hash, tree, outcome))
-        return found
-
-    def _drafted(self, want: Want, base: int, room: int) -> DraftTree:
-        """A chain from position `base` on, and maybe another token beside its first; `room` tokens in all."""
-        script = self._scripts[want.open.session]
-        draft = self._draft
-        if not draft.branches or want.shape is Shape.CHAIN or room < 2:
-            return DraftTree.chain(script.drafted(base, room, draft))
-        chain = DraftTree.chain(script.drafted(base, room - 1, draft))
-        sibling = script.second_choice(base, draft.acceptance(0), draft)
-        return DraftTree((*chain.tokens, sibling), (*chain.parents, -1))
-
-    def _outcome(self, want: Want, place: int | None) -> tuple[int, ...]:
-        """The second choice comes at `place` of the block; or all of it is accepted, and the first choice follows."""
-        script = self._scripts[want.open.session]
-        block = (want.unverified or NO_TREE).trunk
-        base = len(want.tokens)
-        if place is None:
-            return (*block, script.choice(base + len(block), self._draft.acceptance(len(block))))
-        siblings = (want.unverified or NO_TREE).children(-1)[1:]
-        if place == 0 and siblings:
-            return siblings[0], script.choice(base + 1, self._draft.acceptance(0))
-        return (*block[:place], script.second_choice(base + place, self._draft.acceptance(place), self._draft))
-
-    def _places(self, block_len: int) -> list[int | None]:
-        """Where the second choice may come, likeliest first; None: nowhere."""
-        if block_len not in self._ranked:
-            self._ranked[block_len] = self._draft.outcomes(block_len)
-        return self._ranked[block_len]
 
 
 @value
-class _Due:
-    """A block of a pass, and how many of the pass's forwards come before it."""
+class _Forward:
+    """A forward, or several that nothing comes between, and how many tokens its blocks had before it."""
 
-    proposal: Proposal
-    width: int  # tokens that a forward names
-    after: int = 0
-    until: float = math.inf  # no forward for it begins later
+    began_s: float
+    ends_s: float
+    before: tuple[tuple[BlockDraft, int], ...] = ()
 
-    @property
-    def forwards(self) -> int:
-        return self.after - (-self.proposal.tree.depth // self.width)
-
-    def cut(self, forwards: int) -> "_Due":
-        """As far as so many forwards of the pass bring it; most have no more, so that few need be made anew."""
-        if self.forwards <= forwards:
-            return self
-        whole = self.proposal
-        named = self.width * max(0, forwards - self.after)
-        return _Due(replace(whole, tree=whole.tree.within(named)), self.width, self.after, self.until)
+    def undo(self) -> None:
+        for draft, tokens in self.before:
+            del draft.drafted[tokens:]
 
 
 @value
 class _Pass:
-    """A drafting pass under way."""
+    """A drafting pass under way, whose result is known from its beginning."""
 
     began_s: float
-    per_pass_s: float
-    forward_s: float
-    blocks: tuple[_Due, ...]
-    ahead: bool
-    forwards: int  # one after the other; one ahead reads the block under verification with the first
+    ready_s: float  # when its first forward begins
+    forwards: tuple[_Forward, ...]
+    blocks: tuple[Proposal, ...] = ()  # of one that nothing interrupts
+    search: AheadSearch[BlockDraft] | None = None  # of one ahead
 
     @property
     def ends_s(self) -> float:
-        return self.began_s + self.per_pass_s + self.forwards * self.forward_s
+        return self.forwards[-1].ends_s if self.forwards else self.ready_s
 
     @property
-    def proposals(self) -> list[Proposal]:
-        """What there is at the end; ahead, no block is no answer."""
-        return [block.proposal for block in self.blocks if block.proposal.tokens or not self.ahead]
-
-    def in_time(self) -> "_Pass":
-        """With no forward that ends after the verdict for which it is made, but for the first one."""
-        if not self.forward_s or self.ends_s <= min([block.until for block in self.blocks], default=math.inf):
-            return self
-        made = [self._forwards_by(block.until) for block in self.blocks]
-        blocks = tuple([block.cut(forwards) for block, forwards in zip(self.blocks, made, strict=True)])
-        left = min(self.forwards, max(made))
-        return _Pass(self.began_s, self.per_pass_s, self.forward_s, blocks, self.ahead, left)
+    def proposals(self) -> Sequence[Proposal]:
+        return self.blocks if self.search is None else proposals(self.search.drafts)
 
     def interrupted(self, now: float) -> "_Pass":
-        """It ends after the forward that is under way, with what there is by then; its first one is always made."""
-        made = math.ceil((now - self.began_s - self.per_pass_s) / self.forward_s) if self.forward_s else self.forwards
-        return self._cut(max(1, made))
-
-    def _forwards_by(self, until: float) -> int:
-        if until == math.inf:
-            return self.forwards
-        return max(1, int((until - self.began_s - self.per_pass_s) / self.forward_s))
-
-    def _cut(self, forwards: int) -> "_Pass":
-        blocks = tuple([block.cut(forwards) for block in self.blocks])
-        left = min(self.forwards, forwards)
-        return _Pass(self.began_s, self.per_pass_s, self.forward_s, blocks, self.ahead, left)
-
-
-def _after_reading(want: Want, guess: Proposal, width: int) -> _Due:
-    """What may follow all of the block under verification is known once that was read."""
-    return _Due(guess, width, after=int(len(guess.outcome) > len((want.unverified or NO_TREE).trunk)), until=want.until)
+        """It ends after the forward that is under way, with what there is by then."""
+        made = tuple([forward for forward in self.forwards if forward.began_s < now])
+        for forward in reversed(self.forwards[len(made) :]):
+            forward.undo()
+        return replace(self, forwards=made)
 
 
 class SimulatedDrafter:
@@ -192,6 +84,7 @@ class SimulatedDrafter:
         self._targets: dict[str, SimulatedLink] = {}  # by address
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
+        self._forward_time = ForwardTime()  # of those ahead
         self.door = Door(process, self._router_up, self.receive, self._router_down)
 
     # ------------------------------------------------------------ the loop
@@ -199,29 +92,48 @@ class SimulatedDrafter:
     def _go_on(self) -> None:
         """Begins a pass if there is something to draft; what is wanted for sure interrupts drafting ahead."""
         if self._pass is not None:
-            if self._pass.ahead and (self.scheduler.has_wants or self.scheduler.is_ahead_vain):
+            is_ahead = self._pass.search is not None
+            if is_ahead and (self.scheduler.has_requests or self.scheduler.is_ahead_vain):
                 self._begin(self._pass.interrupted(self.process.clock.now))
             return
-        if self.scheduler.take_closed():
+        drafting = self.scheduler.next_pass(self._limit, self._limit)
+        tell(self._method, drafting.news)
+        if drafting.news.closed:
             self._drop_unused_targets()
-        width = self._cost.tokens_per_forward
-        if wants := self.scheduler.wants(self._limit):
-            blocks = [_Due(self._method.block(want), width) for want in wants]
-            self._begin(self._new_pass(len(wants), blocks, ahead=False))
-        elif wants := self.scheduler.wants_ahead(self._limit):
-            each = max(1, AHEAD_ROWS // len(wants))
-            blocks = [_after_reading(want, guess, width) for want in wants for guess in self._method.ahead(want, each)]
-            self._begin(self._new_pass(len(wants), blocks, ahead=True).in_time())
+        if drafting.requests:
+            self._begin(self._now(drafting.requests))
+        elif drafting.ahead:
+            self._begin(self._ahead(drafting.ahead))
 
-    def _new_pass(self, sessions: int, blocks: Sequence[_Due], ahead: bool) -> _Pass:
-        rows = max(sessions, len(blocks))
-        process = self.process
-        cost = self._cost
-        per_pass_s = process.stalls_s + process.slowness * cost.per_pass_s
-        longest = max([block.proposal.tree.depth for block in blocks], default=0)
-        forward_s = process.slowness * cost.forward_s(rows, longest)
-        forwards = max([block.forwards for block in blocks], default=int(ahead))
-        return _Pass(process.clock.now, per_pass_s, forward_s, tuple(blocks), ahead, forwards)
+    def _now(self, requests: Sequence[DraftRequest]) -> _Pass:
+        blocks = self._method.draft(requests)
+        longest = max(block.tree.depth for block in blocks)
+        began_s = self.process.clock.now
+        ready_s = began_s + self._per_pass_s
+        ends_s = ready_s + self._cost.forwards(longest) * self._forward_s(len(requests), longest)
+        return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
+
+    def _ahead(self, requests: Sequence[AheadRequest]) -> _Pass:
+        """The search that drafters go through, at the times at which they would."""
+        search = AheadSearch(self._method, requests, self._forward_time, never)
+        began_s = self.process.clock.now
+        ready_s = began_s + self._per_pass_s
+        forwards: list[_Forward] = []
+        now = ready_s
+        while chosen := search.choose(now):
+            before = tuple([(draft, len(draft.drafted)) for draft in chosen])
+            seconds = self._forward_s(len(chosen), max(draft.missing for draft in chosen))
+            search.extended(chosen, self._method.extend(chosen, never), seconds)
+            forwards.append(_Forward(now, now + seconds, before))
+            now += seconds
+        return _Pass(began_s, ready_s, tuple(forwards), search=search)
+
+    @property
+    def _per_pass_s(self) -> float:
+        return self.process.stalls_s + self.process.slowness * self._cost.per_pass_s
+
+    def _forward_s(self, rows: int, tokens: int) -> float:
+        return self.process.slowness * self._cost.forward_s(rows, tokens)
 
     def _begin(self, drafting: _Pass) -> None:
         """Also the same pass anew, with less to do."""
@@ -281,3 +193,8 @@ class SimulatedDrafter:
 
     def target_down(self, address: str) -> None:
         self.scheduler.gone(address)
+
+
+def never() -> bool:
+    """A search is run whole, and cut where it turns out to have been interrupted."""
+    return False

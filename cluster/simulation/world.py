@@ -18,10 +18,10 @@ from cluster.simulation.checks import check_drafter, check_specification, check_
 from cluster.simulation.clock import Clock
 from cluster.simulation.faults import Fault, Kind, Role
 from cluster.simulation.network import Network, Process, SimulatedLink
-from cluster.simulation.oracle import STOP, VOCABULARY, Script, script
+from cluster.simulation.oracle import STOP, VOCABULARY, OracleMethod, Script, script
 from cluster.simulation.report import Arrival, Commit, SimulationReport, median, share_met, steady_rate, sums
 from cluster.simulation.setting import Mode, Setting
-from cluster.simulation.simulated_drafter import OracleMethod, SimulatedDrafter
+from cluster.simulation.simulated_drafter import SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
 from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
 from cluster.simulation.workload import ClosedLoop
@@ -126,11 +126,13 @@ class World:
     def _add_drafter(self) -> None:
         setting = self.setting
         limits = DrafterLimits(VOCABULARY, self._max_len, setting.fleet.sessions_per_drafter)
+        cost = setting.costs.draft
+        method = OracleMethod(self.scripts, setting.speculation.draft, cost.tokens_per_forward)
         made = SimulatedDrafter(
             self._process(Role.DRAFTER),
-            DraftScheduler(limits, setting.speculation.mode is Mode.DRAFT_AHEAD),
-            OracleMethod(self.scripts, setting.speculation.draft),
-            setting.costs.draft,
+            DraftScheduler(limits, setting.speculation.mode is Mode.DRAFT_AHEAD, method.shapes),
+            method,
+            cost,
             limits.max_sessions,
             self._dial_target,
         )

@@ -34,7 +34,7 @@ def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
 
 def expected(question: PlanQuestion, block_len: int) -> float:
     """Tokens that verifying a block of this length commits."""
-    return expected_tokens_by_position([question.draft.acceptance(index) for index in range(block_len)])
+    return expected_tokens_by_position([question.draft.chances(index)[0] for index in range(block_len)])
 
 
 def plain_sessions(question: PlanQuestion, arrivals: Poisson) -> float:

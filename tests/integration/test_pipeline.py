@@ -9,12 +9,12 @@ import torch
 
 from actors.engine.engine import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import DrainingError, TargetLostError
 from cluster.routing.session import Emit
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
-from protos.messages import Acceptance, Block, Sampling, Verdict
+from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, PacedEngine, cluster, eventually, plain_greedy
 
 SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
@@ -208,14 +208,23 @@ class Stalled:
 
     def __init__(self, method: DraftingMethod) -> None:
         self.go_on = threading.Event()
+        self.shapes = method.shapes
         self.tokens_per_forward = method.tokens_per_forward
         self.go_on.set()
         self._method = method
+        self.open = method.open
+        self.committed = method.committed
         self.close = method.close
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         assert self.go_on.wait(60), "the test has forgotten this drafter"
-        return self._method.propose(wants, interrupted, early)
+        return self._method.draft(requests)
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        assert self.go_on.wait(60), "the test has forgotten this drafter"
+        return self._method.draft_ahead(requests, interrupted, early)
 
 
 async def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():

@@ -21,7 +21,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.prompt_lookup import PromptLookup
 from cluster.costs import ForwardCost
 from cluster.dispatch import Scheduler, Send
-from cluster.drafting.method import DraftingMethod
+from cluster.drafting.method import DraftingMethod, make_pass, tell
 from cluster.drafting.requests import Proposal
 from cluster.routing.session import Command, Emit, Ended, Phase, Session, ToDrafter, ToTarget
 from protos.messages import (
@@ -128,7 +128,7 @@ class PoolWorld:
             assert target.scheduler.is_idle
             assert target.executor.is_idle
         for drafter in self.drafters.values():
-            drafter.method.close(drafter.scheduler.take_closed())
+            tell(drafter.method, drafter.scheduler.next_pass(0, 0).news)
             assert drafter.scheduler.is_idle
             assert drafter.model.is_idle
 
@@ -204,14 +204,12 @@ class PoolWorld:
         drafter = self.drafters[address]
         if drafter.is_busy:
             return
-        if closed := drafter.scheduler.take_closed():
-            drafter.method.close(closed)
-        wants = drafter.scheduler.wants(self._count) or drafter.scheduler.wants_ahead(self._setting.ahead)
-        if not wants:
+        drafting = drafter.scheduler.next_pass(self._count, self._setting.ahead)
+        if drafting.is_empty:
             return
         drafter.is_busy = True
         told: list[list[Proposal]] = []
-        told.append(drafter.method.propose(wants, self._is_interrupted, told.append))
+        told.append(make_pass(drafter.method, drafting, self._is_interrupted, told.append))
 
         def offer(proposals: list[Proposal]) -> None:
             if self.drafters[address] is drafter:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import count
 
 from cluster.dispatch import Scheduler, Send
+from cluster.drafting.method import make_pass, tell
 from cluster.drafting.requests import Proposal
 from cluster.lock_step import DRAFTER, ROUTER, TARGET
 from cluster.routing.session import Command, Emit, Ended, Session, ToDrafter, ToTarget
@@ -85,7 +86,7 @@ class World:
             happen()
             self._step()
             self._draft()
-        self._method.close(self.drafting.take_closed())
+        tell(self._method, self.drafting.next_pass(0, 0).news)
         assert self._method.is_idle
         self.verification.plan(self._now + 3600)  # what came too late for anybody has expired by then
         return [session.committed for session in self.sessions.values()]
@@ -126,14 +127,12 @@ class World:
     def _draft(self) -> None:
         if self._drafting:
             return
-        if closed := self.drafting.take_closed():
-            self._method.close(closed)
-        wants = self.drafting.wants(len(self.sessions)) or self.drafting.wants_ahead(self._setting.ahead)
-        if not wants:
+        drafting = self.drafting.next_pass(len(self.sessions), self._setting.ahead)
+        if drafting.is_empty:
             return
         self._drafting = True
         told: list[list[Proposal]] = []
-        told.append(self._method.propose(wants, self._is_interrupted, told.append))
+        told.append(make_pass(self._method, drafting, self._is_interrupted, told.append))
 
         def end() -> None:
             self._drafting = False

@@ -73,8 +73,8 @@ class HeadDrafting:
     def remember(self, roots: Sequence[CachedDraft]) -> None:
         """What was read of blocks under verification."""
         for root in roots:
-            base_len = len(root.want.tokens)
-            session = root.want.open.session
+            base_len = root.request.base_len
+            session = root.request.session
             read = self._read.get(session)
             if read is None or read.base_len != base_len:
                 read = self._read[session] = _ReadStates(base_len, {})
@@ -87,8 +87,8 @@ class HeadDrafting:
 
     def _state_before_last(self, draft: CachedDraft) -> Tensor | None:
         """What the logits of the last decided token's place were made of, (hidden,), if that was read and will do."""
-        tokens = draft.want.tokens
-        read = self._read.pop(draft.want.open.session, None)
+        tokens = draft.text.tokens
+        read = self._read.pop(draft.request.session, None)
         if read is None or read.base_len >= len(tokens) or not is_argmax(draft):
             return None
-        return read.states.get(tokens[read.base_len : -1])
+        return read.states.get(tuple(tokens[read.base_len : -1]))

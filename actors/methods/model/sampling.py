@@ -48,7 +48,7 @@ class DraftSampler:
     def _extend_by_sampling(self, draft: BlockDraft, logits: Tensor, state: Tensor | None) -> None:
         if draft.is_complete:
             return
-        request = draft.want.open
+        request = draft.text.open
         whole = logits.new_full((self._vocabulary,), -torch.inf)
         whole[self._token_ids[: len(logits)]] = logits  # a draft head may choose among fewer
         generated = draft.generated if request.sampling.penalised else ()
@@ -62,7 +62,7 @@ class DraftSampler:
 
     def _draw_coupled(self, draft: BlockDraft, logits: Tensor) -> tuple[int, Choices]:
         """The token that the target would draw from these logits: with the same noise, at the same address."""
-        request = draft.want.open
+        request = draft.text.open
         if request.sampling.greedy:
             return int(logits.argmax()), _choices(logits)
         at = key(request.seed, request.choice, draft.position, Purpose.DRAW)
@@ -84,7 +84,8 @@ class DraftSampler:
             logits[self._ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()
-        at = key(draft.want.open.seed, draft.want.open.choice, draft.prefix_hash, Purpose.DRAFT)
+        session = draft.text.open
+        at = key(session.seed, session.choice, draft.prefix_hash, Purpose.DRAFT)
         token = int(ids[gumbel_argmax(weights.double().log(), at)])
         padding = top_k - len(ids)
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
@@ -92,7 +93,7 @@ class DraftSampler:
 
 def is_argmax(draft: BlockDraft) -> bool:
     """Whether its tokens are the likeliest ones."""
-    sampling = draft.want.open.sampling
+    sampling = draft.text.open.sampling
     return sampling.greedy and not sampling.penalised
 
 

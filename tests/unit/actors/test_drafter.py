@@ -16,11 +16,11 @@ from actors.models.toy import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import AheadRequest, Proposal
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.draft_tree import DraftTree
-from protos.messages import Close, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
+from protos.messages import Close, DraftRequest, Hello, Open, Refusal, RefusalReason, Shape, Verdict, Welcome
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, an_open
 
@@ -40,8 +40,8 @@ class InterruptedMethod(DraftModel):
         self.go_on = threading.Event()
         self.proposed: list[dict[str, int]] = []  # tokens of each session's block, by pass
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        proposals = super().propose(wants, interrupted)
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        proposals = super().draft(requests)
         self.proposed.append({proposal.session: len(proposal.tokens) for proposal in proposals})
         return proposals
 
@@ -102,10 +102,21 @@ async def test_a_malformed_open_is_counted_and_refused_under_its_attempt():
     await drafter.close()
 
 
-class EndlessMethod:
-    """Drafts ahead until it is interrupted."""
+class Stateless:
+    """Needs to know nothing of sessions."""
 
+    shapes = frozenset(Shape)
     tokens_per_forward = 1
+
+    def open(self, request: Open) -> None: ...
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None: ...
+
+    def close(self, sessions: Sequence[str]) -> None: ...
+
+
+class EndlessMethod(Stateless):
+    """Drafts ahead until it is interrupted."""
 
     def __init__(self) -> None:
         self.ahead = threading.Event()
@@ -113,36 +124,37 @@ class EndlessMethod:
         self.stop = threading.Event()
         self.passes: list[tuple[str, ...]] = []
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        self.passes.append(tuple(want.open.session for want in wants))
-        if not wants[0].unverified:
-            return [Proposal(w.open.session, len(w.tokens), w.prefix_hash, DraftTree.chain((1,))) for w in wants]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self.passes.append(tuple(each.session for each in requests))
+        return [Proposal(each.session, each.base_len, each.prefix_hash, DraftTree.chain((1,))) for each in requests]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        self.passes.append(tuple(each.session for each in requests))
         self.ahead.set()
         while not interrupted() and not self.stop.is_set():
             pass
         self.interrupted.set()
         return []
 
-    def close(self, sessions: Sequence[str]) -> None: ...
 
-
-class OneToken:
+class OneToken(Stateless):
     """Drafts a token for whoever wants one, at once or by a forward."""
-
-    tokens_per_forward = 1
 
     def __init__(self, at_once: bool) -> None:
         self.made = 0
         self._at_once = at_once
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         self.made += 1
-        return [
-            Proposal(w.open.session, len(w.tokens), w.prefix_hash, DraftTree.chain((1,)), is_at_once=self._at_once)
-            for w in wants
-        ]
+        block = DraftTree.chain((1,))
+        return [Proposal(e.session, e.base_len, e.prefix_hash, block, is_at_once=self._at_once) for e in requests]
 
-    def close(self, sessions: Sequence[str]) -> None: ...
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        raise AssertionError("nobody asked for drafts ahead")
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -171,13 +183,13 @@ class EarlyMethod(OneToken):
         super().__init__(at_once=False)
         self.stop = threading.Event()
 
-    def propose(self, wants: Sequence[Want], interrupted: Callable[[], bool], early: Early = dismiss) -> list[Proposal]:
-        if not wants[0].unverified:
-            return super().propose(wants, interrupted, early)
-        (want,) = wants
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        (request,) = requests
         outcome = (1, 2)
-        prefix = Prefix(KEY, (*want.tokens, *outcome))
-        early([Proposal(want.open.session, prefix.length, prefix.hash, DraftTree.chain((3,)), outcome=outcome)])
+        prefix = Prefix(KEY, (*to_open("a").tokens, *outcome))
+        early([Proposal(request.session, prefix.length, prefix.hash, DraftTree.chain((3,)), outcome=outcome)])
         self.stop.wait(10)
         return []
 

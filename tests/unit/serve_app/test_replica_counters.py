@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from actors.drafter import Drafter
+from actors.methods.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
 from cluster.drafting.following import DrafterLimits
 from cluster.verification.intake import VerificationLimits
@@ -99,7 +100,7 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
 
 
 def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock: Clock) -> None:
-    method: Any = None
+    method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     drafter.scheduler.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
     counts = drafter_counts(drafter)
@@ -111,6 +112,6 @@ def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock
 
 def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock) -> None:
     """A counter is made once: causes may come later, families may not."""
-    method: Any = None
+    method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     assert {*target_counts(a_target(clock)), *drafter_counts(drafter)} == HELP.keys()

@@ -14,10 +14,10 @@ from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
-from cluster.drafting.requests import Want
 from cluster.page_allocator import PageCopy
 from protos.messages import Sampling
 from protos.prefix import Prefix
+from tests.unit.actors.methods.asking import Want
 from tests.unit.cluster.samples import GREEDY, KEY, an_open
 from tests.unit.cluster.token_memory import TokenMemory
 

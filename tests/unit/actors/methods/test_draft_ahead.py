@@ -12,10 +12,11 @@ from actors.compute.kv_cache import FeedRow
 from actors.methods.draft_model import DraftModel
 from cluster.drafting.ahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.outcomes import Choices, accepted_chance, continuations, rejections
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Shape
 from protos.prefix import Prefix
+from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.actors.methods.drafting import (
     DRAWN,
     LOGITS,
@@ -54,8 +55,8 @@ def drafted_ahead(
     method: DraftModel, want: Want, interrupted: Callable[[], bool] = never
 ) -> tuple[Proposal, list[Proposal]]:
     """The block for a want, and those for what may come of it."""
-    (block,) = method.propose([want], never)
-    return block, method.propose([ahead_of(want, block)], interrupted)
+    (block,) = propose(method, [want], never)
+    return block, propose(method, [ahead_of(want, block)], interrupted)
 
 
 # ---------------------------------------------------------------- outcomes
@@ -120,9 +121,9 @@ def test_sessions_share_each_forward_and_get_what_they_would_get_alone(sessions)
     runner = PrefixRunner(scale=1.0)
     method = a_method(runner, pages=256)
     wants = [a_want((4, i), session=f"s{i}") for i in range(sessions)]
-    blocks = method.propose(wants, never)
+    blocks = propose(method, wants, never)
     begun = len(runner.fed)
-    guesses = method.propose([ahead_of(want, block) for want, block in zip(wants, blocks, strict=True)], never)
+    guesses = propose(method, [ahead_of(want, block) for want, block in zip(wants, blocks, strict=True)], never)
     assert {len(rows) for rows in runner.fed[begun:-1]} == {max(AHEAD_ROWS, ROWS_EACH * sessions)}
     for want in wants:
         _, alone = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
@@ -142,8 +143,8 @@ def test_blocks_ahead_are_no_longer_than_was_asked_for(acceptance, sampling):
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     for asked in (0, 2):
         method = a_method(PrefixRunner(scale=1.0))
-        (block,) = method.propose([want], never)
-        guesses = method.propose([replace(ahead_of(want, block), max_tokens=asked)], never)
+        (block,) = propose(method, [want], never)
+        guesses = propose(method, [replace(ahead_of(want, block), max_tokens=asked)], never)
         assert {len(guess.tokens) for guess in guesses} == ({asked} if asked else set())
 
 
@@ -166,7 +167,7 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
     block, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
     looked_up = replace(want, max_tokens=4, unverified=block.tree)
     runner = PrefixRunner(scale=1.0)
-    found = a_method(runner).propose([looked_up], never)
+    found = propose(a_method(runner), [looked_up], never)
     assert found == guesses, "as if it had drafted the block itself"
     assert len(runner.fed[0]) == 1 < len(runner.fed[1])
 
@@ -174,8 +175,8 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
 def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_there():
     """All before it is cached, the logits are gone."""
     method = a_method(PrefixRunner())
-    method.propose([a_want((*PREFIX, 3), 1)], never)
-    guesses = method.propose([replace(a_want(PREFIX, 3), unverified=DraftTree.chain((7, 7)))], never)
+    propose(method, [a_want((*PREFIX, 3), 1)], never)
+    guesses = propose(method, [replace(a_want(PREFIX, 3), unverified=DraftTree.chain((7, 7)))], never)
     assert {guess.outcome[:1] for guess in guesses} == {(7,)}, "nothing else is known for its first place"
 
 
@@ -189,8 +190,8 @@ def test_the_block_for_a_right_guess_is_what_would_have_been_drafted_after_the_v
         want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance, seed=seed)
         _, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
         for guess in guesses:
-            (block,) = a_method(PrefixRunner(scale=1.0)).propose(
-                [replace(after(want, *guess.outcome), max_tokens=4)], never
+            (block,) = propose(
+                a_method(PrefixRunner(scale=1.0)), [replace(after(want, *guess.outcome), max_tokens=4)], never
             )
             assert replace(guess, outcome=()) == block
 
@@ -202,8 +203,8 @@ def test_a_miss_leaves_nothing_behind_that_shows(acceptance, sampling):
     block, guesses = drafted_ahead(method, want)
     guessed = {guess.outcome[1] for guess in guesses if len(guess.outcome) > 1}
     missed = after(want, block.tokens[0], min({*range(VOCABULARY)} - guessed))
-    (found,) = method.propose([missed], never)
-    (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([missed], never)
+    (found,) = propose(method, [missed], never)
+    (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [missed], never)
     assert found == fresh
 
 
@@ -245,7 +246,7 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
     for pick in (0, -1, 2, 1):
         hit = guesses[pick]
         want = after(want, *hit.outcome)
-        guesses = method.propose([ahead_of(want, hit)], never)
+        guesses = propose(method, [ahead_of(want, hit)], never)
         assert {guess.outcome[:-1] for guess in guesses} <= {hit.tokens[:n] for n in range(len(hit.tokens) + 1)}
         assert len(guesses) > 1
     assert len(set(runner.read)) == len(runner.read)
@@ -299,8 +300,8 @@ def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcome
     for until in range(60):
         clock = Ticking()
         method = a_method(PrefixRunner(scale=1.0), clock=clock)
-        method.propose([want], never)
-        found = method.propose([replace(ahead_of(want, block), until=clock.now + until)], never)
+        propose(method, [want], never)
+        found = propose(method, [replace(ahead_of(want, block), until=clock.now + until)], never)
         assert are_beginnings(found, whole)
         tokens.append(sum(len(guess.tokens) for guess in found))
         if acceptance is RATIO:  # by the outcome alone; those after all of the block are begun later
@@ -321,9 +322,9 @@ def test_a_verdict_that_is_due_ends_nobody_elses_drafting_ahead(acceptance, samp
     _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), other)
     clock = Ticking()
     method = a_method(PrefixRunner(scale=1.0), clock=clock)
-    blocks = {block.session: block for block in method.propose([due, other], never)}
+    blocks = {block.session: block for block in propose(method, [due, other], never)}
     wants = [replace(ahead_of(due, blocks["due"]), until=clock.now), ahead_of(other, blocks["other"])]
-    found = method.propose(wants, never)
+    found = propose(method, wants, never)
     assert [guess for guess in found if guess.session == "other"] == whole
     assert {guess.session for guess in found if guess.tokens} == {"other"}
 
@@ -332,12 +333,14 @@ def test_a_verdict_that_is_due_ends_nobody_elses_drafting_ahead(acceptance, samp
 def test_after_a_step_without_drafts_there_is_a_block_for_each_likely_token(acceptance, sampling):
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     going_on = replace(want, max_tokens=want.open.max_draft_tokens, unverified=NO_TREE)
-    guesses = a_method(PrefixRunner(scale=1.0)).propose([going_on], never)
+    guesses = propose(a_method(PrefixRunner(scale=1.0)), [going_on], never)
     assert {len(guess.outcome) for guess in guesses} == {1}
     assert len(guesses) == len({guess.outcome for guess in guesses}) > 1
     for guess in guesses:
-        (block,) = a_method(PrefixRunner(scale=1.0)).propose(
-            [replace(after(want, *guess.outcome), max_tokens=want.open.max_draft_tokens)], never
+        (block,) = propose(
+            a_method(PrefixRunner(scale=1.0)),
+            [replace(after(want, *guess.outcome), max_tokens=want.open.max_draft_tokens)],
+            never,
         )
         assert replace(guess, outcome=()) == block
 
@@ -348,12 +351,12 @@ def test_an_interrupted_session_drafts_on_as_if_nothing_had_been(acceptance, sam
     method = a_method(PrefixRunner(scale=1.0))
     block, _ = drafted_ahead(method, want, after_checks(1))
     further = replace(after(want, *block.tokens, 9), max_tokens=4)
-    (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([further], never)
-    assert method.propose([further], never) == [fresh]
+    (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [further], never)
+    assert propose(method, [further], never) == [fresh]
 
 
 def test_blocks_that_are_wanted_for_sure_are_never_interrupted():
-    (block,) = a_method(PrefixRunner()).propose([a_want(PREFIX, 3)], lambda: True)
+    (block,) = propose(a_method(PrefixRunner()), [a_want(PREFIX, 3)], lambda: True)
     assert len(block.tokens) == 3
 
 
@@ -380,8 +383,8 @@ def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwar
     assert guesses == before
     for last in (block.tokens[-1], 9):
         further = replace(after(want, *block.tokens[:-1], last), max_tokens=4)
-        (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([further], never)
-        assert method.propose([further], never) == [fresh]
+        (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [further], never)
+        assert propose(method, [further], never) == [fresh]
     method.close(["s"])
     assert method.is_idle
 
@@ -395,9 +398,9 @@ def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     told: list[list[Proposal]] = []
     method = a_method(runner := PrefixRunner(scale=1.0))
-    (block,) = method.propose([want], never)
+    (block,) = propose(method, [want], never)
     read = len(runner.fed)
-    last = method.propose([ahead_of(want, block)], never, told.append)
+    last = propose(method, [ahead_of(want, block)], never, told.append)
     assert len(told) == len(runner.fed) - read
     assert {guess.prefix_hash for guess in told[-1]} == {guess.prefix_hash for guess in last}
     for guesses in told:
@@ -416,12 +419,12 @@ def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(
     wants = {name: a_want((6, 5, i), 3, name, max_len=12, **rules) for i, name in enumerate(("a", "b"))}
     method = a_method(PrefixRunner(scale=1.0), pages=pages)
     for _ in range(4):
-        blocks = [block for block in method.propose([*wants.values()], never) if block.tokens]
+        blocks = [block for block in propose(method, [*wants.values()], never) if block.tokens]
         assert blocks, "there is always room for one"
-        for guess in method.propose([ahead_of(wants[block.session], block) for block in blocks], never):
+        for guess in propose(method, [ahead_of(wants[block.session], block) for block in blocks], never):
             verdict = after(wants[guess.session], *guess.outcome)
-            (fresh,) = a_method(PrefixRunner(scale=1.0)).propose(
-                [replace(verdict, max_tokens=len(guess.tokens))], never
+            (fresh,) = propose(
+                a_method(PrefixRunner(scale=1.0)), [replace(verdict, max_tokens=len(guess.tokens))], never
             )
             assert replace(guess, outcome=()) == fresh
         wants |= {block.session: after(wants[block.session], block.tokens[0]) for block in blocks}
@@ -433,10 +436,10 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
     """What its block's choices were is remembered, but its tokens are not cached any more."""
     method = a_method(PrefixRunner(scale=1.0), pages=3)
     lost = a_want((1, 2, 3, 4, 5), 2, session="lost")
-    (block,) = method.propose([lost], never)
+    (block,) = propose(method, [lost], never)
     other = a_want((9,) * 9, 2, session="other")
-    (others,) = method.propose([other], never)
-    guesses = method.propose([ahead_of(other, others), ahead_of(lost, block)], never)
+    (others,) = propose(method, [other], never)
+    guesses = propose(method, [ahead_of(other, others), ahead_of(lost, block)], never)
     assert {guess.session for guess in guesses} <= {"other"}
     method.close(["lost", "other"])
     assert method.is_idle
@@ -446,8 +449,8 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
 
 
 def branching_ahead(want: Want, method: DraftModel) -> tuple[Proposal, list[Proposal]]:
-    (block,) = method.propose([want], never)
-    return block, method.propose([ahead_of(want, block)], never)
+    (block,) = propose(method, [want], never)
+    return block, propose(method, [ahead_of(want, block)], never)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
@@ -473,7 +476,7 @@ def test_the_block_for_a_right_guess_after_a_token_beside_the_first_is_what_woul
         block, guesses = branching_ahead(want, method)
         for guess in [guess for guess in guesses if guess.outcome[0] in block.tree.children(-1)[1:]]:
             later = after(want, *guess.outcome)
-            (fresh,) = a_method(PrefixRunner(scale=1.0)).propose([later], never)
+            (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [later], never)
             assert replace(guess, outcome=()) == fresh
             seen += 1
         method.close(["s"])

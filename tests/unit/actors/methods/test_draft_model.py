@@ -17,6 +17,7 @@ from cluster.drafting.outcomes import Choices, offer
 from cluster.page_allocator import PageCopy
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape
+from tests.unit.actors.methods.asking import propose
 from tests.unit.actors.methods.drafting import (
     DRAWN,
     LOGITS,
@@ -47,14 +48,14 @@ def test_after_a_verdict_only_what_is_new_is_fed():
     """One token after a rejection; two after full acceptance, for the last draft token was never fed."""
     runner = SpyRunner()
     method = a_method(runner)
-    (first,) = method.propose([a_want((1, 2))], never)
+    (first,) = propose(method, [a_want((1, 2))], never)
     assert [(row.start, len(row.tokens)) for (row,) in runner.fed] == [(0, 2), (2, 1), (3, 1)]
     bonus = (first.tokens[-1] + 1) % VOCABULARY
     all_accepted = (1, 2, *first.tokens, bonus)
-    (second,) = method.propose([a_want(all_accepted)], never)
+    (second,) = propose(method, [a_want(all_accepted)], never)
     assert (runner.fed[3][0].start, runner.fed[3][0].tokens) == (4, all_accepted[4:])
     one_accepted = (*all_accepted, second.tokens[0], (second.tokens[1] + 1) % VOCABULARY)
-    (third,) = method.propose([a_want(one_accepted)], never)
+    (third,) = propose(method, [a_want(one_accepted)], never)
     assert (runner.fed[6][0].start, runner.fed[6][0].tokens) == (7, one_accepted[7:])
     assert third.tokens == greedy(one_accepted[-1], 3), "and what is left in the cache does not show"
 
@@ -62,18 +63,18 @@ def test_after_a_verdict_only_what_is_new_is_fed():
 def test_a_reopened_session_with_other_tokens_feeds_from_where_they_differ():
     runner = SpyRunner()
     method = a_method(runner)
-    method.propose([a_want((1, 2, 3), max_tokens=1)], never)
-    (proposal,) = method.propose([a_want((1, 7), max_tokens=1)], never)
+    propose(method, [a_want((1, 2, 3), max_tokens=1)], never)
+    (proposal,) = propose(method, [a_want((1, 7), max_tokens=1)], never)
     assert (runner.fed[1][0].start, runner.fed[1][0].tokens) == (1, (7,))
     assert proposal.tokens == greedy(7, 1)
-    method.propose([a_want((1, 7), max_tokens=1)], never)
+    propose(method, [a_want((1, 7), max_tokens=1)], never)
     assert runner.fed[2][0].tokens == (7,), "a full hit still computes one token"
 
 
 def test_sessions_are_drafted_together_and_leave_as_their_blocks_end():
     runner = SpyRunner()
     wants = [a_want((1,), 1, "a"), a_want((2, 3), 3, "b"), a_want((4,), 2, "c")]
-    proposals = a_method(runner).propose(wants, never)
+    proposals = propose(a_method(runner), wants, never)
     assert [len(rows) for rows in runner.fed] == [3, 2, 1]
     assert [p.tokens for p in proposals] == [greedy(1, 1), greedy(3, 3), greedy(4, 2)]
     assert [(p.session, p.base_len, p.prefix_hash) for p in proposals] == [
@@ -84,13 +85,13 @@ def test_sessions_are_drafted_together_and_leave_as_their_blocks_end():
 def test_pages_come_back_on_close_and_unknown_sessions_are_ignored():
     runner = SpyRunner()
     method = a_method(runner, pages=2)
-    method.propose([a_want((1,), session="a"), a_want((2,), session="b")], never)
+    propose(method, [a_want((1,), session="a"), a_want((2,), session="b")], never)
     method.close(["a", "unknown"])
     method.close(["a"])
-    (proposal,) = method.propose([a_want((5, 6), session="c")], never)
+    (proposal,) = propose(method, [a_want((5, 6), session="c")], never)
     assert proposal.tokens == greedy(6, 3), "another session's tokens in the page do not show"
     fed = len(runner.fed)
-    method.propose([a_want((2, *greedy(2, 2)), session="b")], never)
+    propose(method, [a_want((2, *greedy(2, 2)), session="b")], never)
     assert runner.fed[fed][0].start == 2, "there was room for c without forgetting b"
     method.close(["b", "c"])
     assert method.is_idle
@@ -102,8 +103,8 @@ def test_a_session_that_was_forgotten_for_want_of_pages_begins_anew_and_drafts_t
     text = {"a": (1, 2, 3), "b": (4, 5, 6)}
     for _ in range(6):
         for name in text:
-            (proposal,) = method.propose([a_want(text[name], session=name)], never)
-            (fresh,) = a_method(PrefixRunner()).propose([a_want(text[name], session=name)], never)
+            (proposal,) = propose(method, [a_want(text[name], session=name)], never)
+            (fresh,) = propose(a_method(PrefixRunner()), [a_want(text[name], session=name)], never)
             assert proposal == fresh
             text[name] = (*text[name], proposal.tokens[0])
     assert [rows[0].start for rows in runner.fed].count(0) > 2, "nobody was forgotten, so this showed nothing"
@@ -115,10 +116,10 @@ def test_what_finds_no_page_at_all_goes_without_and_the_others_are_drafted():
     """All are busy: who has most to read goes without this time."""
     method = a_method(SpyRunner(), pages=3)
     wants = [a_want((1,) * 7, session="a"), a_want((2, 3), session="b"), a_want((4,), session="c")]
-    proposals = method.propose(wants, never)
+    proposals = propose(method, wants, never)
     assert [p.tokens for p in proposals] == [(), greedy(3, 3), greedy(4, 3)]
     method.close(["a"])
-    (again,) = method.propose([wants[2]], never)
+    (again,) = propose(method, [wants[2]], never)
     assert again.tokens == greedy(4, 3)
 
 
@@ -127,14 +128,14 @@ def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
     runner = SpyRunner()
     method = a_method(runner)
     prompt = tuple(i % VOCABULARY for i in range(2 * PAGE_SIZE + 2))
-    method.propose([a_want(prompt, 3 * PAGE_SIZE, "a")], never)
+    propose(method, [a_want(prompt, 3 * PAGE_SIZE, "a")], never)
     fed = len(runner.fed)
-    (proposal,) = method.propose([a_want(prompt, session="b")], never)
+    (proposal,) = propose(method, [a_want(prompt, session="b")], never)
     (row,) = runner.fed[fed]
     assert (row.start, row.tokens) == (2 * PAGE_SIZE, prompt[2 * PAGE_SIZE :])
     assert proposal.tokens == greedy(prompt[-1], 3)
     drafted = runner.read[fed - 1]  # all that a has cached, drafts too
-    method.propose([a_want((*drafted, 1), session="c")], never)
+    propose(method, [a_want((*drafted, 1), session="c")], never)
     assert runner.fed[-3][0].start == 2 * PAGE_SIZE
 
 
@@ -145,7 +146,7 @@ def test_coupled_drafts_are_the_targets_draws_when_the_models_agree():
     """Same noise at the same address: any slip in seed, choice or position costs acceptance, not correctness."""
     for seed in range(20):
         want = a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3)
-        (proposal,) = a_method(SpyRunner()).propose([want], never)
+        (proposal,) = propose(a_method(SpyRunner()), [want], never)
         before = torch.tensor([3, *proposal.tokens])
         own = draw(LOGITS[before], DraftTree.chain(proposal.tokens), DrawAddress(seed, seed % 3, 3))
         assert tuple(own[:4]) == proposal.tokens
@@ -155,7 +156,7 @@ def test_processing_sees_what_was_generated_and_drafted_but_not_the_prompt():
     """The drafter penalises as the target will: otherwise its drafts are rejected one after another."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
     want = a_want((1, 2, 2), 5, prompt_len=2, sampling=sampling)
-    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner()), [want], never)
     generated = [2]
     for token in proposal.tokens:
         row = process(LOGITS[[[1, 2, *generated][-1]]], sampling, generated)[0]
@@ -173,7 +174,7 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
     kept = [0, 1, 2, 4, 5, 6, 7, 8]
     for seed in range(30):
         want = a_want((1,), 4, sampling=sampling, seed=seed, acceptance=acceptance)
-        (proposal,) = a_method(SpyRunner(liked[:, kept]), kept, top_k=10).propose([want], never)
+        (proposal,) = propose(a_method(SpyRunner(liked[:, kept]), kept, top_k=10), [want], never)
         assert not {3, 9} & set(proposal.tokens)
         if proposal.tree.probs is not None:
             rows = zip(proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True)
@@ -183,14 +184,14 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
 @pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
 def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, sampling):
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
-    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner(), min_confidence=1.0), [want], never)
     assert len(proposal.tokens) == 1
     assert proposal.tree.probs is None
     under_way = replace(want, unverified=DraftTree.chain((5, 6)))
-    ahead = a_method(SpyRunner(), min_confidence=1.0).propose([under_way], never)
+    ahead = propose(a_method(SpyRunner(), min_confidence=1.0), [under_way], never)
     assert {len(block.tokens) for block in ahead} == {4}, "nobody waits for them"
-    doubted = a_method(SpyRunner()).propose([replace(under_way, least_chance=0.3)], never)
-    patient = a_method(SpyRunner()).propose([under_way], never)
+    doubted = propose(a_method(SpyRunner()), [replace(under_way, least_chance=0.3)], never)
+    patient = propose(a_method(SpyRunner()), [under_way], never)
     assert {block.outcome for block in doubted} <= {block.outcome for block in patient}
 
 
@@ -200,7 +201,7 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, s
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
     want = replace(want, unverified=unverified)
     lengths = [
-        sum(len(block.tokens) for block in a_method(SpyRunner()).propose([replace(want, least_chance=least)], never))
+        sum(len(block.tokens) for block in propose(a_method(SpyRunner()), [replace(want, least_chance=least)], never))
         for least in (0.0, 0.1, 0.3, 1.0)
     ]
     assert lengths == sorted(lengths, reverse=True)
@@ -209,7 +210,7 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, s
 
 def test_under_ratio_no_token_is_left_out_for_what_it_is():
     want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=RATIO), least_chance=1.0)
-    (proposal,) = a_method(SpyRunner(), min_confidence=1.0).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner(), min_confidence=1.0), [want], never)
     assert len(proposal.tokens) == 5
 
 
@@ -219,7 +220,7 @@ def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance,
     """The target may decide for ids above all that this draft knows: its penalties must not be looked up there."""
     penalised = replace(sampling, presence_penalty=2.0)
     want = a_want((1, 9, 9), 3, prompt_len=1, sampling=penalised, acceptance=acceptance)
-    (proposal,) = a_method(SpyRunner(LOGITS[:, :5]), range(5)).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner(LOGITS[:, :5]), range(5)), [want], never)
     assert len(proposal.tokens) == 3
     assert max(proposal.tokens) < 5
 
@@ -229,7 +230,7 @@ def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance,
 
 def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **limits: Any) -> Any:
     want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=RATIO)
-    (proposal,) = a_method(SpyRunner(), **limits).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner(), **limits), [want], never)
     return proposal
 
 
@@ -271,7 +272,7 @@ def test_under_ratio_tokens_follow_the_draft_probs_that_are_sent():
 def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
     """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
     want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=RATIO)
-    (proposal,) = a_method(SpyRunner(), top_k=4).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner(), top_k=4), [want], never)
     for ids, weights in zip(proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True):
         assert len(ids) == len(weights) == 4
         assert [weight > 0 for weight in weights] == [True, True, False, False]
@@ -282,7 +283,7 @@ def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
 def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
     """One such request used to end the drafting loop, on one drafter after another."""
     want = a_want((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
-    (proposal,) = a_method(SpyRunner()).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner()), [want], never)
     assert proposal.tokens == greedy(1, 3)
 
 
@@ -291,7 +292,7 @@ def test_a_long_prompt_is_read_over_several_passes_and_keeps_nobody_waiting():
     method = a_method(runner, pass_tokens=8)
     long = a_want((1,) * 15 + (2,), session="long")
     short = a_want((2, 3), session="short")
-    proposals = [method.propose([long, short], never) for _ in range(3)]
+    proposals = [propose(method, [long, short], never) for _ in range(3)]
     assert [[p.tokens for p in round_] for round_ in proposals] == [
         [(), greedy(3, 3)],
         [(), greedy(3, 3)],
@@ -310,7 +311,7 @@ def test_a_model_that_computes_nonsense_still_gives_tokens():
 
     for acceptance in (COUPLED, RATIO):
         want = a_want((1, 2), sampling=DRAWN, acceptance=acceptance)
-        (proposal,) = a_method(Nonsense()).propose([want], never)
+        (proposal,) = propose(a_method(Nonsense()), [want], never)
         assert len(proposal.tokens) == 3
         assert all(0 <= token < VOCABULARY for token in proposal.tokens)
 
@@ -330,8 +331,8 @@ def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_sta
 
 def test_a_block_is_a_tree_where_it_may_and_has_no_more_tokens_than_were_asked_for():
     want = a_want((1, 2), 3)
-    (plain,) = a_method(SpyRunner()).propose([want], never)
-    (block,) = a_method(SpyRunner()).propose([replace(want, shape=Shape.TREE)], never)
+    (plain,) = propose(a_method(SpyRunner()), [want], never)
+    (block,) = propose(a_method(SpyRunner()), [replace(want, shape=Shape.TREE)], never)
     assert plain.tree.is_chain
     likeliest = LOGITS[2].softmax(-1).topk(4)
     first = block.tree.children(-1)

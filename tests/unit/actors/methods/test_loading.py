@@ -18,6 +18,7 @@ from actors.methods.setup import DraftSetup
 from cluster.config import CacheConfig, DraftModelOptions, DraftPool
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
+from tests.unit.actors.methods.asking import propose
 from tests.unit.actors.methods.drafting import a_want, never
 
 VOCABULARY = 40
@@ -51,7 +52,7 @@ def load(folder: Path, device: torch.device = CPU, int8: bool = False) -> DraftM
 
 
 def drafted(method: DraftModel) -> Proposal:
-    (proposal,) = method.propose([a_want((1, 2, 3), max_tokens=4)], never)
+    (proposal,) = propose(method, [a_want((1, 2, 3), max_tokens=4)], never)
     method.close(["s"])
     return proposal
 

@@ -17,6 +17,7 @@ from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens, read_mask_token
 from cluster.errors import ModelError
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance
+from tests.unit.actors.methods.asking import propose
 from tests.unit.actors.methods.drafting import (
     DRAWN,
     LOGITS,
@@ -69,7 +70,7 @@ def named(last: int, count: int, width: int = 3) -> tuple[int, ...]:
 @pytest.mark.parametrize(("length", "forwards"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 3)])
 def test_a_block_takes_a_forward_for_each_group_of_its_tokens(length, forwards):
     runner = MaskRunner()
-    (proposal,) = a_method(runner).propose([a_want((1, 2), length)], never)
+    (proposal,) = propose(a_method(runner), [a_want((1, 2), length)], never)
     assert proposal.tokens == named(2, length)
     assert len(runner.fed) == forwards
 
@@ -78,12 +79,12 @@ def test_masks_are_fed_for_what_is_still_missing_and_forgotten_after():
     """Tokens named by masks were never fed themselves, so that they come with what follows."""
     runner = MaskRunner()
     method = a_method(runner)
-    (first,) = method.propose([a_want((1, 2), 5)], never)
+    (first,) = propose(method, [a_want((1, 2), 5)], never)
     (one,), (two,) = runner.fed
     assert (one.start, one.tokens, one.logits) == (0, (1, 2, MASK, MASK), 3)
     assert (two.start, two.tokens, two.logits) == (2, (*first.tokens[:3], MASK), 2)
     all_accepted = (1, 2, *first.tokens, 7)
-    (second,) = method.propose([a_want(all_accepted, 2)], never)
+    (second,) = propose(method, [a_want(all_accepted, 2)], never)
     assert (runner.fed[2][0].start, runner.fed[2][0].tokens) == (5, (*all_accepted[5:], MASK))
     assert second.tokens == named(7, 2)
     assert runner.masks_read == 0, "no mask was left where a token belongs"
@@ -92,14 +93,14 @@ def test_masks_are_fed_for_what_is_still_missing_and_forgotten_after():
 def test_what_comes_to_its_end_does_not_stop_the_others():
     runner = MaskRunner()
     wants = [a_want((1,), 1, "a"), a_want((2, 3), 4, "b"), a_want((4,), 2, "c")]
-    proposals = a_method(runner).propose(wants, never)
+    proposals = propose(a_method(runner), wants, never)
     assert [p.tokens for p in proposals] == [named(1, 1), named(3, 4), named(4, 2)]
     assert [len(rows) for rows in runner.fed] == [3, 1]
 
 
 def test_a_long_prompt_leaves_masks_no_room_and_the_block_is_drafted_all_the_same():
     runner = MaskRunner()
-    (proposal,) = a_method(runner, pass_tokens=4).propose([a_want((1, 2, 3, 4), 3)], never)
+    (proposal,) = propose(a_method(runner, pass_tokens=4), [a_want((1, 2, 3, 4), 3)], never)
     assert [row.tokens for (row,) in runner.fed] == [(1, 2, 3, 4), (proposal.tokens[0], MASK)]
     assert proposal.tokens == (int(LOGITS[4].argmax()), *named(int(LOGITS[4].argmax()), 2))
 
@@ -109,7 +110,7 @@ def test_a_long_prompt_leaves_masks_no_room_and_the_block_is_drafted_all_the_sam
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptance, sampling):
     runner = MaskRunner()
     want = replace(a_want((1, 2), 3, sampling=sampling, acceptance=acceptance), unverified=DraftTree.chain((5, 6)))
-    guesses = a_method(runner).propose([want], after_checks(2))
+    guesses = propose(a_method(runner), [want], after_checks(2))
     assert len(runner.fed) == 2
     assert len(guesses) > 1
     assert {len(guess.tokens) for guess in guesses} == {3}
@@ -119,7 +120,7 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptan
 
 
 def test_doubt_cuts_a_group_and_what_was_named_after_it_is_dropped():
-    (proposal,) = a_method(MaskRunner(), min_confidence=1.0).propose([a_want((1,), 3)], never)
+    (proposal,) = propose(a_method(MaskRunner(), min_confidence=1.0), [a_want((1,), 3)], never)
     assert proposal.tokens == named(1, 1)
 
 
@@ -127,7 +128,7 @@ def test_under_ratio_each_token_follows_the_draft_probs_sent_for_it():
     want = a_want((1,), 3, sampling=DRAWN, acceptance=RATIO)
     for seed in range(20):
         seeded = replace(want, open=replace(want.open, seed=seed))
-        (proposal,) = a_method(MaskRunner()).propose([seeded], never)
+        (proposal,) = propose(a_method(MaskRunner()), [seeded], never)
         assert proposal.tree.probs is not None
         rows = zip(proposal.tokens, proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True)
         for at, (token, ids, weights) in enumerate(rows):
@@ -135,7 +136,7 @@ def test_under_ratio_each_token_follows_the_draft_probs_sent_for_it():
             assert token in ids
             assert torch.allclose(torch.tensor(weights) / sum(weights), probs / probs.sum(), atol=1e-4)
         shorter = replace(seeded, max_tokens=2)
-        (cut,) = a_method(MaskRunner()).propose([shorter], never)
+        (cut,) = propose(a_method(MaskRunner()), [shorter], never)
         assert cut.tokens == proposal.tokens[:2], "a shorter block is the same block"
 
 

@@ -1,5 +1,7 @@
 """What drafting costs, measured through the method's own interface."""
 
+from collections.abc import Sequence
+
 import torch
 
 from actors.methods.draft_model import DraftModel
@@ -11,6 +13,7 @@ from actors.methods.prompt_lookup import PromptLookup
 from actors.models.toy import ToyRunner
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.requests import Proposal
+from protos.messages import DraftRequest
 
 VOCABULARY = 8
 
@@ -28,8 +31,8 @@ class Noting(DraftModel):
         )
         self.passes: list[list[int]] = []
 
-    def propose(self, wants, interrupted) -> list[Proposal]:
-        proposals = super().propose(wants, interrupted)
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        proposals = super().draft(requests)
         self.passes.append([len(proposal.tokens) for proposal in proposals])
         return proposals
 

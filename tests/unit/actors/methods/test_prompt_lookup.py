@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.methods.prompt_lookup import PromptLookup, look_up
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import Proposal
 from protos.draft_tree import DraftTree
 from protos.prefix import Prefix
+from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.cluster.samples import KEY, an_open
 
 
@@ -39,14 +40,14 @@ def test_what_is_found_stands_in_the_text_after_the_same_suffix(tokens, max_toke
         assert any(tokens[i : i + len(needle)] == needle for i in range(len(tokens)))
 
 
-def test_a_proposal_answers_its_want_with_a_point_mass():
+def test_a_proposal_answers_its_request_with_a_point_mass():
     want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1)
-    assert PromptLookup(3, 2).propose([want], lambda: False) == [Proposal("s", 5, 77, DraftTree.chain((3,)))]
+    assert propose(PromptLookup(3, 2), [want]) == [Proposal("s", 5, 77, DraftTree.chain((3,)))]
 
 
 def ahead(tokens: tuple[int, ...], unverified: tuple[int, ...], max_tokens: int = 2, **changes: Any) -> list[Proposal]:
     want = Want(an_open(**changes), tokens, Prefix(KEY, tokens).hash, max_tokens, DraftTree.chain(unverified))
-    return PromptLookup(3, 2).propose([want], lambda: False)
+    return propose(PromptLookup(3, 2), [want])
 
 
 @pytest.mark.parametrize("unverified", [(3, 4), (3,), ()], ids=["block", "part of it", "plain step"])

@@ -23,11 +23,12 @@ from actors.models.decoder import decoder_for
 from actors.models.forward_output import ForwardOutput
 from actors.sampling.noise import Purpose, gumbel_argmax, key
 from cluster.drafting.ahead import AHEAD_ROWS
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Shape
 from protos.prefix import Prefix
+from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.actors.methods.drafting import DRAWN, LOGITS, PAGE_SIZE, VOCABULARY, SpyRunner, a_want, never
 from tests.unit.cluster.samples import GREEDY, KEY
 
@@ -157,13 +158,13 @@ def test_blocks_are_those_of_a_forward_each_in_fewer_forwards(length, forwards, 
     """Under every rule: the tokens drawn are what the head goes on from, and what their draft_probs are given."""
     want = a_want((1, 2), length, sampling=sampling, acceptance=acceptance)
     runner = SpyRunner()
-    assert a_method(runner, Following).propose([want], never) == a_method(SpyRunner(), None).propose([want], never)
+    assert propose(a_method(runner, Following), [want], never) == propose(a_method(SpyRunner(), None), [want], never)
     assert len(runner.fed) == forwards
 
 
 def test_coupled_further_tokens_are_drawn_with_the_noise_of_their_positions():
     want = a_want((1, 2), 3, sampling=DRAWN, seed=5)
-    (proposal,) = a_method(SpyRunner(), Following).propose([want], never)
+    (proposal,) = propose(a_method(SpyRunner(), Following), [want], never)
     before = (2, *proposal.tokens)
     for at, token in enumerate(proposal.tokens):
         assert token == gumbel_argmax(LOGITS[before[at]], key(5, 0, 2 + at, Purpose.DRAW))
@@ -173,8 +174,8 @@ def test_who_is_done_leaves_and_the_others_go_on_from_their_own_states():
     wants = [a_want((1,), 1, "a"), a_want((2,), 3, "b"), a_want((3,), 2, "c"), a_want((4,), 3, "d")]
     runner = SpyRunner()
     further = Following()
-    proposals = with_head(runner, further).propose(wants, never)
-    assert proposals == a_method(SpyRunner(), None).propose(wants, never)
+    proposals = propose(with_head(runner, further), wants, never)
+    assert proposals == propose(a_method(SpyRunner(), None), wants, never)
     assert further.asked == [[2, 3, 4], [proposals[1].tokens[0], proposals[3].tokens[0]]]
 
 
@@ -182,7 +183,7 @@ def test_what_is_not_read_to_its_end_yet_is_not_gone_on_from():
     runner = SpyRunner()
     further = Following()
     wants = [a_want((1,) * 9, session="long"), a_want((2, 3), session="short")]
-    (long, short) = with_head(runner, further, pass_tokens=8).propose(wants, never)
+    (long, short) = propose(with_head(runner, further, pass_tokens=8), wants, never)
     assert (len(long.tokens), len(short.tokens)) == (0, 3)
     assert further.asked == [[3], [short.tokens[0]]]
 
@@ -191,13 +192,13 @@ def test_doubt_ends_a_block_at_any_of_its_tokens():
     want = a_want((1,), 3)
     for confidence in (0.0, 0.1, 0.3, 1.0):
         methods = [a_method(SpyRunner(), head, min_confidence=confidence) for head in (None, Following)]
-        found = [method.propose([want], never) for method in methods]
+        found = [propose(method, [want], never) for method in methods]
         assert found[0] == found[1]
 
 
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading():
     runner = SpyRunner()
-    guesses = a_method(runner, Following).propose([within(ahead(a_want((1, 2), 3)), 2)], never)
+    guesses = propose(a_method(runner, Following), [within(ahead(a_want((1, 2), 3)), 2)], never)
     assert len(runner.fed) == 2
     assert {len(guess.tokens) for guess in guesses[:AHEAD_ROWS]} == {3}
     assert {len(guess.tokens) for guess in guesses[AHEAD_ROWS:]} == {GUESS_TOKENS}, "less likely, and named by the head"
@@ -226,19 +227,19 @@ def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tup
 def test_while_there_is_time_forwards_name_anew_what_the_head_named():
     """One token of each block a forward, so that an interruption leaves whole blocks, the better the later it comes."""
     want = ahead(a_want((1, 2), 3))
-    by_model = a_method(SpyRunner(), None).propose([want], never)
-    hasty = a_method(SpyRunner(), Mistaken).propose([within(want, 2)], never)[:AHEAD_ROWS]
+    by_model = propose(a_method(SpyRunner(), None), [want], never)
+    hasty = propose(a_method(SpyRunner(), Mistaken), [within(want, 2)], never)[:AHEAD_ROWS]
     assert {len(guess.tokens) for guess in hasty} == {3}
     assert firsts(hasty, 1).items() <= firsts(by_model, 1).items()
     assert not firsts(hasty, 2).items() & firsts(by_model, 2).items()
     runner = SpyRunner()
-    assert {*by_model} <= {*a_method(runner, Mistaken).propose([want], never)}
+    assert {*by_model} <= {*propose(a_method(runner, Mistaken), [want], never)}
     assert max(len(row.tokens) for rows in runner.fed[1:] for row in rows) == 1, "guesses are never fed"
 
 
 def test_whoever_waits_for_a_block_does_not_wait_for_second_thoughts():
     runner = SpyRunner()
-    (block,) = a_method(runner, Mistaken).propose([a_want((1, 2), 3)], never)
+    (block,) = propose(a_method(runner, Mistaken), [a_want((1, 2), 3)], never)
     assert len(runner.fed) == 1
     assert block.tokens[1] == int(LOGITS[block.tokens[0]].argmin())
 
@@ -246,11 +247,11 @@ def test_whoever_waits_for_a_block_does_not_wait_for_second_thoughts():
 def test_under_ratio_there_are_none():
     """A prefix has one continuation there: which version of a block is used says nothing about its tokens."""
     want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.RATIO)
-    guesses = a_method(SpyRunner(), Mistaken).propose([ahead(want)], never)
+    guesses = propose(a_method(SpyRunner(), Mistaken), [ahead(want)], never)
     for guess in guesses:
         tokens = (*want.tokens, *guess.outcome)
         later = replace(want, tokens=tokens, prefix_hash=guess.prefix_hash)
-        (block,) = a_method(SpyRunner(), Mistaken).propose([later], never)
+        (block,) = propose(a_method(SpyRunner(), Mistaken), [later], never)
         assert replace(guess, outcome=()) == block
     assert len(guesses) > 1
 
@@ -262,18 +263,18 @@ def test_the_head_names_blocks_for_all_outcomes_before_the_model_names_any():
     """Of the tokens there are after the one that an outcome ends with, though no forward has read it."""
     runner = SpyRunner()
     want = ahead(a_want((1, 2), 3))
-    guesses = a_method(runner, Following).propose([within(want, 1)], never)
+    guesses = propose(a_method(runner, Following), [within(want, 1)], never)
     assert len(runner.fed) == 1, "the block under verification was read, and nothing else"
     assert len(guesses) > 8
     for guess in guesses:
         later = replace(want, tokens=(1, 2, *guess.outcome), prefix_hash=guess.prefix_hash, unverified=None)
-        (block,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
+        (block,) = propose(a_method(SpyRunner(), None), [replace(later, max_tokens=GUESS_TOKENS)], never)
         assert replace(guess, outcome=()) == block
 
 
 def test_of_many_outcomes_the_likeliest_are_named():
     wants = [within(ahead(a_want((1, 2, i), 3, session=str(i))), 1) for i in range(4)]
-    guesses = a_method(SpyRunner(), Following).propose(wants, never)
+    guesses = propose(a_method(SpyRunner(), Following), wants, never)
     assert len(guesses) == GUESSED
     assert len({guess.session for guess in guesses}) == 4
 
@@ -281,7 +282,7 @@ def test_of_many_outcomes_the_likeliest_are_named():
 @pytest.mark.parametrize("rules", [{"sampling": DRAWN, "acceptance": rule} for rule in Acceptance])
 def test_where_tokens_are_sampled_the_model_names_all_first_tokens(rules):
     want = within(ahead(a_want((1, 2), 3, **rules)), 1)
-    assert a_method(SpyRunner(), Following).propose([want], never) == []
+    assert propose(a_method(SpyRunner(), Following), [want], never) == []
 
 
 @pytest.mark.parametrize("steps", range(GUESS_TOKENS + 1))
@@ -289,7 +290,7 @@ def test_whatever_is_wanted_for_sure_interrupts_the_head_too(steps):
     runner = SpyRunner()
     further = Following()
     want = ahead(a_want((1, 2), 3))
-    guesses = with_head(runner, further).propose([want], lambda: len(further.asked) == steps and bool(runner.fed))
+    guesses = propose(with_head(runner, further), [want], lambda: len(further.asked) == steps and bool(runner.fed))
     assert len(further.asked) == steps
     assert {len(guess.tokens) for guess in guesses} == ({steps} if steps else set())
 
@@ -297,7 +298,7 @@ def test_whatever_is_wanted_for_sure_interrupts_the_head_too(steps):
 def test_thoughts_are_told_early_and_better_ones_after_them():
     told: list[list[Proposal]] = []
     want = ahead(a_want((1, 2), 3))
-    last = a_method(SpyRunner(), Mistaken).propose([want], never, told.append)
+    last = propose(a_method(SpyRunner(), Mistaken), [want], never, told.append)
     assert len(told) > 2
     assert told[-1] == last
     by_model = firsts(last, 1)
@@ -315,15 +316,15 @@ def test_after_a_verdict_that_was_not_guessed_the_head_names_a_block_without_a_f
     runner = SpyRunner()
     want = a_want((1, 2), 3)
     method = a_method(runner, Following)
-    method.propose([within(ahead(want), 1)], never)
+    propose(method, [within(ahead(want), 1)], never)
     read = len(runner.fed)
     later = after(want, *outcome)
-    (block,) = method.propose([later], never)
+    (block,) = propose(method, [later], never)
     assert len(runner.fed) == read
-    (by_model,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
+    (by_model,) = propose(a_method(SpyRunner(), None), [replace(later, max_tokens=GUESS_TOKENS)], never)
     assert block == replace(by_model, is_at_once=True)
     (ahead_again,) = [replace(later, unverified=block.tree)]
-    method.propose([within(ahead_again, len(runner.fed) + 1)], never)
+    propose(method, [within(ahead_again, len(runner.fed) + 1)], never)
     assert runner.read[-1] == (*later.tokens, *block.tokens), "the forward that was saved is made up for"
 
 
@@ -331,12 +332,12 @@ def test_after_an_accepted_token_beside_the_first_too():
     runner = SpyRunner()
     want = replace(a_want((1, 2), 3), shape=Shape.TREE)
     method = a_method(runner, Following)
-    method.propose([within(replace(ahead(want), unverified=DraftTree((5, 6, 7, 8), (-1, 0, -1, -1))), 1)], never)
+    propose(method, [within(replace(ahead(want), unverified=DraftTree((5, 6, 7, 8), (-1, 0, -1, -1))), 1)], never)
     read = len(runner.fed)
     later = replace(after(want, 8, 3), shape=Shape.CHAIN)
-    (block,) = method.propose([later], never)
+    (block,) = propose(method, [later], never)
     assert len(runner.fed) == read
-    (by_model,) = a_method(SpyRunner(), None).propose([replace(later, max_tokens=GUESS_TOKENS)], never)
+    (by_model,) = propose(a_method(SpyRunner(), None), [replace(later, max_tokens=GUESS_TOKENS)], never)
     assert block == replace(by_model, is_at_once=True)
 
 
@@ -344,8 +345,8 @@ def test_what_was_not_read_in_time_is_read_after_the_verdict():
     runner = SpyRunner()
     want = a_want((1, 2), 3)
     method = a_method(runner, Following)
-    method.propose([ahead(want)], lambda: True)
-    (block,) = method.propose([after(want, 5, 2)], never)
+    propose(method, [ahead(want)], lambda: True)
+    (block,) = propose(method, [after(want, 5, 2)], never)
     assert len(runner.fed) == 1
     assert len(block.tokens) == 3
 
@@ -355,8 +356,8 @@ def test_where_one_session_needs_a_forward_all_have_it():
     want = a_want((1, 2), 3)
     other = a_want((3, 4), 3, session="new")
     method = a_method(runner, Following)
-    method.propose([within(ahead(want), 1)], never)
-    blocks = method.propose([after(want, 5, 2), other], never)
+    propose(method, [within(ahead(want), 1)], never)
+    blocks = propose(method, [after(want, 5, 2), other], never)
     assert {len(block.tokens) for block in blocks} == {3}
     assert not any(block.is_at_once for block in blocks)
 
@@ -366,8 +367,8 @@ def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
     runner = SpyRunner()
     want = a_want((1, 2), 3)
     method = a_method(runner, Mistaken)
-    method.propose([within(ahead(want), 1)], never)
-    (block,) = method.propose([want], never)
+    propose(method, [within(ahead(want), 1)], never)
+    (block,) = propose(method, [want], never)
     assert block.tokens[0] == int(LOGITS[2].argmax())
 
 
@@ -376,9 +377,9 @@ def test_where_tokens_are_sampled_nothing_is_named_at_once(rules):
     runner = SpyRunner()
     want = a_want((1, 2), 3, **rules)
     method = a_method(runner, Following)
-    method.propose([within(ahead(want), 1)], never)
+    propose(method, [within(ahead(want), 1)], never)
     read = len(runner.fed)
-    method.propose([after(want, 5, 2)], never)
+    propose(method, [after(want, 5, 2)], never)
     assert len(runner.fed) == read + 1
 
 

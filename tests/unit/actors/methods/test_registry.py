@@ -10,7 +10,7 @@ import pytest
 from actors.methods.registry import MODULES, create_method
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool, PromptLookupOptions
-from cluster.drafting.requests import Want
+from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.cluster.samples import an_open
 
 SETUP = DraftSetup("float32", max_context=64, max_draft_tokens=4, target_tokens={1: "a"})
@@ -31,7 +31,7 @@ def test_prompt_lookup_is_made_of_its_section() -> None:
     for shortest, found in ((2, (9, 2)), (3, ())):
         options = PromptLookupOptions(max_ngram=3, min_ngram=shortest)
         method = create_method(DraftPool(method="prompt_lookup", prompt_lookup=options), SETUP)
-        (proposal,) = method.propose([want], lambda: False)
+        (proposal,) = propose(method, [want])
         assert proposal.tokens == found
 
 

@@ -1,7 +1,7 @@
 """The drafter's scheduler: following verdicts, asking for what was missed, and who wants a block."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from cluster.dispatch import Send
 from cluster.drafting.backpressure import LEAST_WINDOW
 from cluster.drafting.following import DrafterLimits
-from cluster.drafting.requests import Proposal, Want
+from cluster.drafting.method import DraftingPass
+from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.step_interval import StepIntervalEstimate
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (
@@ -30,6 +32,7 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Resync,
+    Shape,
     Verdict,
 )
 from protos.prefix import Prefix
@@ -44,12 +47,48 @@ def hash_of(*tokens: int) -> int:
     return Prefix(KEY, tokens).hash
 
 
-class Desk:
-    """A scheduler with a target that says what tests tell it to."""
+@dataclass(frozen=True)
+class Want:
+    """What is asked of a method, and the text that it has of the session by then."""
 
-    def __init__(self, draft_ahead: bool = False) -> None:
-        self.scheduler = DraftScheduler(LIMITS, draft_ahead)
+    request: DraftRequest | AheadRequest
+    open: Open
+    tokens: tuple[int, ...]
+
+    @property
+    def max_tokens(self) -> int:
+        return self.request.max_tokens
+
+    @property
+    def prefix_hash(self) -> int:
+        return self.request.prefix_hash
+
+    @property
+    def least_chance(self) -> float:
+        return self.request.least_chance
+
+    @property
+    def unverified(self) -> DraftTree:
+        return self._ahead.unverified
+
+    @property
+    def until(self) -> float:
+        return self._ahead.until
+
+    @property
+    def _ahead(self) -> AheadRequest:
+        assert isinstance(self.request, AheadRequest)
+        return self.request
+
+
+class Desk:
+    """A scheduler with a target that says what tests tell it to, and a method that hears the news."""
+
+    def __init__(self, draft_ahead: bool = False, shapes: frozenset[Shape] = frozenset(Shape)) -> None:
+        self.scheduler = DraftScheduler(LIMITS, draft_ahead, shapes)
         self.now = 0.0
+        self._texts = SessionTexts()
+        self._closed: list[str] = []  # as far as the method has heard
 
     def open(self, session: str = "s", router: str = ROUTER, asks: int | None = None, **changes: Any) -> list[Send]:
         """The target answers that it asks for blocks of `asks` tokens; None: it has not answered yet."""
@@ -76,17 +115,46 @@ class Desk:
         request = DraftRequest(session, 1, len(after), hash_of(*after), **wanted)
         return self.scheduler.receive(TARGET, request, self.now)
 
+    def wants(self, limit: int) -> list[Want]:
+        """Sessions that want a block now."""
+        return self._hear(self.scheduler.next_pass(limit, ahead_limit=0))
+
+    def wants_ahead(self, limit: int) -> list[Want]:
+        """Sessions whose verdict is not in, where none wants a block now."""
+        return self._hear(self.scheduler.next_pass(0, ahead_limit=limit))
+
+    def closed(self) -> list[str]:
+        """Sessions that the method has heard to be over since this was asked last."""
+        self._hear(self.scheduler.next_pass(0, ahead_limit=0))
+        closed = self._closed
+        self._closed = []
+        return closed
+
+    def _hear(self, drafting: DraftingPass) -> list[Want]:
+        self._texts.close(drafting.news.closed)
+        self._closed += drafting.news.closed
+        for request in drafting.news.opened:
+            self._texts.open(request)
+        for session, tokens in drafting.news.committed:
+            self._texts.committed(session, tokens)
+        return [self._want(request) for request in drafting.requests or drafting.ahead]
+
+    def _want(self, request: DraftRequest | AheadRequest) -> Want:
+        text = self._texts[request.session]
+        assert (len(text.tokens), hash_of(*text.tokens)) == (request.base_len, request.prefix_hash)
+        return Want(request, text.open, tuple(text.tokens))
+
     def want(self) -> Want:
-        (want,) = self.scheduler.wants(9)
+        (want,) = self.wants(9)
         return want
 
     def propose(self, want: Want, *tokens: int) -> list[Send]:
-        return self.scheduler.proposed(
-            [Proposal(want.open.session, len(want.tokens), want.prefix_hash, DraftTree.chain(tokens))], self.now
-        )
+        request = want.request
+        proposal = Proposal(request.session, request.base_len, request.prefix_hash, DraftTree.chain(tokens))
+        return self.scheduler.proposed([proposal], self.now)
 
     def ahead(self) -> Want:
-        (want,) = self.scheduler.wants_ahead(9)
+        (want,) = self.wants_ahead(9)
         return want
 
     def guess(self, want: Want, outcome: tuple[int, ...], *tokens: int) -> list[Send]:
@@ -102,7 +170,7 @@ def test_a_session_is_attached_drafted_for_once_and_again_after_its_verdict():
     assert desk.open() == [(TARGET, Attach("s", 2, hash_of(1, 2)))]
     want = desk.want()
     assert (want.tokens, want.prefix_hash, want.max_tokens) == ((1, 2), hash_of(1, 2), 4)
-    assert desk.scheduler.wants(9) == [], "one block for one length"
+    assert desk.wants(9) == [], "one block for one length"
     assert desk.propose(want, 5, 6) == [(TARGET, Block("s", 2, hash_of(1, 2), DraftTree.chain((5, 6))))]
     assert desk.verdict((1, 2), 5, 7) == []
     assert desk.want().tokens == (1, 2, 5, 7)
@@ -139,7 +207,7 @@ def test_blocks_end_before_the_last_position():
     desk.open(max_len=5)
     assert desk.want().max_tokens == 2
     desk.verdict((1, 2), 7, 7)
-    assert desk.scheduler.wants(9) == []
+    assert desk.wants(9) == []
 
 
 # ---------------------------------------------------------------- following the target
@@ -175,7 +243,7 @@ def test_a_resync_stops_drafting_until_the_ledger_comes():
     desk = Desk()
     desk.open()
     assert desk.scheduler.receive(TARGET, Resync("s", 5, 5), desk.now) == [(ROUTER, Resync("s", 2, hash_of(1, 2)))]
-    assert desk.scheduler.wants(9) == []
+    assert desk.wants(9) == []
     assert desk.open(tokens=(1, 3)) == [(TARGET, Attach("s", 2, hash_of(1, 3)))]
     assert desk.want().tokens == (1, 3)
 
@@ -202,8 +270,8 @@ def test_an_end_frees_the_session_and_its_method_hears_of_it_once():
     desk.open()
     desk.verdict((1, 2), 0, finish=Finish.STOP)
     assert not desk.scheduler.is_idle, "the method still holds it"
-    assert desk.scheduler.take_closed() == ["s"]
-    assert desk.scheduler.take_closed() == []
+    assert desk.closed() == ["s"]
+    assert desk.closed() == []
     assert desk.scheduler.is_idle
 
 
@@ -214,7 +282,7 @@ def test_a_session_that_was_opened_again_begins_anew_in_its_method_and_is_named_
     desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
     desk.open(attempt=2)
     desk.open(attempt=3)
-    assert desk.scheduler.take_closed() == ["s"]
+    assert desk.closed() == ["s"]
     assert desk.want().open.attempt == 3
 
 
@@ -227,7 +295,7 @@ def test_whatever_verdicts_are_lost_doubled_or_reordered_the_prefix_is_the_targe
     for skip, count in pieces:
         begin = 2 + skip
         desk.verdict(target_text[:begin], *target_text[begin : begin + count])
-        for want in desk.scheduler.wants(9):
+        for want in desk.wants(9):
             assert want.tokens == target_text[: len(want.tokens)]
             assert want.prefix_hash == hash_of(*want.tokens)
 
@@ -251,8 +319,8 @@ def test_nothing_is_drafted_while_the_target_asks_for_nothing():
     desk = Desk(draft_ahead=True)
     desk.open()
     desk.verdict((1, 2), 3, max_tokens=0)
-    assert desk.scheduler.wants(9) == []
-    assert not desk.scheduler.has_wants
+    assert desk.wants(9) == []
+    assert not desk.scheduler.has_requests
     desk.verdict((1, 2, 3), 4, max_tokens=1)
     assert desk.want().tokens == (1, 2, 3, 4)
 
@@ -265,8 +333,8 @@ def test_while_a_target_asks_for_nothing_a_new_session_of_it_is_not_drafted_for_
     desk = Desk()
     desk.open("resting", asks=0)
     desk.open()
-    assert desk.scheduler.wants(9) == []
-    assert not desk.scheduler.has_wants
+    assert desk.wants(9) == []
+    assert not desk.scheduler.has_requests
     assert desk.request((1, 2), max_tokens=3, least_chance=0.5) == []
     want = desk.want()
     assert (want.open.session, want.max_tokens, want.least_chance) == ("s", 3, 0.5)
@@ -325,7 +393,7 @@ def test_a_broken_stream_to_the_target_stops_drafting_until_it_is_back():
     desk = Desk()
     desk.open()
     desk.scheduler.gone(TARGET)
-    assert desk.scheduler.wants(9) == []
+    assert desk.wants(9) == []
     assert desk.scheduler.connected("t2") == []
     assert desk.scheduler.connected(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2)))]
     assert desk.want().tokens == (1, 2)
@@ -337,11 +405,11 @@ def test_a_router_that_is_gone_or_does_not_list_a_session_frees_it():
     desk.open("b")
     desk.open("c", "other#1")
     desk.scheduler.receive("router#2", Hello("router", "", "", (LiveSession("a", 1),)), desk.now)
-    assert desk.scheduler.take_closed() == ["b"]
+    assert desk.closed() == ["b"]
     desk.scheduler.gone(ROUTER)
-    assert desk.scheduler.take_closed() == [], "the old stream's end, heard late, is nothing to the new one"
+    assert desk.closed() == [], "the old stream's end, heard late, is nothing to the new one"
     desk.scheduler.gone("router#2")
-    assert desk.scheduler.take_closed() == ["a"]
+    assert desk.closed() == ["a"]
     assert desk.scheduler.targets == {TARGET}
     assert desk.scheduler.load() == {"sessions": 1.0}
 
@@ -350,9 +418,9 @@ def test_the_longest_unserved_session_comes_first():
     desk = Desk()
     for name in "abc":
         desk.open(name)
-    assert [want.open.session for want in desk.scheduler.wants(2)] == ["a", "b"]
+    assert [want.open.session for want in desk.wants(2)] == ["a", "b"]
     desk.verdict((1, 2), 7, session="a")
-    assert [want.open.session for want in desk.scheduler.wants(9)] == ["c", "a"]
+    assert [want.open.session for want in desk.wants(9)] == ["c", "a"]
 
 
 # ---------------------------------------------------------------- drafting ahead
@@ -372,15 +440,15 @@ def test_a_block_under_verification_is_drafted_ahead_for_once():
     assert (want.tokens, want.prefix_hash) == ((1, 2), hash_of(1, 2))
     assert want.unverified == DraftTree.chain((5, 6))
     assert want.max_tokens >= want.open.max_draft_tokens, "the target has not asked for less"
-    assert desk.scheduler.wants_ahead(9) == []
-    assert desk.scheduler.wants(9) == []
+    assert desk.wants_ahead(9) == []
+    assert desk.wants(9) == []
 
 
 def test_passes_are_counted_by_what_they_are_for_and_only_where_there_is_something_to_draft():
     desk = under_verification()
     assert (desk.scheduler.counts["passes"], desk.scheduler.counts["passes_ahead"]) == (1, 0)
     desk.ahead()
-    assert desk.scheduler.wants(9) == desk.scheduler.wants_ahead(9) == []
+    assert desk.wants(9) == desk.wants_ahead(9) == []
     assert (desk.scheduler.counts["passes"], desk.scheduler.counts["passes_ahead"]) == (1, 1)
 
 
@@ -403,8 +471,8 @@ def test_a_right_guess_saves_the_next_draft_and_is_drafted_on_from(outcome):
     for guess in [(5, 6, 7), (5, 9), (4,), (3,)]:
         desk.guess(want, guess, guess[-1] + 10, guess[-1] + 20)
     desk.verdict((1, 2), *outcome)
-    assert desk.scheduler.wants(9) == []
-    assert not desk.scheduler.has_wants
+    assert desk.wants(9) == []
+    assert not desk.scheduler.has_requests
     assert (desk.scheduler.counts["guess_hit"], desk.scheduler.counts["guess_miss"]) == (1, 0)
     further = desk.ahead()
     assert further.tokens == (1, 2, *outcome)
@@ -419,7 +487,7 @@ def test_wrong_guesses_are_forgotten_with_the_verdict_and_cost_nothing_else():
     desk.guess(want, (5, 6, 7), 3)
     desk.guess(want, (4,), 3)
     desk.verdict((1, 2), 5, 6, 17)
-    assert desk.scheduler.has_wants
+    assert desk.scheduler.has_requests
     assert desk.want().tokens == (1, 2, 5, 6, 17)
     assert (desk.scheduler.counts["guess_hit"], desk.scheduler.counts["guess_miss"]) == (0, 1)
     desk.verdict((1, 2, 5, 6, 17), 3)
@@ -450,7 +518,7 @@ def test_a_guess_that_is_drafted_while_its_verdict_arrives_is_sent_only_if_right
         assert len(desk.guess(want, (5, 6, 7), 8)) == sent
         assert len(desk.guess(want, (4,), 8)) == 0
         assert desk.scheduler.counts["guess_hit"] == sent
-        assert len(desk.scheduler.wants(9)) == 1 - sent
+        assert len(desk.wants(9)) == 1 - sent
 
 
 def test_a_right_guess_that_comes_after_a_block_was_wanted_is_not_sent_beside_it():
@@ -475,7 +543,7 @@ def going_on() -> Desk:
 
 def test_a_target_that_goes_on_gets_blocks_for_what_its_step_may_bring():
     desk = going_on()
-    assert desk.scheduler.wants(9) == []
+    assert desk.wants(9) == []
     want = desk.ahead()
     assert (want.tokens, want.unverified) == ((1, 2, 3), NO_TREE)
     assert desk.guess(want, (4,), 5, 6) == [(TARGET, Block("s", 4, hash_of(1, 2, 3, 4), DraftTree.chain((5, 6))))]
@@ -506,14 +574,14 @@ def test_drafting_ahead_is_vain_once_all_its_verdicts_are_in():
         desk.open(name)
         desk.verdict((1, 2), 3, session=name, hold_step=False)
     assert desk.scheduler.is_ahead_vain
-    assert len(desk.scheduler.wants_ahead(9)) == 2
+    assert len(desk.wants_ahead(9)) == 2
     desk.verdict((1, 2, 3), 4, session="a", hold_step=False)
     assert not desk.scheduler.is_ahead_vain
     desk.verdict((1, 2, 3), 4, session="b", hold_step=False)
     assert desk.scheduler.is_ahead_vain
 
 
-def test_a_want_ahead_says_by_when_its_verdict_is_due():
+def test_a_request_ahead_says_by_when_its_verdict_is_due():
     """By what earlier steps took, from their beginning: a verdict, or a block that was waited for."""
     desk = Desk(draft_ahead=True)
     desk.open()
@@ -534,7 +602,7 @@ def test_of_a_target_that_is_new_nothing_is_known():
     assert desk.ahead().until == math.inf
 
 
-def test_wants_carry_what_a_token_must_be_worth():
+def test_requests_carry_what_a_token_must_be_worth():
     desk = Desk(draft_ahead=True)
     desk.open()
     desk.verdict((1, 2), 3, least_chance=0.25)
@@ -577,38 +645,38 @@ def test_nothing_is_drafted_ahead_past_the_end_or_when_switched_off():
         desk = Desk(draft_ahead=True)
         desk.open(max_len=max_len)
         desk.propose(desk.want(), 5)
-        assert len(desk.scheduler.wants_ahead(9)) == wanted
+        assert len(desk.wants_ahead(9)) == wanted
     desk = Desk(draft_ahead=False)
     desk.open()
     desk.propose(desk.want(), 5, 6)
-    assert desk.scheduler.wants_ahead(9) == []
+    assert desk.wants_ahead(9) == []
 
 
 def test_drafting_ahead_takes_as_many_sessions_as_are_asked_for():
     desk = Desk(draft_ahead=True)
     for name in "abc":
         desk.open(name)
-    for want in desk.scheduler.wants(9):
+    for want in desk.wants(9):
         desk.propose(want, 5, 6)
-    assert len(desk.scheduler.wants_ahead(2)) == 2
-    assert len(desk.scheduler.wants_ahead(2)) == 1
+    assert len(desk.wants_ahead(2)) == 2
+    assert len(desk.wants_ahead(2)) == 1
 
 
-def test_has_wants_says_whether_some_session_waits_for_a_block():
+def test_has_requests_says_whether_some_session_waits_for_a_block():
     desk = Desk(draft_ahead=True)
-    assert not desk.scheduler.has_wants
+    assert not desk.scheduler.has_requests
     desk.open()
-    assert desk.scheduler.has_wants
+    assert desk.scheduler.has_requests
     desk.want()
-    assert not desk.scheduler.has_wants
+    assert not desk.scheduler.has_requests
     desk.verdict((1, 2), 7)
-    assert desk.scheduler.has_wants
+    assert desk.scheduler.has_requests
     desk.scheduler.gone(TARGET)
-    assert not desk.scheduler.has_wants
+    assert not desk.scheduler.has_requests
     desk.scheduler.connected(TARGET)
-    assert desk.scheduler.has_wants
+    assert desk.scheduler.has_requests
     desk.verdict((1, 2, 7), 0, finish=Finish.STOP)
-    assert not desk.scheduler.has_wants
+    assert not desk.scheduler.has_requests
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.randoms(use_true_random=False))
@@ -627,10 +695,10 @@ def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_on
             sent.add((block.base_len, block.prefix_hash))
 
     for decided in verdicts:
-        for want in desk.scheduler.wants(9):
+        for want in desk.wants(9):
             send(desk.propose(want, rng.randrange(3), rng.randrange(3)))
         assert (len(tokens), hash_of(*tokens)) in sent
-        for want in desk.scheduler.wants_ahead(9):
+        for want in desk.wants_ahead(9):
             stop = rng.randrange(3)
             for token in rng.sample(range(3), 2):
                 guess = (want, (*want.unverified.tokens[:stop], token))
@@ -641,6 +709,31 @@ def test_between_verdicts_no_address_gets_two_blocks_and_the_current_one_gets_on
         sent &= {(len(tokens), hash_of(*tokens))}
         while late:
             send(desk.guess(*late.pop(), 1))
+
+
+def test_a_session_is_asked_for_no_shape_that_the_method_cannot_make():
+    for shapes, asked in (({Shape.CHAIN}, Shape.CHAIN), (set(Shape), Shape.TREE)):
+        desk = Desk(draft_ahead=True, shapes=frozenset(shapes))
+        desk.open(max_len=90)
+        desk.request((1, 2), shape=Shape.TREE)
+        want = desk.want()
+        assert want.request.shape is asked
+        desk.propose(want, 5, 6)
+        assert desk.ahead().request.shape is asked
+
+
+def test_news_wait_for_a_pass_unless_a_session_is_over():
+    """A method that is asked for nothing need not hear of every verdict, but may free what it holds."""
+    desk = Desk()
+    desk.open(asks=0)
+    desk.verdict((1, 2), 3, max_tokens=0)
+    assert desk.scheduler.next_pass(9, 9).is_empty
+    desk.open("t", asks=4)
+    assert desk.want().tokens == (1, 2)
+    desk.verdict((1, 2, 3), 4, max_tokens=0, finish=Finish.STOP)
+    over = desk.scheduler.next_pass(9, 9)
+    assert over.news.closed == ("s",)
+    assert not over.is_empty
 
 
 # ---------------------------------------------------------------- back-pressure
@@ -657,7 +750,7 @@ def test_a_session_that_is_closed_is_detached_from_its_target():
 def overtaken(desk: Desk, sessions: dict[str, tuple[int, ...]], rounds: int) -> list[Send]:
     """Verdicts overtake every block that is drafted; what the scheduler says until it says something."""
     for _ in range(rounds):
-        wants = desk.scheduler.wants(9)
+        wants = desk.wants(9)
         for want in wants:
             name = want.open.session
             desk.verdict(sessions[name], 1, session=name)
@@ -699,10 +792,10 @@ def test_a_session_whose_blocks_are_guessed_is_not_the_one_unserved_for_longest(
     desk = Desk(draft_ahead=True)
     desk.open("a", max_len=90)
     desk.open("b", max_len=90)
-    first, second = desk.scheduler.wants(9)
+    first, second = desk.wants(9)
     desk.propose(first, 3)
     desk.propose(second, 3)
-    ahead = next(want for want in desk.scheduler.wants_ahead(9) if want.open.session == "a")
+    ahead = next(want for want in desk.wants_ahead(9) if want.open.session == "a")
     desk.guess(ahead, (3, 4), 5)
     desk.verdict((1, 2), 3, 4, session="a")
     assert list(desk.scheduler._sessions.all) == ["b", "a"]
@@ -729,7 +822,7 @@ def test_blocks_that_were_sent_and_came_too_late_count_too():
     before = {"s": (1, 2), "t": (1, 2)}
     said = []
     while not said and len(before["s"]) < 80:
-        for want in desk.scheduler.wants(9):
+        for want in desk.wants(9):
             desk.propose(want, 5)
             name = want.open.session
             said += desk.verdict(before[name], 1, session=name, answer=DraftAnswer.MISSED)

@@ -325,19 +325,14 @@ def test_a_clock_that_stands_still_is_found():
 def test_a_script_agrees_as_often_as_it_should():
     load = Workload(ClosedLoop(1), 1, prompt_tokens=0, new_tokens=4000)
     text = script(load, seed=1, index=0)
-    draft = DraftQuality((0.7,), runner_up=0.5)
-    drafted = text.drafted(0, 4000, draft)
-    right = [a == b for a, b in zip(drafted, text.tokens, strict=True)]
+    chances = DraftQuality((0.7,), runner_up=0.5).chances(3)
+    assert chances == pytest.approx((0.7, 0.15))
+    first, second = zip(*[text.choices(at, *chances) for at in range(4000)], strict=True)
+    right = [a == b for a, b in zip(first, text.tokens, strict=True)]
     assert sum(right) / 4000 == pytest.approx(0.7, abs=0.03)
-    second = [text.second_choice(at, 0.7, draft) for at in range(4000)]
-    assert all(one != other for one, other in zip(second, drafted, strict=True))
+    assert all(one != other for one, other in zip(second, first, strict=True))
     assert sum(a == b for a, b in zip(second, text.tokens, strict=True)) / 4000 == pytest.approx(0.15, abs=0.03)
-    assert text.agreed(0, drafted) == right.index(False)
-
-
-def test_the_likeliest_outcomes_come_first():
-    assert DraftQuality((0.9,), runner_up=0.5).outcomes(2) == [None, 0, 1, 2]
-    assert DraftQuality((0.9, 0.1), runner_up=0.5).outcomes(2) == [1, 0, 2, None]
+    assert text.agreed(0, first) == right.index(False)
 
 
 def test_a_script_may_stop_before_its_limit():

@@ -1,0 +1,83 @@
+"""Sessions as a drafting method knows them: the scheduler's news of them, and the texts that come of it.
+
+A method runs on a thread of its own, so it has its own copy of every text and is told of changes before each pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.messages import Open
+from protos.values import value
+
+
+@value
+class News:
+    """What became of sessions since the pass before; they are closed, then opened, then committed to."""
+
+    closed: tuple[str, ...] = ()
+    opened: tuple[Open, ...] = ()
+    committed: tuple[tuple[str, tuple[int, ...]], ...] = ()  # session, and the tokens after those known
+
+
+class NewsCollector:
+    """The news that no pass has taken yet."""
+
+    def __init__(self) -> None:
+        self._closed: dict[str, None] = {}  # in order, each once
+        self._opened: dict[str, Open] = {}
+        self._committed: dict[str, list[int]] = {}
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether sessions ended whose caches a method could free."""
+        return bool(self._closed)
+
+    def opened(self, request: Open) -> None:
+        self._opened[request.session] = request
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._committed.setdefault(session, []).extend(tokens)
+
+    def closed(self, session: str) -> None:
+        """Whatever else was new of it is of no interest any more."""
+        self._opened.pop(session, None)
+        self._committed.pop(session, None)
+        self._closed[session] = None
+
+    def take(self) -> News:
+        """All of it, once."""
+        committed = tuple([(session, tuple(tokens)) for session, tokens in self._committed.items()])
+        news = News(tuple(self._closed), tuple(self._opened.values()), committed)
+        self._closed.clear()
+        self._opened.clear()
+        self._committed.clear()
+        return news
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionText:
+    """One session's decided text; it grows in place."""
+
+    open: Open
+    tokens: list[int]  # prompt included
+
+
+class SessionTexts:
+    """Texts of all open sessions."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, SessionText] = {}
+
+    def __getitem__(self, session: str) -> SessionText:
+        return self._all[session]
+
+    def open(self, request: Open) -> None:
+        self._all[request.session] = SessionText(request, list(request.tokens))
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._all[session].tokens.extend(tokens)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        """Forgets sessions; unknown ones are ignored."""
+        for session in sessions:
+            self._all.pop(session, None)
