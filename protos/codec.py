@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 
+from protos.draft_tree import DraftTree
 from protos.from_pb import FROM_PB, require
 from protos.messages import (
     Attach,
@@ -84,10 +85,15 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
 
 def encoded_bytes(message: Message) -> int:
     """About how many bytes a message takes in a frame."""
-    tokens = 4 * len(getattr(message, "tokens", ()))
-    probs = getattr(message, "draft_probs", None)
-    sparse = 6 * len(probs) * len(probs.token_ids[0]) if probs else 0
-    return 256 + tokens + sparse
+    if isinstance(message, Block):
+        return 256 + _tree_bytes(message.tree)
+    return 256 + 4 * len(getattr(message, "tokens", ()))
+
+
+def _tree_bytes(tree: DraftTree) -> int:
+    parents = 0 if tree.is_chain else len(tree)
+    sparse = 6 * len(tree) * len(tree.probs.token_ids[0]) if tree.probs else 0
+    return 4 * len(tree) + parents + sparse
 
 
 def decode(frame: ProtoMessage) -> Decoded:

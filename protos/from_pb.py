@@ -35,8 +35,6 @@ from protos.messages import (
 )
 
 MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
-
-
 MAX_SPARSE_WIDTH = 1024
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import speculation_pb2 as pb
-from protos.codec import Decoded, Malformed, decode, encode
+from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
@@ -165,6 +165,26 @@ def test_every_message_of_every_frame_arrives_as_it_was_sent(frame_type, data):
     assert decode(frame_type.FromString(wire)) == Decoded(tuple(messages))
 
 
+CHAIN = DraftTree.chain(tuple(range(100)))
+SIZED = {
+    "a prompt": (pb.RouterToTarget, an_open(tokens=tuple(range(4000)), max_len=4001)),
+    "a verdict": (pb.TargetToDrafter, Verdict("s", 1, 1, 0, tuple(range(4000)), 0, 0)),
+    "a chain": (pb.DrafterToTarget, Block("s", 1, 0, CHAIN)),
+    "a tree": (pb.DrafterToTarget, Block("s", 1, 0, DraftTree(CHAIN.tokens, (-1,) * len(CHAIN)))),
+    "a chain with what it was drawn from": (
+        pb.DrafterToTarget,
+        Block("s", 1, 0, DraftTree.chain(CHAIN.tokens, SparseProbs((CHAIN.tokens,) * 100, ((1,) * 100,) * 100))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("frame_type", "message"), SIZED.values(), ids=SIZED)
+def test_the_size_of_a_message_is_known_before_it_is_encoded(frame_type, message):
+    """The bounds of a frame, and of what may wait for a session, go by it: too little for a kind would undo them."""
+    exact = len(encode(frame_type, [message]).SerializeToString())
+    assert exact <= encoded_bytes(message) <= exact + 256
+
+
 def test_what_a_frame_has_no_place_for_is_a_fault_of_the_sender():
     with pytest.raises(ValueError, match="verdicts"):
         encode(pb.RouterToTarget, [Verdict("s", 1, 1, 0, (1,), 0, 0)])
@@ -195,6 +215,10 @@ def good_block() -> pb.Block:
 
 def good_verdict() -> pb.Verdict:
     return encode(pb.TargetToRouter, [Verdict("good", 1, 2, 7, (5, 6), 1, 4)]).verdicts[0]
+
+
+def good_draft_request() -> pb.DraftRequest:
+    return encode(pb.TargetToDrafter, [DraftRequest("good", 1, 2, 7)]).draft_requests[0]
 
 
 def with_sampling(**values: float) -> Callable[[pb.Open], None]:
@@ -280,12 +304,21 @@ BAD_VERDICTS = {
     "unknown finish": (with_fields(finish=9), "Finish"),
     "negative id": (with_fields(tokens=ids(-1)), "negative"),
 }
+BAD_DRAFT_REQUESTS = {
+    "empty session": (with_fields(session=""), "session is empty"),
+    "a chance above 1": (with_fields(least_chance=1.5), "least_chance is 1.5"),
+    "a negative chance": (with_fields(least_chance=-0.5), "least_chance is -0.5"),
+    "NaN chance": (with_fields(least_chance=math.nan), "least_chance is nan"),
+    "unspecified shape": (with_fields(shape=0), "Shape"),
+    "unknown shape": (with_fields(shape=9), "Shape"),
+}
 CASES = [
     pytest.param(frame, field, good, change, why, id=f"{kind}: {name}")
     for kind, frame, field, good, table in (
         ("Open", pb.RouterToTarget, "opens", good_open, BAD_OPENS),
         ("Block", pb.DrafterToTarget, "blocks", good_block, BAD_BLOCKS),
         ("Verdict", pb.TargetToRouter, "verdicts", good_verdict, BAD_VERDICTS),
+        ("DraftRequest", pb.TargetToDrafter, "draft_requests", good_draft_request, BAD_DRAFT_REQUESTS),
     )
     for name, (change, why) in table.items()
 ]
