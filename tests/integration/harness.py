@@ -36,10 +36,19 @@ LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().man
 
 
 @dataclass
+class Pace:
+    """How long the steps of a cluster's targets take."""
+
+    # A toy step is instant, and then waiting for a block would not pay: the target would decode plainly.
+    step_s: float = 0.03
+
+
+@dataclass
 class Cluster:
     """What a test can reach; `targets` and `drafters` by address."""
 
     router: Router
+    pace: Pace
     targets: dict[str, TargetReplica] = field(default_factory=dict)
     drafters: dict[str, Drafter] = field(default_factory=dict)
     servers: dict[str, GrpcServer] = field(default_factory=dict)
@@ -62,6 +71,10 @@ class Cluster:
         }
         return Generation(**{**values, **changes})  # type: ignore[arg-type]
 
+    def hurry(self) -> None:
+        """What was to be shown has been shown: what still runs may end as soon as it can."""
+        self.pace.step_s = 0.0
+
     async def tokens(self, generation: Generation) -> list[int]:
         """Everything that the session commits; fails unless it ends properly."""
         tokens: list[int] = []
@@ -73,22 +86,24 @@ class Cluster:
         return tokens
 
 
-STEP_S = 0.03  # a toy step is instant, and then waiting for a block would not pay: the target would decode plainly
-
-
 class PacedEngine:
-    """Makes steps take as long as a real model's."""
+    """Makes steps take as long as a real model's, until the cluster hurries."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, pace: "Pace") -> None:
         self._engine = engine
+        self._pace = pace
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         if plan.rows:
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(self._pace.step_s)
         return await self._engine.step(plan)
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+def as_it_is(engine: Engine) -> Engine:
+    return engine
 
 
 def plain_greedy(prompt: tuple[int, ...], length: int, logits: Tensor = LOGITS) -> list[int]:
@@ -114,8 +129,9 @@ async def cluster(
     targets: int = 1,
     drafters: int = 1,
     draft_logits: Tensor = LOGITS,
-    wrap_engine: Callable[[Engine], Engine] = PacedEngine,
+    wrap_engine: Callable[[Engine], Engine] = as_it_is,
     pages: int = PAGES,
+    target_wait_s: float = 5,
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -123,10 +139,12 @@ async def cluster(
     drafting: dict[str, Drafter] = {}
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
+    pace = Pace()
     for _ in range(targets):
         engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS), VOCABULARY)))
         limits = VerificationLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
-        replica = TargetReplica(wrap_engine(engines[-1]), limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
+        engine = wrap_engine(PacedEngine(engines[-1], pace))
+        replica = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
         server = await serve_target(replica, "127.0.0.1")
         replicas[server.address] = replica
         servers[server.address] = server
@@ -149,9 +167,9 @@ async def cluster(
         tuple(Endpoint(address, address) for address in replicas),
         tuple(Endpoint(address, address) for address in drafting),
     )
-    router = Router(StaticMembership(members), IDENTITY, RouterLimits(max_sessions=100, target_wait_s=5))
+    router = Router(StaticMembership(members), IDENTITY, RouterLimits(max_sessions=100, target_wait_s=target_wait_s))
     tasks.append(asyncio.create_task(router.run()))
-    whole = Cluster(router, replicas, drafting, servers)
+    whole = Cluster(router, pace, replicas, drafting, servers)
     try:
         await eventually(lambda: len(router.reachable) == targets + drafters, "the router reaches everyone")
         yield whole
@@ -169,5 +187,5 @@ async def cluster(
             await drafter.close()
         for server in servers.values():
             await server.stop(0)
-        for engine in engines:
-            await engine.close()
+        for computing in engines:
+            await computing.close()

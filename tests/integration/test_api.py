@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
@@ -20,6 +22,8 @@ from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the one server
 
 CONTEXT = 64
 MAX_BODY = 4096
@@ -70,8 +74,50 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-async def front() -> AsyncIterator[Front]:
+class Doorway:
+    """The application that the one server runs: whichever a test has put into it."""
+
+    def __init__(self) -> None:
+        self.leads_to: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.leads_to is not None, "no test is under way, and somebody asks"
+        await self.leads_to(scope, receive, send)
+
+
+@dataclass
+class SharedServer:
+    """A socket that is listened at, and clients of it: what all tests here have in common."""
+
+    url: str
+    doorway: Doorway
+    openai: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[SharedServer]:
+    doorway = Doorway()
+    settings = uvicorn.Config(
+        doorway, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(settings)
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    host, port = server.servers[0].sockets[0].getsockname()
+    url = f"http://{host}:{port}"
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        yield SharedServer(url, doorway, client, http)
+    server.should_exit = True
+    await serving
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def front(shared: SharedServer) -> AsyncIterator[Front]:
+    """An application of its own for each test, which leaves nothing running."""
     config = validated(
         {
             "model": {"target": "models/toy", "max_context": CONTEXT},
@@ -89,22 +135,11 @@ async def front() -> AsyncIterator[Front]:
     async def ready() -> bool:
         return health["ready"]
 
-    api = create_api(generator, codec, config, metrics, ready)
-    settings = uvicorn.Config(api, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(settings)
-    serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    host, port = server.servers[0].sockets[0].getsockname()
-    url = f"http://{host}:{port}"
-    async with (
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
-    ):
-        yield Front(url, generator, codec, metrics, health, client, http)
-    server.should_exit = True
-    await serving
+    shared.doorway.leads_to = create_api(generator, codec, config, metrics, ready)
+    front = Front(shared.url, generator, codec, metrics, health, shared.openai, shared.http)
+    yield front
+    await front.is_idle()
     assert not generator.running
-    assert metrics.registry.get_sample_value("slipstream_running_requests") == 0
 
 
 # ------------------------------------------------------------ answers

@@ -31,7 +31,15 @@ from protos.messages import (
     Welcome,
 )
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
-from tests.integration.harness import CONTEXT, IDENTITY, VOCABULARY, Cluster, cluster, eventually, plain_greedy
+from tests.integration.harness import (
+    CONTEXT,
+    IDENTITY,
+    VOCABULARY,
+    Cluster,
+    cluster,
+    eventually,
+    plain_greedy,
+)
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
 OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4, "127.0.0.1:9")
@@ -81,6 +89,7 @@ async def busy_cluster() -> AsyncIterator[Cluster]:
         await eventually(lambda: any(e.name == "decided" for e in target.timeline.events()), "a session is under way")
         yield c
         assert not running.done(), "the session ended before the harm was done: this showed nothing"
+        c.hurry()
         assert await running == plain_greedy((1, 2, 3), 300)
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "and the next one is served as well"
 

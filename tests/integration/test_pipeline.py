@@ -15,7 +15,7 @@ from cluster.routing.session import Emit
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict
-from tests.integration.harness import LOGITS, VOCABULARY, Cluster, PacedEngine, cluster, eventually, plain_greedy
+from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, eventually, plain_greedy
 
 SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
 
@@ -73,7 +73,7 @@ async def test_one_session_is_drafted_while_another_is_verified():
     gates: list[GatedEngine] = []
 
     def gated(engine: Engine) -> Engine:
-        gates.append(GatedEngine(PacedEngine(engine)))
+        gates.append(GatedEngine(engine))
         return gates[0]
 
     async with cluster(wrap_engine=gated) as c:
@@ -97,6 +97,7 @@ async def test_one_session_is_drafted_while_another_is_verified():
         assert verifying.sessions == ("A",)
         assert last.order >= verifying.order
         gates[0].gate.set()
+        c.hurry()
         assert await a == plain_greedy((1, 2, 3), 40)
         assert await b == plain_greedy((1, 2, 3), 40)
 
@@ -178,9 +179,12 @@ async def test_a_useless_drafter_changes_nothing_but_speed():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_losing_a_drafter_in_mid_stream_changes_no_token(temperature):
+    sampling = Sampling(temperature=temperature)
+    async with cluster(drafters=0) as c:
+        c.hurry()
+        undisturbed = await c.tokens(c.generation(max_len=103, sampling=sampling, max_draft_tokens=0))
     async with cluster(drafters=2) as c:
-        asked = c.generation(max_len=103, sampling=Sampling(temperature=temperature))
-        undisturbed = await c.tokens(c.generation(max_len=103, sampling=asked.sampling, max_draft_tokens=0))
+        asked = c.generation(max_len=103, sampling=sampling)
         tokens: list[int] = []
         async for event in c.router.generate(asked):
             if isinstance(event, Emit):
@@ -243,12 +247,13 @@ async def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
             await eventually(lambda: its <= other.scheduler._sessions.all.keys(), "the other one has its sessions")
         finally:
             stalled.go_on.set()
+        c.hurry()
         assert await asyncio.gather(*texts) == [plain_greedy(g.prompt, 400) for g in generations]
 
 
 async def test_without_any_target_a_session_is_held_and_then_fails_cleanly():
-    """Held for the five seconds that the harness allows, during which a target might come back."""
-    async with cluster() as c:
+    """Held for as long as the router waits, during which a target might come back."""
+    async with cluster(target_wait_s=1) as c:
         got: list[int] = []
 
         async def follow() -> None:
