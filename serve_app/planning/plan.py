@@ -5,6 +5,7 @@ inside the target's own process is no part of Slipstream and comes from the form
 form of what it is compared with.
 """
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,8 +14,8 @@ from cluster.simulation.workload import ClosedLoop
 from serve_app.planning.break_even import LIMITS_SOUGHT, Limits, in_lock_step, limits
 from serve_app.planning.formulas import InProcess, best_in_process
 from serve_app.planning.processes import AtOnce
-from serve_app.planning.question import CandidateFleet, PlanQuestion, candidates
-from serve_app.planning.trial import PlanAnswer, answer, choose, is_promising
+from serve_app.planning.question import PLAIN, CandidateFleet, PlanQuestion, candidates
+from serve_app.planning.trial import PROMISING, PlanAnswer, answer, choose, is_promising, merit_among, sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,15 @@ class Advice:
 def advise(question: PlanQuestion, pool: Executor | None = None, whole: bool = False) -> Advice:
     """Makes its runs in `pool`, by default in this process; with `whole` those too that cannot be best."""
     pool = pool or AtOnce()
-    answers = _answers(question, pool, whole)
+    fleets = list(candidates(question))
+    tried = fleets if whole else _shortlist(question, fleets, pool)
+    answers = _runs(answer, question, tried, pool)
+    if not any(one.keeps_up for one in answers):  # of the others one may, which short runs do not tell
+        answers += _runs(answer, question, [fleet for fleet in fleets if fleet not in tried], pool)
     best = choose(answers, question)
     at_once = sessions_at_once(question, best)
     return Advice(
-        answers=answers,
+        answers=tuple(answers),
         best=best,
         plain=answers[0],
         in_process=best_in_process(question),
@@ -45,18 +50,29 @@ def advise(question: PlanQuestion, pool: Executor | None = None, whole: bool = F
     )
 
 
-def _answers(question: PlanQuestion, pool: Executor, whole: bool) -> tuple[PlanAnswer, ...]:
-    """Plain decoding first, then fleets where no target shares a drafter: what loses there is not tried with fewer.
+def _shortlist(question: PlanQuestion, fleets: Sequence[CandidateFleet], pool: Executor) -> list[CandidateFleet]:
+    """Plain decoding, and what comes near the best in short runs, in which all fleets are asked the same.
 
-    Those with fewer take most of the time, for they have more targets.
+    Fleets where no target shares a drafter come first: what loses there is not tried with fewer. Those with fewer take
+    most of the time, for they have more targets.
     """
-    answers: list[PlanAnswer] = []
-    by_sharing = groupby(sorted(candidates(question), key=_sharing), key=_sharing)
-    for _, fleets in by_sharing:
-        tried = [fleet for fleet in fleets if whole or is_promising(fleet, answers, question)]
-        runs = [pool.submit(answer, question, fleet) for fleet in tried]
-        answers += [run.result() for run in runs]
-    return tuple(answers)
+    seen: list[PlanAnswer] = []
+    for _, alike in groupby(sorted(fleets, key=_sharing), key=_sharing):
+        seen += _runs(sketch, question, [fleet for fleet in alike if is_promising(fleet, seen, question)], pool)
+    merit = merit_among(seen, question)
+    enough = PROMISING * max(map(merit, seen))
+    return [one.candidate for one in seen if one.candidate == PLAIN or merit(one) >= enough]
+
+
+def _runs(
+    run: Callable[[PlanQuestion, CandidateFleet], PlanAnswer],
+    question: PlanQuestion,
+    fleets: Sequence[CandidateFleet],
+    pool: Executor,
+) -> list[PlanAnswer]:
+    """Of each fleet, side by side."""
+    under_way = [pool.submit(run, question, fleet) for fleet in fleets]
+    return [one.result() for one in under_way]
 
 
 def _sharing(candidate: CandidateFleet) -> float:
@@ -64,9 +80,9 @@ def _sharing(candidate: CandidateFleet) -> float:
     return max(1.0, candidate.targets / max(1, candidate.drafters))
 
 
-def run_count(question: PlanQuestion) -> int:
-    """How much `advise` asks of its pool at most."""
-    return sum(1 for _ in candidates(question)) + LIMITS_SOUGHT
+def run_count(question: PlanQuestion, whole: bool = False) -> int:
+    """How much `advise` asks of its pool at most: of each fleet a short run and a whole one, or only that."""
+    return (1 if whole else 2) * sum(1 for _ in candidates(question)) + LIMITS_SOUGHT
 
 
 def sessions_at_once(question: PlanQuestion, best: PlanAnswer) -> float:

@@ -28,8 +28,9 @@ GROWS = "grows"  # in place of a latency that is as long as one waits
 def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
     """Simulates candidates, shows the advice, and writes what is asked for; the picture takes every candidate."""
     with processes() as pool, _progress(console) as progress:
-        bar = progress.add_task("Fleets simulated", total=run_count(question))
-        advice = advise(question, Watched(pool, lambda: progress.advance(bar)), whole=picture_path is not None)
+        whole = picture_path is not None
+        bar = progress.add_task("Fleets simulated", total=run_count(question, whole))
+        advice = advise(question, Watched(pool, lambda: progress.advance(bar)), whole)
     console.print(advice_report(question, advice))
     if json_path is not None:
         json_path.write_text(json.dumps(advice_data(question, advice), indent=1) + "\n", encoding="utf-8")

@@ -14,6 +14,8 @@ ROUNDS_OF_ARRIVALS = 8  # the same under a given rate, where it takes longer to 
 FEWEST_SESSIONS = 32  # simulated for one target
 FEWEST_ARRIVALS = 64  # the same under a given rate
 MOST_ARRIVALS = 1024
+SHORTER = 4  # times fewer sessions in the short runs that say which fleets are worth a whole one
+FEWEST_SHORT = 16  # simulated for one target in those
 KEPT_UP = 0.9  # of the tokens asked for while requests come, committed meanwhile; luck takes a few percent
 PROMISING = 0.9  # of the best so far: luck takes some percent of the shorter runs
 AS_GOOD = 0.98  # candidates within this of the best are as good; the smaller fleet is then the better
@@ -38,7 +40,12 @@ class PlanAnswer:
 
 def answer(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
     """Simulates one candidate."""
-    report = World(setting(question, candidate)).run()
+    return _simulated(question, candidate, sessions_of_one(question))
+
+
+def _simulated(question: PlanQuestion, candidate: CandidateFleet, sessions: int) -> PlanAnswer:
+    """With so many sessions for each target."""
+    report = World(setting(question, candidate, sessions)).run()
     total = report.tokens_per_s
     return PlanAnswer(
         candidate,
@@ -50,6 +57,12 @@ def answer(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
         cost_per_million(question.prices, candidate, total),
         isinstance(question.arrivals, ClosedLoop) or report.met >= KEPT_UP,
     )
+
+
+def sketch(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
+    """Simulates one candidate for a short time: enough to compare, too short to see whether what waits grows."""
+    sessions = max(FEWEST_SHORT, sessions_of_one(question) // SHORTER)
+    return replace(_simulated(question, candidate, sessions), keeps_up=True)
 
 
 def choose(answers: Sequence[PlanAnswer], question: PlanQuestion) -> PlanAnswer:
@@ -94,11 +107,11 @@ def _with_fleet(one: PlanAnswer, candidate: CandidateFleet, question: PlanQuesti
     return replace(one, candidate=candidate, cost_per_million=cost)
 
 
-def setting(question: PlanQuestion, candidate: CandidateFleet) -> Setting:
-    """The simulated run that tries a candidate."""
+def setting(question: PlanQuestion, candidate: CandidateFleet, sessions: int) -> Setting:
+    """The simulated run that tries a candidate, with so many sessions for each target."""
     load = Workload(
         _arrivals(question.arrivals, candidate.targets),
-        candidate.targets * sessions_of_one(question),  # requests come for as long, however many targets there are
+        candidate.targets * sessions,  # requests come for as long, however many targets there are
         question.prompt_tokens,
         question.new_tokens,
     )

@@ -25,7 +25,7 @@ from serve_app.planning.plan_request import PlanRequest, StatedCosts
 from serve_app.planning.processes import AtOnce, Watched, processes
 from serve_app.planning.question import PLAIN, CandidateFleet, PlanQuestion, Prices, candidates, cost_per_million
 from serve_app.planning.theory import ACCEPTANCES, BLOCK_LENS, TOLERANCE, lessons
-from serve_app.planning.trial import PlanAnswer, choose, is_promising, sessions_of_one, setting
+from serve_app.planning.trial import PlanAnswer, choose, is_promising, sessions_of_one, setting, sketch
 from serve_app.planning.trial import answer as fleet_answer
 from serve_app.svg import curves
 
@@ -49,7 +49,7 @@ def test_good_and_cheap_drafts_are_advised():
     tried = []
     advice = advise(SMALL, Watched(AtOnce(), lambda: tried.append(1)), whole=True)
     assert len(advice.answers) == 1 + 2 * 1 * 3
-    assert len(tried) == run_count(SMALL) == len(advice.answers) + 2, "and two limits"
+    assert len(tried) == run_count(SMALL, whole=True) == len(advice.answers) + 2, "and two limits"
     assert advice.best.candidate.block_len == 4
     assert advice.best.gain(advice.plain) > 2
     assert advice.at_once == 2
@@ -150,10 +150,10 @@ def test_under_a_given_rate_latency_decides():
 @pytest.mark.parametrize("arrivals", [ClosedLoop(1), ClosedLoop(20), Poisson(1.0), Poisson(20.0)])
 def test_requests_come_for_as_long_whatever_the_fleet(arrivals):
     loads = [
-        setting(replace(SMALL, arrivals=arrivals), CandidateFleet(targets, 1, 4, Mode.ADAPTIVE)).load
+        setting(replace(SMALL, arrivals=arrivals), CandidateFleet(targets, 1, 4, Mode.ADAPTIVE), sessions=40).load
         for targets in (1, 4)
     ]
-    assert loads[1].sessions == 4 * loads[0].sessions
+    assert [load.sessions for load in loads] == [40, 4 * 40]
 
 
 def test_the_more_run_at_once_the_longer_is_watched_whether_what_waits_grows():
@@ -209,12 +209,40 @@ def test_what_does_not_keep_up_has_no_latency_to_show():
     assert "plain" not in picture
 
 
+class Noted(AtOnce):
+    """Keeps what it is asked to run."""
+
+    def __init__(self) -> None:
+        self.whole: list[CandidateFleet] = []
+        self.short: list[CandidateFleet] = []
+
+    def submit(self, run, /, *args, **kwargs):
+        if run in (sketch, fleet_answer):
+            (self.short if run is sketch else self.whole).append(args[1])
+        return super().submit(run, *args, **kwargs)
+
+
 def test_what_loses_with_a_drafter_of_its_own_is_not_tried_with_a_shared_one():
-    question = replace(SMALL, block_lens=(1, 4))
-    tried = [one.candidate for one in advise(question).answers]
-    assert len(tried) < len(list(candidates(question)))
-    assert {fleet.block_len for fleet in tried if fleet.fleet == (1, 1)} == {1, 4}
-    assert {fleet.block_len for fleet in tried if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
+    pool = Noted()
+    advise(replace(SMALL, block_lens=(1, 4)), pool)
+    assert {fleet.block_len for fleet in pool.short if fleet.fleet == (1, 1)} == {1, 4}
+    assert {fleet.block_len for fleet in pool.short if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
+
+
+@pytest.mark.parametrize("arrivals", [ClosedLoop(2), Poisson(1.0)])
+def test_what_loses_in_short_runs_is_not_tried_in_whole_ones_and_the_advice_is_the_same(arrivals):
+    question = replace(SMALL, arrivals=arrivals, block_lens=(1, 4))
+    pool = Noted()
+    advice = advise(question, pool)
+    assert advice.best.candidate == advise(question, whole=True).best.candidate
+    assert advice.plain.candidate == PLAIN, "it is what all else is compared with, however slow"
+    assert [one.candidate for one in advice.answers] == pool.whole
+    assert set(pool.whole) < set(pool.short)
+    assert {fleet.block_len for fleet in pool.whole} == {0, 4}
+
+
+def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
+    assert len(advise(TOO_MUCH).answers) == len(list(candidates(TOO_MUCH)))
 
 
 def test_a_shared_drafter_may_be_best_where_drafters_are_dear():
