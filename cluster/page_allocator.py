@@ -136,6 +136,9 @@ class PageAllocator:
         assert 0 <= start < end, f"there is nothing to write from {start} to {end}"
         assert start <= len(table) * self.page_size, f"{session} does not reach position {start}"
         shared = [index for index in range(first, min(last, len(table))) if self._is_shared(table[index])]
+        if not shared and last <= len(table):  # as in most steps: the row ends in a page that the session has
+            held.published = min(held.published, first)
+            return []
         missing = max(0, last - len(table))
         if len(shared) + missing > self.available:
             return None

@@ -4,6 +4,7 @@ Blocks and verdicts are addressed by (length, hash of everything before), so tha
 never be applied.
 """
 
+from array import array
 from collections.abc import Iterable
 
 _MASK = (1 << 64) - 1
@@ -35,11 +36,14 @@ class Prefix:
     `key` keys the hash: it is drawn per session, so that no client can choose prompts that collide.
     """
 
+    __slots__ = ("_hashes", "hash", "length", "tokens")
+
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
         self.length = 0  # of the tokens
         self.hash = extend_hash(key & _MASK, 0)  # over all tokens
-        self._hashes: list[int] = [self.hash]  # _hashes[n] covers the first n tokens
+        # _hashes[n] covers the first n tokens; an array, for as objects they would take most of a session's memory.
+        self._hashes = array("Q", (self.hash,))
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -58,10 +62,13 @@ class Prefix:
 
     def extend(self, tokens: Iterable[int]) -> None:
         new = tuple(tokens)
+        if not new:
+            return
+        hashes = hashes_after(self.hash, new)
         self.tokens += new
-        self._hashes += hashes_after(self.hash, new)
+        self._hashes.extend(hashes)
         self.length = len(self.tokens)
-        self.hash = self._hashes[-1]
+        self.hash = hashes[-1]
 
     def truncate(self, length: int) -> None:
         """Rolls back to the first `length` tokens."""

@@ -58,6 +58,7 @@ def _scale(arguments: argparse.Namespace) -> None:
     report = World(Setting(costs, SpeculationSetting(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
     print(report)
     print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
+    gc.freeze()  # what is left goes with the process: to take it apart object by object takes seconds
 
 
 if __name__ == "__main__":

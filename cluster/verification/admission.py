@@ -3,7 +3,7 @@
 Knows nothing of blocks, of time or of what is computed; how long sessions waited is for others to judge.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from cluster.page_allocator import PageAllocator, PageCopy
@@ -17,7 +17,7 @@ class Admission:
     def __init__(self, limit: int, pages: PageAllocator) -> None:
         self.running: dict[str, TargetSession] = {}  # they have a place in the cache; oldest first
         self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order
-        self.order: deque[str] = deque()  # admitted sessions, longest unserved first
+        self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
         self.pages = pages
         self.preempted = 0  # times that a session lost its pages to older ones
         self._limit = limit
@@ -49,13 +49,13 @@ class Admission:
             name, session = next(iter(self.waiting.items()))
             session.cached_len = self.pages.open(name, session.prefix.tokens)
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
-            owed = sum([max(1, self._missing(running)) for running in self.running.values()])
-            if self.running and self._missing(session) + owed > self.pages.available:
+            missing = self.pages.missing(name, session.prefix.length + 1)
+            if self.running and missing + self._owed() > self.pages.available:
                 self.pages.close(name)
                 return
             del self.waiting[name]
             self.running[name] = session
-            self.order.append(name)
+            self.order[name] = None
             if not session.in_engine:
                 session.in_engine = True
                 self._opens.append(session.open)
@@ -97,9 +97,10 @@ class Admission:
                 return None
         return copies
 
-    def _missing(self, session: TargetSession) -> int:
-        """Pages that a session has yet to take for the tokens that it has, and one more."""
-        return self.pages.missing(session.open.session, session.prefix.length + 1)
+    def _owed(self) -> int:
+        """Pages that running sessions have yet to take for the tokens that they have and one more; of each, one."""
+        missing = self.pages.missing
+        return sum([max(1, missing(name, session.prefix.length + 1)) for name, session in self.running.items()])
 
     def _preempt(self, name: str) -> None:
         """Back to the head of the queue; what is lost of its cache is computed again from its tokens."""
@@ -111,5 +112,5 @@ class Admission:
     def _leave(self, name: str) -> None:
         """Takes a session out of the cache."""
         del self.running[name]
-        self.order.remove(name)
+        del self.order[name]
         self.pages.close(name)

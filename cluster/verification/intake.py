@@ -102,8 +102,9 @@ class Intake:
     def _hello(self, router: str, hello: Hello, now: float) -> None:
         """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
         wanted = {(item.session, item.attempt) for item in hello.live}
+        peer = peer_of(router)
         for session in self._admission:
-            if peer_of(session.router) != peer_of(router):
+            if peer_of(session.router) != peer:
                 continue
             session.router = router
             if (session.open.session, session.open.attempt) not in wanted:
@@ -121,7 +122,7 @@ class Intake:
         self.forget(name)
         buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
         prefix = Prefix(request.hash_key, request.tokens)
-        session = TargetSession(request, router, prefix, buffer, waiting_since=now)
+        session = TargetSession(request, router, prefix, buffer, self._block_shape(request), waiting_since=now)
         self._admission.waiting[name] = session
         self.admit(now)
         if name in self._admission.waiting:
@@ -151,7 +152,7 @@ class Intake:
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attached(drafter)
-        request = (drafter, session.draft_request(self.block_shape(session.open)))
+        request = (drafter, session.draft_request())
         missed = tuple(session.prefix.tokens[attach.have_len :])
         if not missed:
             return [request]
@@ -167,7 +168,7 @@ class Intake:
         if session is None:
             self._early.block(drafter, block, now)
             return
-        if self.block_shape(session.open) is Shape.CHAIN and not block.tree.is_chain:
+        if session.shape is Shape.CHAIN and not block.tree.is_chain:
             self._counts.drop("tree", block)
             return
         self._silent.heard(drafter)
@@ -211,10 +212,6 @@ class Intake:
             sessions = max(1, len(self._admission.running))
             session.drafting = self._pacer.decide(session.stats, limit, sessions)
 
-    def block_shape(self, request: Open) -> Shape:
-        """What blocks for a session may look like."""
-        return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
-
     # ------------------------------------------------------------ what waits for its session
 
     @property
@@ -231,6 +228,10 @@ class Intake:
         return self._early.next_expiry()
 
     # ------------------------------------------------------------ helpers
+
+    def _block_shape(self, request: Open) -> Shape:
+        """What blocks for a session may look like."""
+        return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

@@ -5,6 +5,7 @@ verified only at exactly the length and hash it was drafted for. Knows nothing o
 are handed in.
 """
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ class VerificationScheduler:
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
+        self._start: float | None = None  # of the next step, if nothing is heard before; None: to be asked for
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.step_s = 0.0  # in steps
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
@@ -60,12 +62,14 @@ class VerificationScheduler:
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Takes a message from a router's or a drafter's stream; returns what is to be sent for it."""
+        self._start = None
         if isinstance(message, Open) and not self._admission.has_sessions:
             self._free_since = now
         return self._intake.receive(peer, message, now)
 
     def gone(self, peer: str, now: float) -> None:
         """A stream broke: a router's sessions are nobody's, a drafter's go on plainly with the blocks that arrived."""
+        self._start = None
         self._intake.gone(peer, now)
 
     # ------------------------------------------------------------ the step
@@ -75,8 +79,9 @@ class VerificationScheduler:
         assert not self._in_step, "a step is planned while another is under way"
         self._intake.expire(now)
         copies: list[PageCopy] = []
-        dues, start = self._timing.dues(self._admission.running, self._pacer.load)
-        if start <= now:
+        dues, self._start = self._timing.dues(self._admission.running, self._pacer.load)
+        if self._start <= now:
+            self._start = None
             copies = self._fill_step(dues, now)
         closes, opens = self._admission.take_changes()
         rows = tuple(row for _, row in self._in_step)
@@ -91,29 +96,33 @@ class VerificationScheduler:
 
     def next_due(self) -> float | None:
         """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
-        admitted = self._admission.running
-        dues = [self._timing.dues(admitted, self._pacer.load)[1]] if admitted else []
+        if self._start is None:
+            _, self._start = self._timing.dues(self._admission.running, self._pacer.load)
         expiry = self._intake.next_expiry()
-        return min(dues if expiry is None else [*dues, expiry], default=None)
+        due = self._start if expiry is None else min(self._start, expiry)
+        return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
         """Turns what the engine computed into verdicts, for the router and for the drafter."""
+        self._start = None
         decided = {outcome.session: outcome for outcome in outcomes}
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
+        running = self._admission.running
         for session, row in self._in_step:
-            if self._admission.running.get(row.session) is not session:
+            name = row.session
+            if running.get(name) is not session:
                 continue  # closed or replaced while the engine computed
             session.cached_len = row.start + len(row.tokens)
             session.waiting_since = now
             # Before the verdict: a session may end with it, and what it was fed stays useful.
-            self._pages.publish(row.session, session.prefix.tokens, min(session.cached_len, session.prefix.length))
+            self._pages.publish(name, session.prefix.tokens, min(session.cached_len, session.prefix.length))
             if row.decide:
-                news, verdict = self._decide(session, row, decided[row.session], now)
+                news, verdict = self._decide(session, row, decided[name], now)
                 to_drafters += news
                 to_routers.append(verdict)
-            if self._admission.running.get(row.session) is session:
-                self._pages.truncate(row.session, session.cached_len)
+            if running.get(name) is session:
+                self._pages.truncate(name, session.cached_len)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
         if self._in_step:  # else the engine was only told who has come and gone
             self._pacer.step_made(self._step_shape, sum(outcome.accepted + 1 for outcome in outcomes), seconds, now)
@@ -206,16 +215,16 @@ class VerificationScheduler:
             if session is None or budget <= 0 or dues[name] > now:
                 continue
             row = session.row(budget)
-            reserved = self._admission.reserve(session, row.start, row.start + len(row.tokens), in_step)
+            tokens = len(row.tokens)
+            reserved = self._admission.reserve(session, row.start, row.start + tokens, in_step)
             if reserved is None:
                 continue
             copies += reserved
-            budget -= len(row.tokens)
+            budget -= tokens
             in_step.add(name)
             session.in_step = True
             self._in_step.append((session, row.in_pages(self._pages.table(name))))
-            self._admission.order.remove(name)
-            self._admission.order.append(name)
+            self._admission.order.move_to_end(name)
         self._step_shape = self._shape()
         return copies
 
@@ -223,40 +232,43 @@ class VerificationScheduler:
         """Of the step that is about to be made, for pacing to learn from its time."""
         return StepShape(
             rows=len(self._in_step),
-            tokens=sum(len(row.tokens) for _, row in self._in_step),
-            decoding=sum(session.is_decoding for session in self._admission.running.values()),
-            decides_all=all(row.decide and session.is_decoding for session, row in self._in_step),
+            tokens=sum([len(row.tokens) for _, row in self._in_step]),
+            decoding=sum([session.is_decoding for session in self._admission.running.values()]),
+            decides_all=all(row.decide and row.known == 1 for _, row in self._in_step),
             is_drafted_for=any(session.asked for session, _ in self._in_step),
             is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in self._in_step),
         )
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
-        if row.drafted or (session.has_no_draft and session.asked):
-            room = max_block_len(session.open, session.prefix.length)
-            self._pacer.block_verified(session.asked, room, row.drafted, outcome.accepted)
+        request = session.open
+        drafted = row.drafted
+        if drafted or (session.has_no_draft and session.asked):
+            room = max_block_len(request, session.prefix.length)
+            self._pacer.block_verified(session.asked, room, drafted, outcome.accepted)
         decision = session.decide(row, outcome, now)
-        if decision.finish is Finish.NONE:
+        is_over = decision.finish is not Finish.NONE
+        if not is_over:
             self._moves += row.kept(outcome.path, self._limits.page_size)
         self._intake.ask(session)
         verdict = Verdict(
-            session.open.session,
-            session.open.attempt,
+            request.session,
+            request.attempt,
             decision.base_len,
             decision.base_hash,
             decision.tokens,
             decision.accepted,
-            row.drafted,
+            drafted,
             decision.finish,
             session.answer,
         )
         sends: list[Send] = []
-        if session.drafter is not None:
-            news = session.for_drafter(verdict, self._intake.block_shape(session.open))
-            sends += [(session.drafter, message) for message in news]
-            sends += self._alarm(session, session.drafter)
-        if decision.finish is not Finish.NONE:
-            self._intake.forget(session.open.session)
+        drafter = session.drafter
+        if drafter is not None:
+            sends += [(drafter, message) for message in session.for_drafter(verdict)]
+            sends += self._alarm(session, drafter)
+        if is_over:
+            self._intake.forget(request.session)
         return sends, (session.router, verdict)
 
     def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:

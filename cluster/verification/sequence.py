@@ -27,7 +27,7 @@ class Decision:
     finish: Finish
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class TargetSession:
     """A session from its Open until it ends or is replaced."""
 
@@ -35,6 +35,7 @@ class TargetSession:
     router: str
     prefix: Prefix
     buffer: BlockBuffer
+    shape: Shape = Shape.CHAIN  # what blocks may look like
     cached_len: int = 0  # tokens in the engine's cache that stand
     in_engine: bool = False  # whether the engine has heard of it
     in_step: bool = False  # whether it is in the step under way
@@ -61,16 +62,16 @@ class TargetSession:
         return self.prefix.length - self.cached_len <= 1
 
     @property
-    def expects_block(self) -> bool:
-        """Whether its drafter was asked for a block for the next row and has not said that there is none."""
-        return self.drafter is not None and self._wants_block
+    def awaited_drafter(self) -> str | None:
+        """Who was asked for a block for the next row and has not said that there is none."""
+        return self.drafter if self._wants_block else None
 
     @property
     def _wants_block(self) -> bool:
         length = self.prefix.length
         if self.drafting.tokens == 0 or self.no_draft_len == length:
             return False
-        return length + 1 < self.open.max_len and self.is_decoding
+        return length + 1 < self.open.max_len and length - self.cached_len <= 1
 
     @property
     def missed_by(self) -> str | None:
@@ -101,7 +102,7 @@ class TargetSession:
         self.is_read = False
         self.paused = not self.drafting.tokens
 
-    def draft_request(self, shape: Shape) -> DraftRequest:
+    def draft_request(self) -> DraftRequest:
         """What is wanted of the drafter after the tokens that are decided now."""
         return DraftRequest(
             self.open.session,
@@ -111,10 +112,10 @@ class TargetSession:
             self.drafting.tokens,
             self.drafting.hold_step,
             self.drafting.least_chance,
-            shape,
+            self.shape,
         )
 
-    def for_drafter(self, verdict: Verdict, shape: Shape) -> list[Verdict | DraftRequest]:
+    def for_drafter(self, verdict: Verdict) -> list[Verdict | DraftRequest]:
         """What the drafter is told: all that it has not heard, and what is wanted next; nothing while paused."""
         is_over = verdict.finish is not Finish.NONE
         if self.paused and not self.drafting.tokens and not is_over:
@@ -122,7 +123,7 @@ class TargetSession:
         news = self._unsent(verdict)
         self.sent_len = self.prefix.length
         self.paused = not self.drafting.tokens
-        return [news] if is_over else [news, self.draft_request(shape)]
+        return [news] if is_over else [news, self.draft_request()]
 
     def _unsent(self, verdict: Verdict) -> Verdict:
         """The verdict, with all tokens before it that the drafter has not heard of."""
@@ -140,42 +141,48 @@ class TargetSession:
         Notes the drafter's `answer`, which a block too long for the budget is too.
         """
         name = self.open.session
+        asked = self.drafting.tokens
         tail = tuple(self.prefix.tokens[self.cached_len :])
+        left = budget - len(tail)
         self.answer = DraftAnswer.NOT_ASKED
-        if len(tail) > budget:
+        if left < 0:
             return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
-        block = self.ready_block() if self.drafting.tokens else None
+        block = self.ready_block() if asked else None
         if block is not None or self.has_no_draft:
             self.answer = DraftAnswer.GIVEN
         elif self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
             self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
         # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
-        draft = block.tree.first(self.drafting.tokens) if block is not None else NO_TREE
-        if len(tail) + len(draft) > max(budget, len(tail)):
+        draft = block.tree.first(asked) if block is not None else NO_TREE
+        if len(draft.tokens) > left:
             draft = NO_TREE
         return Row(name, tail + draft.tokens, self.cached_len, decide=True, pages=(), draft=draft)
 
     def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
         """Takes over what the engine computed for `row`."""
         request = self.open
-        base_len = self.prefix.length
-        base_hash = self.prefix.hash
+        prefix = self.prefix
+        stats = self.stats
+        asked = self.drafting.tokens
+        verified = outcome.accepted
+        base_len = prefix.length
+        base_hash = prefix.hash
         raw = outcome.tokens_of(row)
-        tokens, accepted, finish = settle(raw, outcome.accepted, base_len, request.max_len, request.stop_ids)
-        if row.drafted:
+        tokens, accepted, finish = settle(raw, verified, base_len, request.max_len, request.stop_ids)
+        if drafted := row.drafted:
             self.buffer.take(base_len, base_hash)
-            self.stats.block_verified(self.drafting.tokens, row.drafted, outcome.accepted)
-        elif self.has_no_draft and self.drafting.tokens:
-            self.stats.nothing_drafted(self.drafting.tokens)
+            stats.block_verified(asked, drafted, verified)
+        elif asked and self.has_no_draft:
+            stats.nothing_drafted(asked)
         elif row.known == 1 and self.drafter is not None and not self.has_answered:
-            self.stats.plain_round()
+            stats.plain_round()
         self.has_answered = False
-        self.prefix.extend(tokens)
-        self.decided_at.append((self.prefix.length, now))
-        self.cached_len = base_len + min(outcome.accepted, len(tokens))  # the last token was not fed
-        hit = self.buffer.move_on(self.prefix, accepted, now)
-        if self.drafting.tokens:
-            self.stats.verdict_sent(hit)
+        prefix.extend(tokens)
+        self.decided_at.append((prefix.length, now))
+        self.cached_len = base_len + min(verified, len(tokens))  # the last token was not fed
+        hit = self.buffer.move_on(prefix, accepted, now)
+        if asked:
+            stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 
 

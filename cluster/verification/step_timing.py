@@ -25,16 +25,20 @@ class StepTiming:
         A session is due at once, unless it had better stay out until its block is there. The step is held for blocks
         that are awaited; where there is no session it never begins.
         """
+        skip_for_s = self._pacing.skip_for_s
         dues: dict[str, float] = {}
         awaited: list[TargetSession] = []
         for name, session in sessions.items():
-            if not session.expects_block:
+            drafter = session.awaited_drafter
+            if drafter is None:
                 dues[name] = session.waiting_since
             elif session.ready_block() is not None:
                 dues[name] = max(session.waiting_since, session.buffer.ready_since)
             else:
-                dues[name] = session.waiting_since + self._patience_s(session, load)
-                if session.drafting.hold_step and not self._is_silent(session):
+                is_silent = self._silent.is_silent(drafter)
+                patience_s = self._probe_s(session, drafter, load) if is_silent else skip_for_s(session.drafting, load)
+                dues[name] = session.waiting_since + patience_s
+                if session.drafting.hold_step and not is_silent:
                     awaited.append(session)
         first = min(dues.values(), default=math.inf)
         if not awaited:
@@ -45,14 +49,7 @@ class StepTiming:
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
-    def _patience_s(self, session: TargetSession, load: Load) -> float:
-        """How long it stays out of steps for its block."""
-        if not self._is_silent(session):
-            return self._pacing.skip_for_s(session.drafting, load)
-        assert session.drafter is not None
-        is_probed = session.drafting.hold_step and self._silent.is_probed(session.drafter)
+    def _probe_s(self, session: TargetSession, drafter: str, load: Load) -> float:
+        """How long it stays out of steps for the block of a silent drafter."""
+        is_probed = session.drafting.hold_step and self._silent.is_probed(drafter)
         return load.step.plain_s(load.sessions) if is_probed else 0.0
-
-    def _is_silent(self, session: TargetSession) -> bool:
-        assert session.drafter is not None, "a block is expected of nobody"
-        return self._silent.is_silent(session.drafter)
