@@ -40,8 +40,9 @@ class DraftedSession:
     def lacks_block(self) -> bool:
         """Whether none was drafted for the current length, where one could be of use."""
         length = self.prefix.length
-        is_served = self.served_len == length or self.asked == 0
-        return self.attached and not is_served and max_block_len(self.open, length) > 0
+        if self.served_len == length or self.asked == 0 or not self.attached:
+            return False
+        return max_block_len(self.open, length) > 0
 
     @property
     def wants_block(self) -> bool:

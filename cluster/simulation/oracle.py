@@ -21,6 +21,7 @@ from protos.prefix import hashes_after
 
 STOP = 0
 VOCABULARY = 50_000
+TOKENS = tuple(range(1, VOCABULARY))  # the same numbers for all scripts, which are many
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def script(load: Workload, seed: int, index: int) -> Script:
     """The script of one session of the load."""
     rng = random.Random(f"{seed} {index}")
     length = load.prompt_tokens + load.new_tokens
-    tokens = rng.choices(range(1, VOCABULARY), k=length)
+    tokens = rng.choices(TOKENS, k=length)
     if rng.random() < load.stopping:
         tokens[load.prompt_tokens + rng.randrange(load.new_tokens)] = STOP
     hardness = [rng.random() for _ in range(length)]
