@@ -143,6 +143,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
     )
 
 
+@torch.inference_mode()
 def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[Emit]:
     """What the specification commits of one session, round by round; nobody holds anything at the end."""
     alone = replace(setting, lock_step=True)

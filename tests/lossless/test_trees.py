@@ -47,8 +47,6 @@ def worlds(setting: Setting) -> list[World]:
     made = [World(replace(setting, prompt=(1 + seed, 7, 8)), AT_ONCE, seed) for seed in range(WORLDS)]
     for world in made:
         world.run()
-        assert world.verification.is_idle
-        assert world.drafting.is_idle
     return made
 
 

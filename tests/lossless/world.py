@@ -5,18 +5,27 @@ Only time and transport are simulated: a schedule decides when each block and ve
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
-from cluster.dispatch import Scheduler, Send
-from cluster.drafting.method import make_pass, tell
+import torch
+
+from actors.engine.executor import StepExecutor
+from actors.methods.draft_model import DraftModel
+from cluster.costs import ForwardCost
+from cluster.dispatch import Send
+from cluster.drafting.method import DraftingMethod, make_pass, tell
 from cluster.drafting.requests import Proposal
+from cluster.drafting.scheduler import DraftScheduler
 from cluster.lock_step import DRAFTER, ROUTER, TARGET
 from cluster.routing.session import Command, Emit, Ended, Session, ToDrafter, ToTarget
-from cluster.verification.step import Row, StepPlan
+from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Block, DraftRequest, Message, Refusal, Resync, Verdict
 from tests.lossless.parts import (
     EOS,
+    LATER_S,
     PAGE_SIZE,
     Setting,
     a_draft_model,
@@ -53,96 +62,156 @@ def only_with_eos_in_time(message: Message, rng: random.Random) -> list[float]:
     return [100 * STEP_S] if late else [HOP_S]
 
 
-class World:
-    """Runs `sessions` seeded sessions at once and collects what the ledgers committed.
+@dataclass(eq=False)
+class ToyTarget:
+    """One life of a target replica, beside a memory that says what its cache holds."""
 
-    Every step reads the target's pages and fails when they hold another text than the row's session.
-    """
+    scheduler: VerificationScheduler
+    executor: StepExecutor
+    is_busy: bool = False
+    _memory: TokenMemory = field(default_factory=lambda: TokenMemory(PAGE_SIZE))
 
-    def __init__(self, setting: Setting, sessions: int, seed: int) -> None:
-        self._setting = setting
-        self._rng = random.Random(seed)
-        self._chance = random.Random(seed + 1)
-        self.verification = a_verification_scheduler(setting, sessions)
-        self.drafting = a_draft_scheduler(setting, sessions)
-        self._executor = an_executor(setting)
-        self._memory = TokenMemory(PAGE_SIZE)
-        self._method = a_draft_model(setting, sessions, clock=lambda: self._now)
-        self._now = 0.0
-        self._order = count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._stepping = self._drafting = False
-        self.branches_accepted = 0  # paths that a chain would not have had
-        self.steps: list[tuple[Row, ...]] = []  # the target's
-        self.sessions = {g.session: Session(g) for g in generations(setting, sessions, self._rng)}
-
-    def run(self) -> list[tuple[int, ...]]:
-        for session in self.sessions.values():
-            self._do(session.assign_target(TARGET))
-            if session.wants_drafter:
-                self._do(session.assign_drafter(DRAFTER))
-        while self._events:
-            self._now, _, happen = heapq.heappop(self._events)
-            happen()
-            self._step()
-            self._draft()
-        tell(self._method, self.drafting.next_pass(0, 0).news)
-        assert self._method.is_idle
-        self.verification.plan(self._now + 3600)  # what came too late for anybody has expired by then
-        return [session.committed for session in self.sessions.values()]
-
-    # ------------------------------------------------------------ the two loops
-
-    def _step(self) -> None:
-        if self._stepping:
-            return
-        plan = self.verification.plan(self._now)
-        if plan is None:
-            due = self.verification.next_due()
-            if due is not None:
-                self._after(due - self._now, lambda: None)
-            return
-        self._stepping = True
-        if plan.rows:
-            self.steps.append(plan.rows)
-        outcomes = self._executor.step(plan)
-        self.branches_accepted += sum(outcome.path != tuple(range(outcome.accepted)) for outcome in outcomes)
-        self._check_pages(plan)
-
-        def end() -> None:
-            self._stepping = False
-            self._route(TARGET, self.verification.apply(outcomes, STEP_S, self._now))
-
-        self._after(STEP_S, end)
-
-    def _check_pages(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        """Fails where a row's pages hold another text than its session's."""
+        outcomes = self.executor.step(plan)
         self._memory.move(plan.moves)
         self._memory.copy(plan.copies)
         for row in plan.rows:
             self._memory.write(row.tokens, row.start, row.pages)
         for row in plan.rows:
-            known = tuple(self._executor._sessions[row.session].tokens[: row.base_len])
+            known = tuple(self.executor._sessions[row.session].tokens[: row.base_len])
             assert self._memory.read(row.start + len(row.tokens), row.pages) == known + row.draft.tokens
+        return outcomes
 
-    def _draft(self) -> None:
-        if self._drafting:
+
+@dataclass(eq=False)
+class ToyDrafter:
+    """One life of a drafter; its method asks the model."""
+
+    scheduler: DraftScheduler
+    method: DraftingMethod
+    model: DraftModel
+    is_busy: bool = False
+
+
+class World:
+    """Runs `sessions` seeded sessions at once and collects what the ledgers committed: one target, one drafter."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        sessions: int,
+        seed: int,
+        targets: Sequence[str] = (TARGET,),
+        drafters: Sequence[str] = (DRAFTER,),
+    ) -> None:
+        self._setting = setting
+        self._count = sessions
+        self._rng = random.Random(seed)
+        self._chance = random.Random(seed + 1)
+        self._now = 0.0
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.branches_accepted = 0  # paths that a chain would not have had
+        self.steps: list[tuple[Row, ...]] = []  # the targets'
+        self.sessions = {g.session: Session(g) for g in generations(setting, sessions, self._rng)}
+        self.targets = {address: self._new_target() for address in targets}
+        self.drafters = {address: self._new_drafter() for address in drafters}
+
+    @torch.inference_mode()
+    def run(self) -> list[tuple[int, ...]]:
+        """Everything, until nothing happens any more; then nobody may hold anything."""
+        for index, session in enumerate(self.sessions.values()):
+            self._do(session.assign_target(list(self.targets)[index % len(self.targets)]))
+            if session.wants_drafter:
+                self._do(session.assign_drafter(list(self.drafters)[index // 2 % len(self.drafters)]))
+        while self._events:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen()
+            for address in self.targets:
+                self._step(address)
+            for address in self.drafters:
+                self._draft(address)
+        self._check_that_nothing_is_left()
+        return [session.committed for session in self.sessions.values()]
+
+    @property
+    def verification(self) -> VerificationScheduler:
+        """Of the one target."""
+        (target,) = self.targets.values()
+        return target.scheduler
+
+    @property
+    def drafting(self) -> DraftScheduler:
+        """Of the one drafter."""
+        (drafter,) = self.drafters.values()
+        return drafter.scheduler
+
+    def _new_target(self) -> ToyTarget:
+        return ToyTarget(a_verification_scheduler(self._setting, self._count), an_executor(self._setting))
+
+    def _new_drafter(self) -> ToyDrafter:
+        model = a_draft_model(self._setting, self._count, clock=lambda: self._now)
+        return ToyDrafter(a_draft_scheduler(self._setting, self._count), model, model)
+
+    def _check_that_nothing_is_left(self) -> None:
+        for target in self.targets.values():
+            if (last := target.scheduler.plan(LATER_S)) is not None:
+                target.scheduler.apply(target.step(last), 0.0, LATER_S)
+            assert target.scheduler.is_idle
+            assert target.executor.is_idle
+        for drafter in self.drafters.values():
+            tell(drafter.method, drafter.scheduler.next_pass(0, 0).news)
+            assert drafter.scheduler.is_idle
+            assert drafter.model.is_idle
+
+    # ------------------------------------------------------------ the two loops
+
+    def _step(self, address: str) -> None:
+        target = self.targets[address]
+        if target.is_busy:
             return
-        drafting = self.drafting.next_pass(len(self.sessions), self._setting.ahead)
-        if drafting.is_empty:
+        plan = target.scheduler.plan(self._now)
+        if plan is None:
+            if (due := target.scheduler.next_due()) is not None:
+                self._after(due - self._now, lambda: None)
             return
-        self._drafting = True
-        told: list[list[Proposal]] = []
-        told.append(make_pass(self._method, drafting, self._is_interrupted, told.append))
+        target.is_busy = True
+        if plan.rows:
+            self.steps.append(plan.rows)
+        outcomes = target.step(plan)
+        self.branches_accepted += sum(outcome.path != tuple(range(outcome.accepted)) for outcome in outcomes)
+        cost = self._setting.step_cost or ForwardCost.linear(STEP_S)
+        took_s = cost.seconds(len(plan.rows), sum(len(row.tokens) for row in plan.rows))
 
         def end() -> None:
-            self._drafting = False
+            target.is_busy = False
+            if self.targets[address] is target:
+                self._route(address, target.scheduler.apply(outcomes, took_s, self._now))
+
+        self._after(took_s, end)
+
+    def _draft(self, address: str) -> None:
+        drafter = self.drafters[address]
+        if drafter.is_busy:
+            return
+        drafting = drafter.scheduler.next_pass(self._count, self._setting.ahead)
+        if drafting.is_empty:
+            return
+        drafter.is_busy = True
+        told: list[list[Proposal]] = []
+        told.append(make_pass(drafter.method, drafting, self._is_interrupted, told.append))
+
+        def offer(proposals: list[Proposal]) -> None:
+            if self.drafters[address] is drafter:
+                self._route(address, drafter.scheduler.proposed(proposals, self._now))
+
+        def end() -> None:
+            drafter.is_busy = False
 
         for index, proposals in enumerate(told, 1):
-            self._after(PASS_S * index / len(told), lambda p=proposals: self._offer(p))
+            self._after(PASS_S * index / len(told), lambda p=proposals: offer(p))
         self._after(PASS_S, end)
-
-    def _offer(self, proposals: list[Proposal]) -> None:
-        self._route(DRAFTER, self.drafting.proposed(proposals, self._now))
 
     def _is_interrupted(self) -> bool:
         """At random, and never for anything in the tokens that are drafted."""
@@ -156,8 +225,7 @@ class World:
     def _do(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, ToTarget | ToDrafter):
-                receiver = self.verification if isinstance(command, ToTarget) else self.drafting
-                self._after(HOP_S, lambda to=receiver, m=command.message: self._deliver(to, ROUTER, [m]))
+                self._after(HOP_S, lambda c=command: self._deliver(c.address, ROUTER, [c.message]))
             else:
                 assert isinstance(command, Emit | Ended)
 
@@ -175,31 +243,26 @@ class World:
             else:
                 frames.append((receiver, [message]))
         for receiver, frame in frames:
+            delays = [HOP_S] if receiver == ROUTER else self._setting.schedule(frame[0], self._rng)
+            for delay in delays:
+                self._after(delay, lambda to=receiver, f=frame: self._deliver(to, sender, f))
+
+    def _deliver(self, receiver: str, sender: str, frame: list[Message]) -> None:
+        for message in frame:
             if receiver == ROUTER:
-                self._after(HOP_S, lambda f=frame: self._to_router(sender, f))
-                continue
-            scheduler = self.verification if receiver == TARGET else self.drafting
-            for delay in self._setting.schedule(frame[0], self._rng):
-                self._after(delay, lambda to=scheduler, f=frame: self._deliver(to, sender, f))
-
-    def _deliver(self, scheduler: Scheduler, sender: str, frame: list[Message]) -> None:
-        receiver = TARGET if scheduler is self.verification else DRAFTER
-        for message in frame:
-            self._route(receiver, scheduler.receive(sender, message, self._now))
-
-    def _to_router(self, sender: str, frame: list[Message]) -> None:
-        for message in frame:
-            session = self.sessions[message.session]
-            if isinstance(message, Verdict):
-                self._do(session.on_verdict(sender, message))
-            elif isinstance(message, Refusal):
-                self._do(session.on_drafter_refusal(sender, message))
-                self._after(STEP_S, lambda s=session: self._seek_drafter(s))
+                self._tell_ledger(sender, message)
             else:
-                assert isinstance(message, Resync)
-                self._do(session.on_drafter_resync(sender))
+                peer = self.targets.get(receiver) or self.drafters[receiver]
+                self._route(receiver, peer.scheduler.receive(sender, message, self._now))
+
+    def _tell_ledger(self, sender: str, message: Message) -> None:
+        assert isinstance(message, Verdict | Refusal | Resync)
+        session = self.sessions[message.session]
+        self._do(session.receive(sender, message))
+        if isinstance(message, Refusal):
+            self._after(STEP_S, lambda: self._seek_drafter(session))
 
     def _seek_drafter(self, session: Session) -> None:
-        """There is only the one that gave it up."""
+        """It may be the one that gave the session up."""
         if session.wants_drafter:
-            self._do(session.assign_drafter(DRAFTER))
+            self._do(session.assign_drafter(self._rng.choice(list(self.drafters))))
