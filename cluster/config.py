@@ -167,6 +167,10 @@ class SpeculationConfig(_Frozen):
         " then verifies all, at max_draft_tokens: the executable specification that the other is compared with",
     )
 
+    @property
+    def is_lock_step(self) -> bool:
+        return self.pacing == "lock_step"
+
 
 class ServerConfig(_Frozen):
     """The HTTP front and the router."""

@@ -31,16 +31,21 @@ from actors.models.checkpoint import (
 )
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
-from cluster.config import SlipstreamConfig
+from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
-from cluster.pacing.policy import Adaptive, LockStep
+from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.verification.intake import VerificationLimits
 from serve_app.replica_counters import ReplicaCounters, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
+
+
+def pacing_of(speculation: SpeculationConfig) -> Pacing:
+    """The policy that the configuration names."""
+    return LockStep() if speculation.is_lock_step else Adaptive()
 
 
 class TargetDeployment:
@@ -78,7 +83,7 @@ class TargetDeployment:
             vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),
             pool.step_timeout_s,
-            LockStep() if config.speculation.pacing == "lock_step" else Adaptive(),
+            pacing_of(config.speculation),
             self._engine.step_cost,
         )
         self._counters = ReplicaCounters(lambda: target_counts(self._replica))
@@ -166,7 +171,7 @@ class DraftDeployment:
             limits,
             vocabulary_fingerprint(tokens),
             target_model,
-            draft_ahead=config.speculation.pacing == "adaptive",
+            draft_ahead=not config.speculation.is_lock_step,
             prepare_thread=compute_in_background if config.draft.resources.background else None,
             profile=self._costs,
         )

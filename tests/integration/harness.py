@@ -19,6 +19,7 @@ from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.drafting.following import DrafterLimits
+from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
 from cluster.verification.intake import VerificationLimits
@@ -132,6 +133,7 @@ async def cluster(
     wrap_engine: Callable[[Engine], Engine] = as_it_is,
     pages: int = PAGES,
     target_wait_s: float = 5,
+    lock_step: bool = False,
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -144,7 +146,8 @@ async def cluster(
         engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS), VOCABULARY)))
         limits = VerificationLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
         engine = wrap_engine(PacedEngine(engines[-1], pace))
-        replica = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30)
+        pacing = LockStep() if lock_step else Adaptive()
+        replica = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing)
         server = await serve_target(replica, "127.0.0.1")
         replicas[server.address] = replica
         servers[server.address] = server
@@ -157,7 +160,11 @@ async def cluster(
             DraftingLimits(top_k=8),
         )
         drafter = Drafter(
-            method, DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), IDENTITY.vocabulary, IDENTITY.target_model
+            method,
+            DrafterLimits(VOCABULARY, CONTEXT, SESSIONS),
+            IDENTITY.vocabulary,
+            IDENTITY.target_model,
+            draft_ahead=not lock_step,
         )
         server = await serve_drafter(drafter, "127.0.0.1")
         drafting[server.address] = drafter

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -11,13 +11,14 @@ from actors.engine.engine import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import DrainingError, TargetLostError
-from cluster.routing.session import Emit
+from cluster.routing.session import Emit, Generation
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, eventually, plain_greedy
 
 SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
+UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # of one that is right as a rule
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance))
@@ -163,13 +164,39 @@ async def test_a_cache_too_small_for_all_who_were_let_in_changes_no_token():
 
 async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
     """Right guesses are at the target before the verdict that they build on."""
-    async with cluster(draft_logits=LOGITS + 0.3 * LOGITS.flip(0)) as c:
+    async with cluster(draft_logits=UNSURE) as c:
         prompt = (1, 2, 3)
         assert await c.tokens(c.generation(prompt=prompt, max_len=203)) == plain_greedy(prompt, 200)
         (drafter,) = c.drafters.values()
         counts = drafter.scheduler.counts
         assert counts["guess_hit"] > 5
         assert counts["guesses"] > counts["guess_hit"] + counts["guess_miss"]
+
+
+async def test_lock_step_answers_as_the_adaptive_loop_does():
+    """The slow loop is the specification of the fast one: draft, verify, commit."""
+    rules = [Sampling(temperature=0.0), Sampling(temperature=0.8)]
+
+    async def answers(lock_step: bool) -> tuple[list[list[int]], list[int], Mapping[str, int]]:
+        """Texts, how many tokens of each were drafted, and what the drafter counted."""
+        async with cluster(draft_logits=UNSURE, lock_step=lock_step) as c:
+            asked = [c.generation(prompt=(1 + i, 2), max_len=62, sampling=rules[i % 2]) for i in range(4)]
+            events = await asyncio.gather(*(emitted(c, generation) for generation in asked))
+            (drafter,) = c.drafters.values()
+            texts = [[token for emit in emits for token in emit.tokens] for emits in events]
+            return texts, [sum(emit.accepted for emit in emits) for emits in events], drafter.scheduler.counts
+
+    fast, _, counted = await answers(lock_step=False)
+    slow, accepted, counted_slowly = await answers(lock_step=True)
+    assert slow == fast
+    assert min(accepted) > 0, "lock step drafts for every round"
+    assert counted_slowly["blocks"] > 0
+    assert "guesses" not in counted_slowly, "lock step drafts nothing ahead"
+    assert counted["guesses"] > 0, "the other loop does"
+
+
+async def emitted(c: Cluster, generation: Generation) -> list[Emit]:
+    return [event async for event in c.router.generate(generation) if isinstance(event, Emit)]
 
 
 async def test_a_useless_drafter_changes_nothing_but_speed():

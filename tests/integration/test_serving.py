@@ -19,7 +19,7 @@ from serve_app.operations.published import cost_model
 from serve_app.operations.ray_cluster import broadcast, deployed
 from serve_app.operations.status import replicas_table
 from serve_app.operations.trace import recordings
-from tests.integration.serving import Reference, Served, demo_served, demo_served_beside
+from tests.integration.serving import Reference, Served, demo_served
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -33,10 +33,7 @@ PATIENCE = 20  # times to ask until something is drafted: pacing may have specul
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor.
-
-    What Ray counts for them leaves room for another application on two cores.
-    """
+    """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor."""
     ranks = "target.resources_per_rank.num_cpus=0.3"
     with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.max_draft_tokens=4") as served:
         yield served
@@ -134,30 +131,6 @@ def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
         if accepted:
             break
     assert accepted, "no draft token was ever accepted, so this showed nothing"
-
-
-def test_lock_step_answers_as_the_adaptive_loop_does(served: Served) -> None:
-    """The slow loop is the specification of the fast one: draft, verify, commit."""
-
-    def answers(one: Served) -> list[ChatCompletion]:
-        greedy = [complete(one, prompt, 20) for prompt in PROMPTS[:2]]
-        return greedy + [complete(one, prompt, 20, temperature=0.8, seed=77) for prompt in PROMPTS[:2]]
-
-    def texts(found: list[ChatCompletion]) -> list[str | None]:
-        return [answer.choices[0].message.content for answer in found]
-
-    expected = texts(answers(served))
-    with demo_served_beside(
-        served, "lock_step", "speculation.pacing=lock_step", "speculation.max_draft_tokens=4"
-    ) as slow:
-        found = answers(slow)
-        assert texts(found) == expected
-        assert all(predictions(answer)[0] > 0 for answer in found), "lock step drafts for every round"
-        (drafter,) = slow.inspect("Drafter")
-        assert_nothing_left(slow)
-    assert drafter["counts"]["blocks"] > 0
-    assert "guesses" not in drafter["counts"], "lock step drafts nothing ahead"
-    assert sum(one["counts"].get("guesses", 0) for one in served.inspect("Drafter")) > 0, "the other loop does"
 
 
 def test_two_choices_differ(served: Served) -> None:
