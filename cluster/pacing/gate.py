@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from cluster.pacing.smoothing import Pairs
 from cluster.pacing.step_cost import octave
 
-PRICE = 0.01  # of the time, about, is lost by trying what loses
+PRICE = 0.01  # of the time, about, is lost by trying what loses, and by plain steps where speculation wins
 MEMORY = 0.02  # weight of the latest step: some fifty show a gain of 1.25 though single steps differ by 0.8
-PROOF = 48  # steps before anything is concluded
-CLEAR_PROOF = 16  # the same where it is beyond doubt: a short benchmark at 16 sessions is a hundred steps
+PROOF = 12  # steps, decayed, before a loss is believed: a short benchmark at 16 sessions is a hundred steps
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now; first after as many others
 ENOUGH_LOOKS = 2  # without which nothing is a loss: eight lucky plain steps had left it off for half of a run
-LOOK_AGAIN = 1024  # steps of speculation between two looks at most: eight in a thousand cost next to nothing
-CLOSE = 0.2  # gains less than this above or below 1 are looked at eight times as often
-CLEAR = 2.0  # a gain that misjudged plain steps do not explain
 LONGEST_PAUSE = 8192  # steps: minutes, after which whoever drafts, or the load, may be another
 TRIAL_ROUNDS = 2  # that a session's trial takes, unless something is accepted: the first may meet a drafter not ready
 
@@ -28,30 +24,30 @@ class _AtLoad:
     """What is known of one load."""
 
     brought: Pairs = Pairs()  # tokens that plain decoding would have brought meanwhile, and those of steps
-    steps: int = 0  # since it was last taken up
+    steps: int = 0  # since plain ones were last made
     looks: int = 0  # at what plain steps cost
     off_for: int = 0  # steps that are still to be made without
     pause: int = 0  # for which it was left off last; 0: it has not lost of late
 
     @property
-    def gain(self) -> float:
-        return self.brought.ratio
+    def best_gain(self) -> float:
+        """As far as luck may have hidden it, and twice as far if it has not lost before."""
+        errors = 1 if self.pause else 2
+        return self.brought.ratio + errors * self.brought.ratio_error
 
     @property
     def is_losing(self) -> bool:
-        """By more than luck explains; twice that where little was seen and it has not lost before."""
-        if self.steps < CLEAR_PROOF:
-            return False
-        is_likely = self.steps >= PROOF or self.pause > 0
-        return self.gain + (1 if is_likely else 2) * self.brought.ratio_error < 1.0
+        return self.looks >= ENOUGH_LOOKS and self.brought.weight >= PROOF and self.best_gain < 1.0
 
     @property
-    def looks_after(self) -> int:
-        """Steps of speculation after which plain steps are looked at: soon at first, when the pace is not typical."""
-        if self.gain > CLEAR:
-            return LOOK_AGAIN
-        at_most = LOOK_AGAIN // 8 if abs(self.gain - 1) < CLOSE else LOOK_AGAIN
-        return min(LOOK_STEPS << min(self.looks + 1, 7), at_most)
+    def looks_after(self) -> float:
+        """Steps of speculation after which plain steps are looked at, so that what looks cost comes to the price.
+
+        That is what speculation would have brought more: a close call is looked at often, and what seems to lose at
+        once. At first looks come sooner, for the pace of the first steps is not typical.
+        """
+        spared = min(LOOK_STEPS ** min(self.looks, 3), 1 / PRICE)
+        return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
 
     @property
     def next_pause(self) -> int:
@@ -60,8 +56,14 @@ class _AtLoad:
         Twice as long each time that it loses again: it is less and less likely to have come to pay, and a trial costs
         several percent more than its steps show, for drafters have to read what they missed.
         """
-        lost = min(self.steps, 1 / MEMORY) * (1 - self.gain)  # in plain steps
+        lost = self.brought.weight * (1 - self.brought.ratio)  # in plain steps
         return int(min(max(lost / PRICE, 2 * self.pause, LOOK_STEPS), LONGEST_PAUSE))
+
+    def rest(self, steps: int) -> None:
+        """So many plain steps are made, which show what they cost by now."""
+        self.off_for = steps
+        self.steps = 0
+        self.looks += 1
 
 
 class SpeculationGate:
@@ -77,7 +79,7 @@ class SpeculationGate:
 
     def gain(self, sessions: int) -> float:
         """Throughput with speculation over that of plain decoding; 1 while nothing is known."""
-        return self._at(sessions).gain
+        return self._at(sessions).brought.ratio
 
     def may_try(self, trial_rounds: int) -> bool:
         """Whether a session may ask for a block that should not pay; its trial has had so many rounds."""
@@ -96,26 +98,18 @@ class SpeculationGate:
         """A step with speculation brought `tokens`; plain decoding would have brought `plain_tokens` meanwhile."""
         at = self._at(sessions)
         at.steps += 1
-        if at.looks == 0:
-            if at.steps == LOOK_STEPS:
-                self._look(at)
-            return
-        at.brought = at.brought.after(plain_tokens, tokens, MEMORY)
-        if at.is_losing and at.looks < ENOUGH_LOOKS:
+        if at.looks:
+            at.brought = at.brought.after(plain_tokens, tokens, MEMORY)
+        if at.is_losing:
+            at.pause = at.next_pause
             at.brought = Pairs()
-            self._look(at)
-        elif at.is_losing:
-            pause = at.next_pause
-            self._loads[octave(sessions)] = _AtLoad(looks=at.looks, off_for=pause, pause=pause)
+            at.rest(at.pause)
         elif at.steps >= at.looks_after:
-            if at.steps >= LOOK_AGAIN // 8:
-                at.pause = 0
-            self._look(at)
-
-    def _look(self, at: _AtLoad) -> None:
-        at.off_for = LOOK_STEPS
-        at.steps = 0
-        at.looks += 1
+            if at.looks < ENOUGH_LOOKS:
+                at.brought = Pairs()
+            if at.brought.weight >= PROOF:
+                at.pause //= 2  # it has not lost
+            at.rest(LOOK_STEPS)
 
     def _at(self, sessions: int) -> _AtLoad:
         load = octave(sessions)

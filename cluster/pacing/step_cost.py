@@ -8,7 +8,7 @@ is how long they take at the pace of the steps with drafts around them. Pure ari
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from cluster.costs import ForwardCost
 from cluster.pacing.acceptance import POSITIONS
@@ -17,7 +17,6 @@ from cluster.pacing.smoothing import Mean
 MEMORY = 0.05  # weight of the latest step in the pace: some twenty steps, about a second
 PLAIN_MEMORY = 0.02  # and of the latest plain one in how plain steps compare, which hardly changes with the pace
 COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
-PLAIN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # of plain steps whose cost is published
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
 
 
@@ -37,7 +36,7 @@ class StepCost:
 
     shape: ForwardCost
     pace: Mean  # times the shape: of steps with drafts alone, without the wait before them
-    plain: tuple[tuple[int, Mean], ...] = ()  # times that, by octaves of rows: from one step's end to the next's
+    plain: Mean = Mean()  # times that: of plain steps, from one step's end to the next's
     plain_run: int = COMPARED  # plain steps since the last one with drafts
 
     @classmethod
@@ -49,11 +48,9 @@ class StepCost:
         ratio = seconds / self.shape.seconds(rows, rows)
         run = self.plain_run + 1
         if run > COMPARED:
-            return replace(self, pace=pace_after(self.pace, ratio / self._plain_scale(rows)), plain_run=run)
-        scales = dict(self.plain)
-        size = octave(rows)
-        scales[size] = pace_after(scales.get(size, Mean()), ratio / self.pace.value, PLAIN_MEMORY)
-        return replace(self, plain=tuple(sorted(scales.items())), plain_run=run)
+            return replace(self, pace=pace_after(self.pace, ratio / self._plain_scale), plain_run=run)
+        plain = pace_after(self.plain, ratio / self.pace.value, PLAIN_MEMORY)
+        return replace(self, plain=plain, plain_run=run)
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
         """A step while there were drafters at work."""
@@ -61,7 +58,7 @@ class StepCost:
 
     def plain_s(self, rows: int) -> float:
         """One token a row, with nobody drafting."""
-        return self._plain_scale(rows) * self.pace.value * self.shape.seconds(rows, rows)
+        return self._plain_scale * self.pace.value * self.shape.seconds(rows, rows)
 
     def drafts_s(self, rows: int, tokens: float) -> float:
         """So many tokens in all, drafts among them."""
@@ -76,18 +73,13 @@ class StepCost:
     def plain_cost(self) -> ForwardCost | None:
         """What steps of one token a row cost by now with nobody drafting, and what lies between them.
 
-        None while no such step was compared with those with drafts. More rows never cost less, whatever was measured.
+        None while no such step was compared with those with drafts.
         """
-        if not self.plain:
-            return None
-        seconds = accumulate((self.plain_s(rows) for rows in PLAIN_ROWS), max)
-        return ForwardCost(by_tokens=tuple(zip(PLAIN_ROWS, seconds, strict=True)))
+        return self.shape.times(self._plain_scale * self.pace.value) if self.plain.count else None
 
-    def _plain_scale(self, rows: int) -> float:
-        """Of the next octave that is known, else of the last."""
-        size = octave(rows)
-        known = [scale.value for at, scale in self.plain if at >= size]
-        return known[0] if known else self.plain[-1][1].value if self.plain else 1.0
+    @property
+    def _plain_scale(self) -> float:
+        return self.plain.value if self.plain.count else 1.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from cluster.pacing.gate import CLEAR_PROOF, LONGEST_PAUSE, LOOK_STEPS, PRICE, TRIAL_ROUNDS, SpeculationGate
+from cluster.pacing.gate import LONGEST_PAUSE, LOOK_STEPS, PRICE, PROOF, TRIAL_ROUNDS, SpeculationGate
 
 
 def run(record: SpeculationGate, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
@@ -30,25 +30,28 @@ def pauses(on: list[bool]) -> list[int]:
 def test_nothing_is_called_a_loss_before_plain_steps_were_looked_at_twice():
     """The first few may have been lucky."""
     record = SpeculationGate()
-    run(record, 1, 0.8, LOOK_STEPS + LOOK_STEPS + CLEAR_PROOF, spread=0.0)
+    run(record, 1, 0.8, LOOK_STEPS + LOOK_STEPS + PROOF, spread=0.0)
     assert record.gain(1) == 1.0, "what seemed to be lost is forgotten"
     assert pauses(run(record, 1, 1.2, 2000, spread=0.1)) == [], "plain steps cost more than they seemed to"
 
 
 def test_soon_and_soon_again_plain_steps_are_looked_at_and_nothing_is_concluded_before():
-    on = run(SpeculationGate(), 4, 1.5, 100)
-    second = 4 * LOOK_STEPS
-    rest = 100 - LOOK_STEPS - second - 2 * LOOK_STEPS
-    assert on == [
-        *[True] * LOOK_STEPS,
-        *[False] * LOOK_STEPS,
-        *[True] * second,
-        *[False] * LOOK_STEPS,
-        *[True] * rest,
-    ]
+    on = run(SpeculationGate(), 4, 1.5, 4000)
+    runs = [(asked, len(list(steps))) for asked, steps in groupby(on)]
+    looks = [steps for asked, steps in runs if not asked]
+    assert set(looks) == {LOOK_STEPS}
+    first, second, *later, _ = [steps for asked, steps in runs if asked]
+    assert first == LOOK_STEPS < second < 100
+    assert max(later) > 200, "then more and more seldom"
     record = SpeculationGate()
     run(record, 4, 0.1, LOOK_STEPS)
     assert record.gain(4) == 1.0
+
+
+def test_what_plain_steps_cost_is_looked_at_for_a_price_however_much_speculation_brings():
+    for gain in (1.1, 1.5, 4.0):
+        on = run(SpeculationGate(), 4, gain, 20_000, spread=0.1)
+        assert (gain - 1) * on.count(False) < 1.5 * PRICE * gain * len(on)
 
 
 @pytest.mark.parametrize("gain", [0.3, 0.8, 0.95])
