@@ -1,32 +1,22 @@
 """Whether a drafter is to be counted on: circuit breakers for silence, an alarm for blocks that have become bad.
 
 A target notices silence first, step by step, and stops waiting; that is cheap to be wrong about. A router moves
-sessions, which costs a drafter their prompts again, and so takes its time. Both have the same breaker: time is handed
-in, and is counted in steps at the target and in seconds at the router.
+sessions, which costs a drafter their prompts again, and so takes its time, which is handed in.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from cluster.pacing.smoothing import Mean
 from protos.messages import DraftAnswer
 from protos.values import value
 
-
-@value
-class BreakerLimits:
-    """When a breaker opens, and for how long."""
-
-    misses: int  # in a row
-    probe_misses: int  # the same while it is tried again
-    first_pause: float  # before a drafter is tried again; doubles while it is in vain
-    longest_pause: float
-
-
-# A target's, in steps: single late blocks are nothing, and a dead drafter costs a wait in 32 steps, 64 and so on.
-IN_STEPS = BreakerLimits(misses=3, probe_misses=1, first_pause=32, longest_pause=math.inf)
-# A router's, in seconds: it reads prompts again for each session that it moves.
-IN_SECONDS = BreakerLimits(misses=8, probe_misses=8, first_pause=1.0, longest_pause=30.0)
+SILENT_STEPS = 3  # without what was asked for, after which a target waits no more: single late blocks are nothing
+PROBE_AFTER = 32  # steps until it waits once again, then twice as many, and so on: a dead drafter costs next to nothing
+MISSES = 8  # of a drafter's blocks, before which a router moves no session: it would read their prompts again
+FIRST_PAUSE_S = 1.0  # before a router tries a drafter again; doubles while it is in vain
+LONGEST_PAUSE_S = 30.0
 SILENT_S = 2.0  # for which a router hears nothing of a drafter that drafted for the session before
 FIRST_BLOCK_S = 10.0  # the same of one that has yet to read the session's prompt
 
@@ -39,26 +29,21 @@ COLLAPSED = 0.15  # of that: what is left to a drafter that is out of step, for 
 
 
 class Breaker:
-    """For one drafter.
+    """A router's, for one drafter.
 
     Closed, it is counted on. It opens when blocks are missed for too long or the drafter says that it is overloaded.
     After a pause it is half-open, and one session goes through as a probe: a block for it closes the breaker, silence
     opens it for longer. A drafter that was silent and has any block again is trusted at once.
     """
 
-    def __init__(self, limits: BreakerLimits) -> None:
-        self._limits = limits
-        self._pause = limits.first_pause  # of the next opening
+    def __init__(self) -> None:
+        self._pause_s = FIRST_PAUSE_S  # of the next opening
         self._open_until: float | None = None  # half-open after that; None: closed
         self._was_silent = False  # why it is open
         self._probe: str | None = None  # the session that goes through while it is half-open
         self._probe_until = 0.0
         self._misses = 0  # since a block was last in time
         self._silent_since = 0.0  # first of them
-
-    @property
-    def is_closed(self) -> bool:
-        return self._open_until is None
 
     def takes(self, now: float) -> bool:
         """Whether a session may be given to the drafter."""
@@ -79,15 +64,14 @@ class Breaker:
             self._open_until = None
             self._probe = None
             self._was_silent = False
-            self._pause = max(self._limits.first_pause, self._pause / 2)
+            self._pause_s = max(FIRST_PAUSE_S, self._pause_s / 2)
 
-    def missed(self, now: float, silence: float = 0.0) -> bool:
+    def missed(self, now: float, silence_s: float) -> bool:
         """A block was missed; True: the breaker opens now, for none was in time for so long."""
         if self._misses == 0:
             self._silent_since = now
         self._misses += 1
-        limit = self._limits.misses if self.is_closed else self._limits.probe_misses
-        if self._misses < limit or now - self._silent_since < silence:
+        if self._misses < MISSES or now - self._silent_since < silence_s:
             return False
         self._open(now)
         self._was_silent = True
@@ -101,53 +85,48 @@ class Breaker:
         """Lets nobody through for a while."""
         self._misses = 0
         if self._open_until is None or now >= self._open_until:  # further refusals of one moment count once
-            self._open_until = now + self._pause
+            self._open_until = now + self._pause_s
             self._probe = None
-            self._pause = min(2 * self._pause, self._limits.longest_pause)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
 class SilentDrafters:
-    """A target's breakers, by drafter; one that answers has none."""
+    """Whom a target does not wait for: who brought nothing of what was asked for, step after step."""
 
     def __init__(self) -> None:
-        self._breakers: dict[str, Breaker] = {}
-        self._steps = 0
+        self._missed: Counter[str] = Counter()  # steps in a row, by drafter
 
     def missed(self, drafters: Iterable[str]) -> None:
         """In the step just made, these brought nothing of what they were asked for."""
-        for drafter in drafters:
-            self._breakers.setdefault(drafter, Breaker(IN_STEPS)).missed(self._steps)
-        self._steps += 1
+        self._missed.update(drafters)
 
     def heard(self, drafter: str) -> None:
         """It brought something, or is gone."""
-        self._breakers.pop(drafter, None)
+        self._missed.pop(drafter, None)
 
     def is_silent(self, drafter: str) -> bool:
         """Whether nobody should wait for it as usual."""
-        breaker = self._breakers.get(drafter)
-        return breaker is not None and not breaker.is_closed
+        return self._missed[drafter] >= SILENT_STEPS
 
     def is_probed(self, drafter: str) -> bool:
         """Whether a silent one is waited for in this step."""
-        return self.is_silent(drafter) and self._breakers[drafter].takes(self._steps)
+        steps, rest = divmod(self._missed[drafter] - SILENT_STEPS + 1, PROBE_AFTER)
+        return rest == 0 and (steps + 1).bit_count() == 1 and self.is_silent(drafter)
 
 
 class Breakers:
-    """All breakers of a router, by drafter's address; one that never failed has none."""
+    """All breakers of a router, by drafter's address."""
 
     def __init__(self) -> None:
-        self._breakers: dict[str, Breaker] = {}
+        self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
 
     def takes(self, address: str, now: float) -> bool:
         """Whether a session may be given to the drafter."""
-        breaker = self._breakers.get(address)
-        return breaker is None or breaker.takes(now)
+        return self._breakers[address].takes(now)
 
     def placed(self, address: str, session: str, now: float) -> None:
         """A session was given to it."""
-        if breaker := self._breakers.get(address):
-            breaker.placed(session, now)
+        self._breakers[address].placed(session, now)
 
     def note(self, address: str, session: str, answer: DraftAnswer, has_drafted: bool, now: float) -> bool:
         """What came of a block, of a session that it `has_drafted` for before or not.
@@ -155,15 +134,14 @@ class Breakers:
         True: the drafter is given up as silent now, and its sessions are to be moved.
         """
         if answer is DraftAnswer.MISSED:
-            silence_s = SILENT_S if has_drafted else FIRST_BLOCK_S
-            return self._breakers.setdefault(address, Breaker(IN_SECONDS)).missed(now, silence_s)
-        if answer is DraftAnswer.GIVEN and (breaker := self._breakers.get(address)):
-            breaker.answered(session)
+            return self._breakers[address].missed(now, SILENT_S if has_drafted else FIRST_BLOCK_S)
+        if answer is DraftAnswer.GIVEN:
+            self._breakers[address].answered(session)
         return False
 
     def refused(self, address: str, now: float) -> None:
         """The drafter says that it is overloaded."""
-        self._breakers.setdefault(address, Breaker(IN_SECONDS)).refused(now)
+        self._breakers[address].refused(now)
 
     def forget(self, address: str) -> None:
         """The stream broke: who comes back is trusted."""

@@ -26,7 +26,7 @@ class DraftingDecision:
     worth: float = 0.0  # tokens that the block brings, less what its verification costs
     least_chance: float = 0.0  # of a token to be accepted, below which it is not worth verifying
     hold_step: bool = False  # whether a step may wait for it; if not, what is there in time is used
-    skip_steps: bool = False  # whether the session had better wait for the block while others go on
+    skip_for_s: float = 0.0  # how long the session had better wait for the block while others go on
     is_trial: bool = False  # whether it should not pay, or not the wait for it, and is made to learn whether it does
 
 
@@ -45,10 +45,6 @@ class Pacing(Protocol):
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
         """How long a block to ask for next, up to `limit`; `may_try`: even where that should not pay."""
-        ...
-
-    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
-        """How long a session stays out of steps for its block."""
         ...
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
@@ -79,12 +75,6 @@ class Adaptive:
         hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
         return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
 
-    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
-        """As long as the session's own time is worth less than what the block brings: others go on meanwhile."""
-        if not decision.skip_steps or not load.rate:
-            return 0.0  # nothing is waited before a step was measured: no second has a price yet
-        return decision.worth * load.sessions / load.rate
-
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         """As long as the time of all is worth less than what the blocks bring that are worth waiting for.
 
@@ -97,7 +87,7 @@ class Adaptive:
             if gain > best:
                 best = gain
                 worth = total
-        return worth / load.rate if worth and load.rate else 0.0  # as in skip_for_s
+        return worth / load.rate if load.rate else 0.0  # no second has a price before a step was measured
 
     def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
         """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
@@ -134,11 +124,12 @@ class Adaptive:
         """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
 
         A session that stays out of a step loses a token now; one that goes along without a block may have none after
-        it either.
+        it either. It stays out for as long as its own time is worth less than what the block brings.
         """
         worth *= 0.5**stats.missed_rounds
-        skip_steps = (1 - stats.hits) * worth > 1 - load.rate * load.row_s
-        return DraftingDecision(tokens, worth, least_chance, True, skip_steps)
+        skips = load.rate > 0 and (1 - stats.hits) * worth > 1 - load.rate * load.row_s
+        skip_for_s = worth * load.sessions / load.rate if skips else 0.0
+        return DraftingDecision(tokens, worth, least_chance, True, skip_for_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +144,8 @@ class LockStep:
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
-        return DraftingDecision(limit, worth=float(stats.missed_rounds == 0), hold_step=True, skip_steps=True)
-
-    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
-        return self.patience if decision.worth else 0.0
+        is_there = stats.missed_rounds == 0
+        return DraftingDecision(limit, float(is_there), hold_step=True, skip_for_s=self.patience * is_there)
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         return self.patience if any(block.worth for block in awaited) else 0.0

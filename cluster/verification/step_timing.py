@@ -25,7 +25,6 @@ class StepTiming:
         A session is due at once, unless it had better stay out until its block is there. The step is held for blocks
         that are awaited; where there is no session it never begins.
         """
-        skip_for_s = self._pacing.skip_for_s
         dues: dict[str, float] = {}
         awaited: list[TargetSession] = []
         for name, session in sessions.items():
@@ -36,7 +35,7 @@ class StepTiming:
                 dues[name] = max(session.waiting_since, session.buffer.ready_since)
             else:
                 is_silent = self._silent.is_silent(drafter)
-                patience_s = self._probe_s(session, drafter, load) if is_silent else skip_for_s(session.drafting, load)
+                patience_s = self._probe_s(session, drafter, load) if is_silent else session.drafting.skip_for_s
                 dues[name] = session.waiting_since + patience_s
                 if session.drafting.hold_step and not is_silent:
                     awaited.append(session)

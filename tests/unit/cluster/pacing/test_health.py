@@ -10,10 +10,13 @@ import pytest
 from cluster.pacing.health import (
     ALARM,
     FIRST_BLOCK_S,
-    IN_SECONDS,
-    IN_STEPS,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MISSES,
+    PROBE_AFTER,
     PROOF,
     SILENT_S,
+    SILENT_STEPS,
     AcceptanceDrift,
     Breaker,
     Breakers,
@@ -21,7 +24,7 @@ from cluster.pacing.health import (
 )
 from protos.messages import DraftAnswer
 
-PROBED_AFTER = IN_STEPS.misses - 1 + int(IN_STEPS.first_pause)  # steps without a block
+PROBED_AFTER = SILENT_STEPS - 1 + PROBE_AFTER  # steps without a block
 
 
 def misses(breaker: Breaker, begin: float, seconds: float, silence_s: float = SILENT_S, count: int = 20) -> bool:
@@ -37,7 +40,7 @@ def misses(breaker: Breaker, begin: float, seconds: float, silence_s: float = SI
 
 def test_a_drafter_is_silent_after_a_few_steps_and_any_block_ends_it():
     silent = SilentDrafters()
-    for _ in range(IN_STEPS.misses):
+    for _ in range(SILENT_STEPS):
         assert not silent.is_silent("d")
         silent.missed({"d"})
     assert silent.is_silent("d")
@@ -55,14 +58,14 @@ def test_a_silent_drafter_is_probed_ever_more_seldom():
             probed.append(step)
     assert probed[0] == PROBED_AFTER
     gaps = [later - earlier for earlier, later in itertools.pairwise(probed)]
-    assert gaps == [2 * IN_STEPS.first_pause, 4 * IN_STEPS.first_pause]
+    assert gaps == [2 * PROBE_AFTER, 4 * PROBE_AFTER]
 
 
 # ---------------------------------------------------------------- at the router
 
 
 def test_silence_opens_the_breaker_and_a_block_in_between_does_not_let_it():
-    breaker = Breaker(IN_SECONDS)
+    breaker = Breaker()
     assert not misses(breaker, 0.0, 0.9 * SILENT_S)
     breaker.answered("s")
     assert not misses(breaker, SILENT_S, 0.9 * SILENT_S)
@@ -73,33 +76,33 @@ def test_silence_opens_the_breaker_and_a_block_in_between_does_not_let_it():
 
 
 def test_few_misses_prove_nothing_however_far_apart():
-    breaker = Breaker(IN_SECONDS)
-    assert not any(breaker.missed(at * SILENT_S, SILENT_S) for at in range(IN_SECONDS.misses - 1))
+    breaker = Breaker()
+    assert not any(breaker.missed(at * SILENT_S, SILENT_S) for at in range(MISSES - 1))
 
 
 def test_who_has_yet_to_read_a_prompt_gets_more_time():
-    breaker = Breaker(IN_SECONDS)
+    breaker = Breaker()
     assert not misses(breaker, 0.0, 0.9 * FIRST_BLOCK_S, silence_s=FIRST_BLOCK_S)
     assert breaker.missed(FIRST_BLOCK_S, FIRST_BLOCK_S)
 
 
 def test_one_probe_goes_through_after_the_pause_and_its_block_closes_the_breaker():
-    breaker = Breaker(IN_SECONDS)
+    breaker = Breaker()
     breaker.refused(0.0)
-    assert not breaker.takes(0.9 * IN_SECONDS.first_pause)
-    assert breaker.takes(IN_SECONDS.first_pause)
-    breaker.placed("probe", IN_SECONDS.first_pause)
-    assert not breaker.takes(IN_SECONDS.first_pause)
+    assert not breaker.takes(0.9 * FIRST_PAUSE_S)
+    assert breaker.takes(FIRST_PAUSE_S)
+    breaker.placed("probe", FIRST_PAUSE_S)
+    assert not breaker.takes(FIRST_PAUSE_S)
     breaker.answered("another, of those that it kept")
-    assert not breaker.takes(IN_SECONDS.first_pause)
+    assert not breaker.takes(FIRST_PAUSE_S)
     breaker.answered("probe")
-    assert breaker.takes(IN_SECONDS.first_pause)
-    breaker.placed("next", IN_SECONDS.first_pause)
-    assert breaker.takes(IN_SECONDS.first_pause)
+    assert breaker.takes(FIRST_PAUSE_S)
+    breaker.placed("next", FIRST_PAUSE_S)
+    assert breaker.takes(FIRST_PAUSE_S)
 
 
 def test_a_probe_that_came_to_nothing_makes_room_for_another():
-    breaker = Breaker(IN_SECONDS)
+    breaker = Breaker()
     breaker.refused(0.0)
     breaker.placed("probe", 2.0)
     assert not breaker.takes(1.9 + FIRST_BLOCK_S)
@@ -107,7 +110,7 @@ def test_a_probe_that_came_to_nothing_makes_room_for_another():
 
 
 def test_the_pause_doubles_while_probes_are_refused_and_refusals_of_one_moment_count_once():
-    breaker = Breaker(IN_SECONDS)
+    breaker = Breaker()
     now = 0.0
     pauses = []
     for _ in range(7):
@@ -118,11 +121,11 @@ def test_the_pause_doubles_while_probes_are_refused_and_refusals_of_one_moment_c
             now += 0.5
         pauses.append(now - began)
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert (pauses[0], pauses[-1]) == (IN_SECONDS.first_pause, IN_SECONDS.longest_pause)
+    assert (pauses[0], pauses[-1]) == (FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
 
 def test_who_was_silent_and_has_a_block_for_a_session_that_stayed_is_trusted_at_once():
-    breaker = Breaker(IN_SECONDS)
+    breaker = Breaker()
     assert misses(breaker, 0.0, SILENT_S)
     breaker.answered("stayed")
     assert breaker.takes(SILENT_S)
@@ -133,12 +136,12 @@ def test_breakers_are_told_apart_by_address_and_a_new_stream_begins_anew():
     breakers.refused("a", 0.0)
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
     assert not breakers.note("b", "s", DraftAnswer.NOT_ASKED, True, 0.0)
-    breakers.placed("a", "s", IN_SECONDS.first_pause)
-    assert not breakers.note("a", "s", DraftAnswer.GIVEN, True, IN_SECONDS.first_pause)
-    assert breakers.takes("a", IN_SECONDS.first_pause)
-    missed = [breakers.note("b", "s", DraftAnswer.MISSED, True, at * SILENT_S) for at in range(IN_SECONDS.misses)]
-    assert missed == [False] * (IN_SECONDS.misses - 1) + [True]
-    end = IN_SECONDS.misses * SILENT_S - SILENT_S
+    breakers.placed("a", "s", FIRST_PAUSE_S)
+    assert not breakers.note("a", "s", DraftAnswer.GIVEN, True, FIRST_PAUSE_S)
+    assert breakers.takes("a", FIRST_PAUSE_S)
+    missed = [breakers.note("b", "s", DraftAnswer.MISSED, True, at * SILENT_S) for at in range(MISSES)]
+    assert missed == [False] * (MISSES - 1) + [True]
+    end = MISSES * SILENT_S - SILENT_S
     assert not breakers.takes("b", end)
     breakers.forget("b")
     assert breakers.takes("b", end)

@@ -48,12 +48,11 @@ def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on(
     much = with_hits(a_yield(*[0.98] * 8), 0.0)
     many = replace(LOAD, sessions=4)
     ask = asked(much, 8, many, quick)
-    assert (ask.hold_step, ask.skip_steps) == (True, True)
-    assert PACING.skip_for_s(ask, many) == pytest.approx(ask.worth * 4 / many.rate)
+    assert ask.hold_step
+    assert ask.skip_for_s == pytest.approx(ask.worth * 4 / many.rate)
     little = asked(with_hits(a_yield(0.9), 0.0), 8, many, quick)
-    assert (little.hold_step, little.skip_steps) == (True, False)
-    assert PACING.skip_for_s(little, many) == 0.0
-    assert not asked(with_hits(much, 0.9), 8, many, quick).skip_steps, "there will be a block after the step anyway"
+    assert (little.hold_step, little.skip_for_s) == (True, 0.0)
+    assert not asked(with_hits(much, 0.9), 8, many, quick).skip_for_s, "there will be a block after the step anyway"
 
 
 def test_nobody_waits_before_a_step_was_measured():
@@ -61,8 +60,8 @@ def test_nobody_waits_before_a_step_was_measured():
     unmeasured = Load(sessions=4)
     assert unmeasured.rate == 0.0
     decision = asked(with_hits(a_yield(*[0.98] * 8), 0.0), 8, unmeasured, ReplicaStats())
-    assert decision.skip_steps
-    assert PACING.skip_for_s(decision, unmeasured) == 0.0
+    assert decision.worth > 1.0
+    assert decision.skip_for_s == 0.0
     assert PACING.hold_for_s([Awaited(decision.worth, in_s=0.01)], unmeasured) == 0.0
 
 
@@ -159,6 +158,6 @@ def test_lock_step_waits_for_all_and_asks_for_all():
     pacing = LockStep(patience=2.0)
     ask = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False), may_try=False)
     assert (ask.tokens, ask.hold_step) == (4, True)
-    assert pacing.skip_for_s(ask, LOAD) == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
+    assert ask.skip_for_s == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
     gone = pacing.decide(replace(a_yield(0.5), missed_rounds=1), NOBODY, 4, LOAD, may_try=False)
-    assert pacing.skip_for_s(gone, LOAD) == pacing.hold_for_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0
+    assert gone.skip_for_s == pacing.hold_for_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0

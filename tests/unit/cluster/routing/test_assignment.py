@@ -7,7 +7,7 @@ import pytest
 
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, TargetLostError
-from cluster.pacing.health import FIRST_BLOCK_S, IN_SECONDS
+from cluster.pacing.health import FIRST_BLOCK_S, MISSES
 from cluster.routing.assignment import FULL_FOR_S, Assignment, Assignments
 from cluster.routing.session import Emit, Event, Failed, Generation, Session
 from protos.messages import (
@@ -72,13 +72,13 @@ class Desk:
 
     def fall_silent(self, *assignments: Assignment) -> list[str]:
         """The drafter's blocks are missed for as long as it takes; who is given up for it."""
-        for _ in range(IN_SECONDS.misses):
+        for _ in range(MISSES):
             for assignment in assignments:
                 self.verdict(assignment, answer=DraftAnswer.MISSED)
             self.tick(self.now)
             if self.assignments.given_up:
                 break
-            self.now += FIRST_BLOCK_S / (IN_SECONDS.misses - 1)
+            self.now += FIRST_BLOCK_S / (MISSES - 1)
         return self.assignments.given_up
 
     def note(self, sends: list[Send]) -> None:
@@ -248,7 +248,7 @@ def test_what_another_attempt_says_of_a_drafter_does_not_count(changes):
     desk = Desk("T", "DE")
     assignment = desk.begin()
     drafter = assignment.drafter
-    for _ in range(3 * IN_SECONDS.misses):
+    for _ in range(3 * MISSES):
         desk.verdict(assignment, answer=DraftAnswer.MISSED, **changes)
         desk.tick(desk.now)
         desk.now += 1.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.dispatch import Send
 from cluster.pacing.acceptance import AcceptanceCounts, ReplicaStats, SessionStats
-from cluster.pacing.health import IN_STEPS, PROOF
+from cluster.pacing.health import PROBE_AFTER, PROOF, SILENT_STEPS
 from cluster.pacing.policy import Awaited, DraftingDecision
 from cluster.pacing.step_cost import Load, StepCost
 from cluster.page_allocator import PlaceMove
@@ -78,10 +78,7 @@ class Steady:
     ) -> DraftingDecision:
         tokens = self.asked_next() if self.asked_next else self.asked
         wanted = limit if tokens is None else tokens
-        return DraftingDecision(wanted, self.patience(blocks), hold_step=self.waits)
-
-    def skip_for_s(self, decision: DraftingDecision, load: Load) -> float:
-        return decision.worth
+        return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience(blocks))
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         return self.hold
@@ -832,7 +829,7 @@ def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
     desk.open(max_len=150)
     desk.step()
     desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
-    for _ in range(IN_STEPS.misses):
+    for _ in range(SILENT_STEPS):
         assert desk.scheduler.plan(desk.now) is None
         desk.now += 1.0
         assert only_verdict(desk.step()).answer is DraftAnswer.MISSED
@@ -853,12 +850,12 @@ def test_a_silent_drafter_is_probed_for_the_time_of_a_step():
     desk.step()
     desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
     waits = []
-    first = IN_STEPS.misses - 1 + int(IN_STEPS.first_pause)
-    second = first + 2 * int(IN_STEPS.first_pause)
+    first = SILENT_STEPS - 1 + PROBE_AFTER
+    second = first + 2 * PROBE_AFTER
     for step in range(second + 1):
         due = desk.scheduler.next_due()
         assert due is not None
-        if step >= IN_STEPS.misses:
+        if step >= SILENT_STEPS:
             waits.append((step, round(due - desk.now, 3)))
         desk.now = due
         desk.step()
@@ -871,7 +868,7 @@ def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_sil
     tokens = (1, 2, 3)
     tokens += only_verdict(desk.step()).tokens
     desk.attach(tokens)
-    for _ in range(2 * IN_STEPS.misses):
+    for _ in range(2 * SILENT_STEPS):
         assert desk.scheduler.plan(desk.now) is None
         desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
         verdict = only_verdict(desk.step())
