@@ -14,13 +14,12 @@ from cluster.pacing.smoothing import Pairs, blend
 from protos.values import value
 
 POSITIONS = 16  # of a block, that are told apart: longer blocks than that are asked for by nobody
-MEMORY = 0.06  # weight of the latest block: a text is as hard to guess as its last paragraph, not as its beginning
+MEMORY = 0.06  # weight of the latest block: a text is as hard to guess as its last paragraph, not as its beginning,
+# and how soon blocks come changes with who is drafted for beside it
 REPLICA_STRENGTH = 3.0  # blocks that PRIOR counts for: a replica's first blocks soon say more
 SESSION_STRENGTH = 8.0  # blocks that others' blocks count for: with half of the blocks good, four bad ones are nothing
 PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))  # optimistic: what is never tried is never learnt
 ENOUGH = 32  # times that a position was reached, before which nothing is published of it: an error below 0.09
-DELAY_MEMORY = 0.3  # weight of the latest block in a session's delay, which changes with who is drafted for beside it
-HITS_MEMORY = 0.1  # of the latest verdict in the share of blocks that are there already
 
 
 @value
@@ -86,13 +85,13 @@ class SessionStats:
     missed_rounds: int = 0  # plain rounds since a block last arrived
     unawaited: int = 0  # rounds in a row for whose blocks nobody would have waited
     is_left_off: bool = False  # whether blocks were found not to pay
-    trial_rounds: int = 0  # that they were asked for nevertheless, since something was accepted; 0: there is no trial
+    is_on_trial: bool = False  # whether they are tried nevertheless, and may be once more
 
     def block_verified(self, asked: int, drafted: int, accepted: int) -> None:
         self.chances = self.chances.after(asked, drafted, accepted)
         self.drift = self.drift.after(accepted)
         if accepted:
-            self.trial_rounds = min(self.trial_rounds, 1)
+            self.is_on_trial = self.is_left_off
 
     def nothing_drafted(self, asked: int) -> None:
         """The drafter had no block to offer: as good as one of which nothing was accepted, but no sign of decay."""
@@ -100,12 +99,12 @@ class SessionStats:
 
     def block_arrived(self, delay_s: float) -> None:
         """Or word that there is none: the drafter lives."""
-        self.delay_s = blend(self.delay_s, delay_s, DELAY_MEMORY)
+        self.delay_s = blend(self.delay_s, delay_s, MEMORY)
         self.missed_rounds = 0
 
     def verdict_sent(self, hit: bool) -> None:
         """It asked for a block; `hit`: that was there already."""
-        self.hits = blend(self.hits, hit, HITS_MEMORY)
+        self.hits = blend(self.hits, hit, MEMORY)
         if hit:
             self.missed_rounds = 0
 
@@ -118,14 +117,17 @@ class SessionStats:
         self.drift = AcceptanceDrift()
 
     def decided(self, is_asked: bool, is_awaited: bool, is_trial: bool) -> None:
-        """Whether a block is asked for now, is worth a wait, and whether that is only to see what becomes of it."""
+        """Whether a block is asked for now, is worth a wait, and whether that is only to see what becomes of it.
+
+        A trial is of two blocks, for the first may meet a drafter that is not ready; of more while they are accepted.
+        """
         if is_asked:
             self.unawaited = 0 if is_awaited else self.unawaited + 1
         if not is_trial:
             self.is_left_off = not is_asked
-            self.trial_rounds = 0
+            self.is_on_trial = False
         elif self.is_left_off:
-            self.trial_rounds += 1
+            self.is_on_trial = not self.is_on_trial
 
 
 @value

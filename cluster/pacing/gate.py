@@ -16,7 +16,6 @@ PROOF = 12  # steps, decayed, before a loss is believed: a short benchmark at 16
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now; first after as many others
 ENOUGH_LOOKS = 2  # without which nothing is a loss: eight lucky plain steps had left it off for half of a run
 LONGEST_PAUSE = 8192  # steps: minutes, after which whoever drafts, or the load, may be another
-TRIAL_ROUNDS = 2  # that a session's trial takes, unless something is accepted: the first may meet a drafter not ready
 
 
 @dataclass(slots=True)
@@ -81,9 +80,10 @@ class SpeculationGate:
         """Throughput with speculation over that of plain decoding; 1 while nothing is known."""
         return self._at(sessions).brought.ratio
 
-    def may_try(self, trial_rounds: int) -> bool:
-        """Whether a session may ask for a block that should not pay; its trial has had so many rounds."""
-        return trial_rounds < TRIAL_ROUNDS if trial_rounds else self._owed <= 0
+    @property
+    def may_try(self) -> bool:
+        """Whether a session may begin to ask for blocks that should not pay."""
+        return self._owed <= 0
 
     def round(self, is_trial: bool) -> None:
         """A session was decided about: of all sessions few try what does not pay, for all share what trials cost."""

@@ -3,6 +3,7 @@
 The policy is pure; this is the one place that holds what is known of the replica by now.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from cluster.costs import ForwardCost
@@ -16,7 +17,6 @@ DELAY_MEMORY = 0.01  # weight of the latest block in how long blocks take: they 
 # Rounds of a session that waited for no block, after which one is waited for: else blocks that took long once are taken
 # to do so for ever. One in a hundred rounds of all sessions held every sixth step of sixteen, and lost 4 %.
 TIMED_AGAIN = 64
-LEAST_STEP_S = 1e-6  # that a step is taken to last: clocks are no finer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,15 @@ class Pacer:
         self._policy = policy
         self._gate = SpeculationGate()
         self._chances = Chances()  # of all sessions' blocks
-        self._delays: dict[
-            int, Pairs
-        ] = {}  # seconds over tokens, by octaves of sessions: they are drafted for together
+        # seconds over tokens, by octaves of sessions: they are drafted for together
+        self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
         self._busy_until = 0.0  # end of the latest step
 
     def step_made(self, step: StepShape, committed: int, seconds: float, now: float) -> None:
         """A step took so long and committed so many tokens; one that fed prompts says nothing of the rate."""
         if step.decides_all:
             took_s = now - max(self._busy_until, now - 2 * seconds)  # with the wait before it, if it was one
-            self._learn(step, committed, seconds, max(LEAST_STEP_S, took_s))
+            self._learn(step, committed, seconds, took_s or seconds)  # clocks may be too coarse to tell
         self._busy_until = now
 
     def block_verified(self, asked: int, room: int, drafted: int, accepted: int) -> None:
@@ -59,7 +58,8 @@ class Pacer:
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """A block of so many tokens came, so long after the verdict that asked for it."""
-        self._delays[octave(self.load.sessions)] = self._delay.after(tokens, delay_s, DELAY_MEMORY)
+        at = octave(self.load.sessions)
+        self._delays[at] = self._delays[at].after(tokens, delay_s, DELAY_MEMORY)
 
     def decide(self, stats: SessionStats, limit: int, sessions: int) -> DraftingDecision:
         """How long a block to ask for next, up to `limit`, for one of so many sessions."""
@@ -67,18 +67,14 @@ class Pacer:
         speculates = self._gate.is_on(sessions)
         if (sessions, gain, speculates) != (self.load.sessions, self.load.gain, self.load.speculates):
             self.load = replace(self.load, sessions=sessions, gain=gain, speculates=speculates)
-        replica = ReplicaStats(self._chances, self._delay)
+        replica = ReplicaStats(self._chances, self._delays[octave(sessions)])
         is_left_off = stats.is_left_off
-        may_try = self._gate.may_try(stats.trial_rounds) if is_left_off else stats.unawaited >= TIMED_AGAIN
-        decision = self._policy.decide(stats, replica, limit, self.load, may_try)
+        is_due = stats.is_on_trial or self._gate.may_try if is_left_off else stats.unawaited >= TIMED_AGAIN
+        decision = self._policy.decide(stats, replica, limit, self.load, is_due)
         if speculates:
             stats.decided(decision.tokens > 0, decision.hold_step, decision.is_trial)
         self._gate.round(decision.is_trial and is_left_off)
         return decision
-
-    @property
-    def _delay(self) -> Pairs:
-        return self._delays.get(octave(self.load.sessions), Pairs())
 
     def _learn(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
         load = self.load

@@ -14,8 +14,7 @@ from cluster.costs import ForwardCost
 from cluster.pacing.acceptance import POSITIONS
 from cluster.pacing.smoothing import Mean
 
-MEMORY = 0.05  # weight of the latest step in the pace: some twenty steps, about a second
-PLAIN_MEMORY = 0.02  # and of the latest plain one in how plain steps compare, which hardly changes with the pace
+MEMORY = 0.05  # weight of the latest step: some twenty steps, about a second
 COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
 
@@ -25,9 +24,9 @@ def octave(count: int) -> int:
     return (count * count).bit_length() // 2
 
 
-def pace_after(pace: Mean, ratio: float, memory: float = MEMORY) -> Mean:
+def pace_after(pace: Mean, ratio: float) -> Mean:
     """Of steps or passes, as times their shape. One that hung for whatever reason does not count for more than two."""
-    return pace.after(min(ratio, 2 * pace.value or ratio), memory)
+    return pace.after(min(ratio, 2 * pace.value or ratio), MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class StepCost:
         run = self.plain_run + 1
         if run > COMPARED:
             return replace(self, pace=pace_after(self.pace, ratio / self._plain_scale), plain_run=run)
-        plain = pace_after(self.plain, ratio / self.pace.value, PLAIN_MEMORY)
+        plain = pace_after(self.plain, ratio / self.pace.value)
         return replace(self, plain=plain, plain_run=run)
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":

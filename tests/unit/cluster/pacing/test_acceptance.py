@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.pacing.acceptance import ENOUGH, POSITIONS, PRIOR, AcceptanceCounts, Chances
+from cluster.pacing.acceptance import ENOUGH, POSITIONS, PRIOR, AcceptanceCounts, Chances, SessionStats
 
 NOBODY = Chances()  # whose blocks say what to expect
 
@@ -50,6 +50,23 @@ def test_a_block_that_ended_in_doubt_counts_as_asked_for():
     blocks = Chances().after(asked=2, drafted=1, accepted=1)
     assert p_accepted(blocks, NOBODY)[1] < PRIOR[1]
     assert blocks.outlook(NOBODY, 2)[1][2] < 1.0
+
+
+# ---------------------------------------------------------------- trials
+
+
+def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
+    stats = SessionStats(is_left_off=True)
+    stats.decided(is_asked=True, is_awaited=True, is_trial=True)
+    assert stats.is_on_trial, "the first block may meet a drafter that is not ready"
+    stats.decided(is_asked=True, is_awaited=True, is_trial=True)
+    assert not stats.is_on_trial
+    stats.block_verified(2, 2, 1)
+    assert stats.is_on_trial
+    stats.decided(is_asked=True, is_awaited=True, is_trial=False)
+    assert (stats.is_left_off, stats.is_on_trial) == (False, False), "it pays"
+    stats.block_verified(2, 2, 1)
+    assert not stats.is_on_trial
 
 
 # ---------------------------------------------------------------- counts
