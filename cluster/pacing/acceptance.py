@@ -7,17 +7,14 @@ session; and the replica's counts since the beginning, for whoever plans a fleet
 import math
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Self
 
 from cluster.pacing.health import AcceptanceDrift
 from cluster.pacing.smoothing import Pairs, blend
 from protos.values import value
 
 POSITIONS = 16  # of a block, that are told apart: longer blocks than that are asked for by nobody
-MEMORY = 0.06  # weight of the latest block: a text is as hard to guess as its last paragraph, not as its beginning,
-# and how soon blocks come changes with who is drafted for beside it
-REPLICA_STRENGTH = 3.0  # blocks that PRIOR counts for: a replica's first blocks soon say more
-SESSION_STRENGTH = 8.0  # blocks that others' blocks count for: with half of the blocks good, four bad ones are nothing
+MEMORY = 0.06  # weight of the latest block: a text is as hard to guess as its last paragraph, not as its beginning
+STRENGTH = 8.0  # blocks that what is usual counts for: with half of the blocks good, four bad ones are nothing
 PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))  # optimistic: what is never tried is never learnt
 ENOUGH = 32  # times that a position was reached, before which nothing is published of it: an error below 0.09
 
@@ -53,12 +50,15 @@ class Chances:
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
         found = []
         for prior, o_asked, o_drafted, o_accepted, asked, drafted, accepted in seen:
-            usual = REPLICA_STRENGTH + o_asked
-            blocks = SESSION_STRENGTH + asked
-            p_accepted = (SESSION_STRENGTH * ((REPLICA_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
-            p_drafted = (SESSION_STRENGTH * ((REPLICA_STRENGTH + o_drafted) / usual) + drafted) / blocks
-            found.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
+            p_accepted = _share(accepted, asked, _share(o_accepted, o_asked, prior))
+            p_drafted = _share(drafted, asked, _share(o_drafted, o_asked, 1.0))
+            found.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / (STRENGTH + asked)), p_drafted))
         return found
+
+
+def _share(count: float, of: float, usual: float) -> float:
+    """Drawn towards what is usual, which little that was seen hardly moves."""
+    return (STRENGTH * usual + count) / (STRENGTH + of)
 
 
 def _decayed(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
@@ -139,15 +139,13 @@ class AcceptanceCounts:
 
     def after(self, asked: int, accepted: int) -> "AcceptanceCounts":
         """A block was verified. One that ended early, in doubt, counts as rejected where it ended."""
-        asked = min(asked, POSITIONS)
-        unknown = (0,) * (asked - len(self.reached))
-        return AcceptanceCounts(
-            _one_more(self.reached + unknown, min(asked, accepted + 1)),
-            _one_more(self.accepted + unknown, min(asked, accepted)),
-        )
+        positions = range(min(asked, POSITIONS))
+        reached = tuple([int(position <= accepted) for position in positions])
+        stood = tuple([int(position < accepted) for position in positions])
+        return self + AcceptanceCounts(reached, stood)
 
-    def __add__(self, other: Self) -> "AcceptanceCounts":
-        """Of two replicas."""
+    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
+        """Of two replicas, or of further blocks."""
         return AcceptanceCounts(_sums(self.reached, other.reached), _sums(self.accepted, other.accepted))
 
     def by_position(self) -> tuple[float, ...]:
@@ -158,11 +156,6 @@ class AcceptanceCounts:
                 break
             found.append(accepted / reached)
         return tuple(found)
-
-
-def _one_more(counts: tuple[int, ...], positions: int) -> tuple[int, ...]:
-    """For each of the first `positions`."""
-    return (*[count + 1 for count in counts[:positions]], *counts[positions:])
 
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,10 +5,10 @@ target) shows only in what comes out. So where speculation was slower than plain
 however well it should have paid. Everything that is tried though it should not pay is tried at one price.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from cluster.pacing.smoothing import Pairs
-from cluster.pacing.step_cost import octave
 
 PRICE = 0.01  # of the time, about, is lost by trying what loses, and by plain steps where speculation wins
 MEMORY = 0.02  # weight of the latest step: some fifty show a gain of 1.25 though single steps differ by 0.8
@@ -16,6 +16,11 @@ PROOF = 12  # steps, decayed, before a loss is believed: a short benchmark at 16
 LOOK_STEPS = 8  # plain ones that are made now and then, to see what they cost by now; first after as many others
 ENOUGH_LOOKS = 2  # without which nothing is a loss: eight lucky plain steps had left it off for half of a run
 LONGEST_PAUSE = 8192  # steps: minutes, after which whoever drafts, or the load, may be another
+
+
+def octave(count: int) -> int:
+    """Which power of two it is nearest to: 3 to 5, 6 to 11, 12 to 22 are alike."""
+    return (count * count).bit_length() // 2
 
 
 @dataclass(slots=True)
@@ -45,7 +50,7 @@ class _AtLoad:
         That is what speculation would have brought more: a close call is looked at often, and what seems to lose at
         once. At first looks come sooner, for the pace of the first steps is not typical.
         """
-        spared = min(LOOK_STEPS ** min(self.looks, 3), 1 / PRICE)
+        spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / PRICE)
         return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
 
     @property
@@ -69,7 +74,7 @@ class SpeculationGate:
     """Loads are told apart by the number of sessions at once, in octaves; trials of single sessions are not."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, _AtLoad] = {}
+        self._loads: defaultdict[int, _AtLoad] = defaultdict(_AtLoad)
         self._owed = 0.0  # rounds of any sessions that are still to pay for the latest trials
 
     def is_on(self, sessions: int) -> bool:
@@ -112,7 +117,4 @@ class SpeculationGate:
             at.rest(LOOK_STEPS)
 
     def _at(self, sessions: int) -> _AtLoad:
-        load = octave(sessions)
-        if load not in self._loads:
-            self._loads[load] = _AtLoad()
-        return self._loads[load]
+        return self._loads[octave(sessions)]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from cluster.costs import ForwardCost
 from cluster.pacing.acceptance import AcceptanceCounts, Chances, ReplicaStats, SessionStats
-from cluster.pacing.gate import SpeculationGate
+from cluster.pacing.gate import SpeculationGate, octave
 from cluster.pacing.policy import DraftingDecision, Pacing
 from cluster.pacing.smoothing import Pairs
-from cluster.pacing.step_cost import Load, StepCost, octave
+from cluster.pacing.step_cost import Load, StepCost
 
 DELAY_MEMORY = 0.01  # weight of the latest block in how long blocks take: they are noisy, and all sessions' count
 # Rounds of a session that waited for no block, after which one is waited for: else blocks that took long once are taken

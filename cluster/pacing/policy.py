@@ -127,7 +127,7 @@ class Adaptive:
         it either. It stays out for as long as its own time is worth less than what the block brings.
         """
         worth *= 0.5**stats.missed_rounds
-        skips = load.rate > 0 and (1 - stats.hits) * worth > 1 - load.rate * load.row_s
+        skips = load.rate > 0 and (1 - stats.hits) * worth > 1
         skip_for_s = worth * load.sessions / load.rate if skips else 0.0
         return DraftingDecision(tokens, worth, least_chance, True, skip_for_s)
 

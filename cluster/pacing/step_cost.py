@@ -19,11 +19,6 @@ COMPARED = 8  # plain steps in a row that are compared with the steps with draft
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
 
 
-def octave(count: int) -> int:
-    """Which power of two it is nearest to: 3 to 5, 6 to 11, 12 to 22 are alike."""
-    return (count * count).bit_length() // 2
-
-
 def pace_after(pace: Mean, ratio: float) -> Mean:
     """Of steps or passes, as times their shape. One that hung for whatever reason does not count for more than two."""
     return pace.after(min(ratio, 2 * pace.value or ratio), MEMORY)
@@ -100,11 +95,6 @@ class Load:
     def rate(self) -> float:
         """Tokens a second, which is what a second is worth."""
         return max(1.0, self.gain) * self.plain_rate
-
-    @cached_property
-    def row_s(self) -> float:
-        """Of one session more in a step."""
-        return max(0.0, self.step.plain_s(self.sessions + 1) - self.step.plain_s(self.sessions))
 
     @cached_property
     def token_s(self) -> tuple[float, ...]:
