@@ -14,7 +14,8 @@ from protos.values import value
 
 POSITIONS = 16  # of a block, that are told apart: longer blocks than that are asked for by nobody
 MEMORY = 0.06  # weight of the latest block: a text is as hard to guess as its last paragraph, not as its beginning
-STRENGTH = 8.0  # blocks that what is usual counts for: with half of the blocks good, four bad ones are nothing
+REPLICA_STRENGTH = 3.0  # blocks that PRIOR counts for: a replica's first blocks soon say more
+SESSION_STRENGTH = 8.0  # blocks that others' blocks count for: with half of the blocks good, four bad ones are nothing
 PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))  # optimistic: what is never tried is never learnt
 ENOUGH = 32  # times that a position was reached, before which nothing is published of it: an error below 0.09
 
@@ -50,15 +51,12 @@ class Chances:
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
         found = []
         for prior, o_asked, o_drafted, o_accepted, asked, drafted, accepted in seen:
-            p_accepted = _share(accepted, asked, _share(o_accepted, o_asked, prior))
-            p_drafted = _share(drafted, asked, _share(o_drafted, o_asked, 1.0))
-            found.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / (STRENGTH + asked)), p_drafted))
+            usual = REPLICA_STRENGTH + o_asked
+            blocks = SESSION_STRENGTH + asked
+            p_accepted = (SESSION_STRENGTH * ((REPLICA_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
+            p_drafted = (SESSION_STRENGTH * ((REPLICA_STRENGTH + o_drafted) / usual) + drafted) / blocks
+            found.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
         return found
-
-
-def _share(count: float, of: float, usual: float) -> float:
-    """Drawn towards what is usual, which little that was seen hardly moves."""
-    return (STRENGTH * usual + count) / (STRENGTH + of)
 
 
 def _decayed(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
