@@ -38,17 +38,17 @@ def plan(
     picture_path: Annotated[
         Path | None, typer.Option("--plot", metavar="OUT", help="Write an SVG picture here.")
     ] = None,
-    classroom: Annotated[
-        bool, typer.Option("--classroom", help="Instead: what speculation brings, by formula and by simulation.")
+    theory: Annotated[
+        bool, typer.Option("--theory", help="Instead: what speculation brings, by formula and by simulation.")
     ] = False,
 ) -> None:
     """Simulates fleets under given costs and load, and says which one to take."""
-    from serve_app.planning.plan_report import run_classroom, run_plan
+    from serve_app.planning.plan_report import run_plan, run_theory
     from serve_app.planning.plan_request import PlanRequest, StatedCosts
 
     console = Console()
-    if classroom:
-        run_classroom(console)
+    if theory:
+        run_theory(console)
         return
     stated = StatedCosts(target_step_ms, target_token_ms, draft_token_ms, draft_row_ms, hop_ms)
     request = PlanRequest(

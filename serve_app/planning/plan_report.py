@@ -38,12 +38,12 @@ def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, p
         picture_path.write_text(advice_picture(question, advice), encoding="utf-8")
 
 
-def run_classroom(console: Console) -> None:
+def run_theory(console: Console) -> None:
     """Formula and simulation of every lesson."""
     with _progress(console) as progress:
         bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(BLOCK_LENS))
         found = lessons(lambda: progress.advance(bar))
-    console.print(classroom_tables(found))
+    console.print(theory_tables(found))
 
 
 def _progress(console: Console) -> Progress:
@@ -197,10 +197,10 @@ def advice_picture(question: PlanQuestion, advice: Advice) -> str:
     return curves(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
 
 
-# ---------------------------------------------------------------- classroom
+# ---------------------------------------------------------------- theory
 
 
-def classroom_tables(lessons: list[Lesson]) -> Group:
+def theory_tables(lessons: list[Lesson]) -> Group:
     """Formula and simulation side by side."""
     tokens = table(
         "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"

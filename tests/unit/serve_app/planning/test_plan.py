@@ -20,7 +20,7 @@ from serve_app.cli.main import app
 from serve_app.planning.break_even import Point, crossing, limits
 from serve_app.planning.formulas import InProcess, best_in_process, plain_sessions, steady_sessions
 from serve_app.planning.plan import Advice, advise, run_count
-from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, classroom_tables, verdict
+from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, theory_tables, verdict
 from serve_app.planning.plan_request import PlanRequest, StatedCosts
 from serve_app.planning.processes import AtOnce, Watched, processes
 from serve_app.planning.question import PLAIN, CandidateFleet, PlanQuestion, Prices, candidates, cost_per_million
@@ -335,7 +335,7 @@ def test_formula_and_simulation_agree():
         assert lesson.simulated_tokens == pytest.approx(lesson.tokens, rel=TOLERANCE)
         assert lesson.simulated_gain == pytest.approx(lesson.gain, rel=TOLERANCE)
         assert lesson.gain_there == pytest.approx(1.0, rel=TOLERANCE)
-    text = shown(classroom_tables(found))
+    text = shown(theory_tables(found))
     assert "5.695" in text, "0.9, 7 by the formula"
 
 
