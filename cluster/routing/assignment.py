@@ -4,6 +4,7 @@ Router and simulator run it: the time is handed in, and what is to be sent is ha
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -46,7 +47,7 @@ class Assignments(Generic[F]):
     def __init__(self, router: str, target_wait_s: float, tell: Callable[[F, Event], None]) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.given_up: list[str] = []  # drafters that were silent for too long, each time that they were
+        self.given_up: Counter[str] = Counter()  # times that a drafter was silent for too long
         self._target_wait_s = target_wait_s
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
@@ -170,10 +171,10 @@ class Assignments(Generic[F]):
         self._waiting[assignment.name] = assignment
         if refusal.reason is not RefusalReason.OVERLOADED:
             return
-        if peer == assignment.session.target:
-            self._full_until[peer] = now + FULL_FOR_S
-        else:
+        if peer in self.drafters:
             self._breakers.refused(peer, now)
+        else:
+            self._full_until[peer] = now + FULL_FOR_S
 
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
@@ -210,7 +211,7 @@ class Assignments(Generic[F]):
             drafter = assignment.session.drafter
             for answer in assignment.session.take_answers():
                 if drafter is not None and self._is_given_up(drafter, assignment, answer, now):
-                    self.given_up.append(drafter)
+                    self.given_up[drafter] += 1
                     log.warning("drafter %s is silent; its sessions go to others", drafter)
                     sends += self._move_off(drafter, now)
         return sends

@@ -51,6 +51,10 @@ class Peers:
     def __bool__(self) -> bool:
         return bool(self._up)
 
+    def __contains__(self, address: str) -> bool:
+        """Whether it takes sessions."""
+        return address in self._up
+
     def up(self, address: str) -> None:
         """It takes sessions from now on, or still does."""
         self.down(address)

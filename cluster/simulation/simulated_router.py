@@ -62,7 +62,7 @@ class SimulatedRouter:
     @property
     def given_up(self) -> int:
         """Times that a drafter was given up as silent."""
-        return len(self._assignments.given_up)
+        return self._assignments.given_up.total()
 
     def generate(self, session: Session) -> None:
         now = self.process.clock.now

@@ -79,7 +79,7 @@ class Desk:
             if self.assignments.given_up:
                 break
             self.now += FIRST_BLOCK_S / (MISSES - 1)
-        return self.assignments.given_up
+        return list(self.assignments.given_up)
 
     def note(self, sends: list[Send]) -> None:
         self.sent += [(message.session, to, message) for to, message in sends]
@@ -172,6 +172,18 @@ def test_a_full_target_is_left_alone_for_a_while():
     assert desk.opened_at("s") == ["T"]
     desk.tick(FULL_FOR_S)
     assert desk.opened_at("s") == ["T", "T"]
+
+
+def test_a_target_is_full_for_others_too_though_whom_it_refuses_has_left_it():
+    desk = Desk("TU", "")
+    assignment = desk.begin()
+    first = str(assignment.target)
+    desk.refuse(assignment, first)
+    desk.tick(desk.now)
+    assert assignment.target != first
+    desk.now += FULL_FOR_S
+    desk.refuse(assignment, first)
+    assert desk.begin("other").target == assignment.target, "though the other one has no session"
 
 
 def test_a_request_that_a_target_finds_fault_with_fails_and_waits_for_nobody():
