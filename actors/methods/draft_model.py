@@ -73,12 +73,14 @@ class DraftModel:
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._texts.committed(session, tokens)
+        self._sampler.decided(session, self._texts[session].tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
         self._texts.close(sessions)
         for name in sessions:
             self._cache.close(name)
             self._considered.pop(name, None)
+            self._sampler.close(name)
             if self._head is not None:
                 self._head.close(name)
         if self._cache.is_idle:

@@ -141,6 +141,11 @@ class BlockDraft:
         return self.request.base_len + len(self.outcome)
 
     @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Of the token to draft next: tokens decided before, and those taken for granted after them."""
+        return self.request.base_len, self.outcome + self.tokens
+
+    @property
     def address(self) -> tuple[int, tuple[int, ...]]:
         """Hash of what it comes after and tokens, of what is offered."""
         return self.base_hash, self.tokens[: self.offered[0]]

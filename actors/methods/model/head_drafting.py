@@ -10,7 +10,7 @@ from actors.attention.batch import never
 from actors.methods.model.cached_draft import CachedDraft
 from actors.methods.model.forwards import ReadDraft
 from actors.methods.model.recurrent_head import DraftHead
-from actors.methods.model.sampling import DraftSampler, is_argmax
+from actors.methods.model.sampling import DraftSampler
 
 GUESSED = 16  # most outcomes whose first tokens the head predicts, and blocks that it begins in a pass
 GUESS_TOKENS = 2  # each
@@ -51,9 +51,9 @@ class HeadDrafting:
     def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
         """The first tokens of the likeliest blocks, which forwards draft anew while there is time.
 
-        Not where a prefix must keep its continuation, nor where tokens are sampled, which takes as long as a forward.
+        Not under ratio, where a prefix must keep its continuation.
         """
-        may = [draft for draft in drafts if draft.state is not None and is_argmax(draft)]
+        may = [draft for draft in drafts if draft.state is not None and not draft.ratio]
         likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
         self.go_on(likeliest, GUESS_TOKENS, interrupted)
 
@@ -89,6 +89,6 @@ class HeadDrafting:
         """What the logits of the last decided token's place were made of, (hidden,), if that was read and will do."""
         tokens = draft.text.tokens
         read = self._read.pop(draft.request.session, None)
-        if read is None or read.base_len >= len(tokens) or not is_argmax(draft):
+        if read is None or read.base_len >= len(tokens) or draft.ratio:
             return None
         return read.states.get(tuple(tokens[read.base_len : -1]))

@@ -1,19 +1,36 @@
-"""From a draft model's logits to draft tokens: the likeliest, those that the target would draw, or drawn for ratio."""
+"""From a draft model's logits to draft tokens: those likeliest to be the target's, or drawn for ratio."""
 
+import math
 from collections.abc import Iterable, Sequence
-from itertools import islice, repeat
+from itertools import repeat
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.methods.model.calibration import LEAST_OTHERS, Calibration, Candidates, DraftKind
 from actors.methods.model.forwards import ReadDraft
 from actors.methods.model.limits import DraftingLimits
-from actors.sampling.noise import Purpose, gumbel, gumbel_argmax, key
-from actors.sampling.processors import process
+from actors.sampling.noise import Purpose, gumbel_argmax, gumbels, key
+from actors.sampling.processors import penalise, process
 from cluster.drafting.block_draft import BlockDraft
 from cluster.drafting.outcomes import Choices
+from protos.draft_tree import NO_TREE
+from protos.messages import Sampling
 
-CHOICES = 16  # tokens of a position that are thought of as outcomes
+CONSIDERED = 64  # tokens of a position that may be drafted: further ones bring nothing, measured up to 2048
+CHOICES = 16  # of them, that are thought of as outcomes
+LEAST_LOG_PROB = -30.0
+
+
+class _Place(NamedTuple):
+    draft: BlockDraft
+    logits: Tensor  # (columns,)
+    state: Tensor | None  # (hidden,)
+    position: int
+    is_further: bool
 
 
 class DraftSampler:
@@ -23,54 +40,84 @@ class DraftSampler:
         self._token_ids = token_ids  # (columns,)
         self._vocabulary = vocabulary
         self._limits = limits
-        self._ids: list[int] = token_ids.tolist()
+        self._calibration = Calibration()
 
     def extend(self, read: Sequence[ReadDraft]) -> None:
         """Adds a token for each place, or ends the block."""
-        simple = [each for each in read if is_argmax(each.draft)]
-        if simple:
-            choices = iter(self._greedy_choices(torch.cat([each.logits for each in simple])))
-            for draft, logits, hidden in simple:
-                places = len(logits)
-                for there, state in zip(islice(choices, places), _each(hidden, places), strict=True):
-                    draft.append(there.tokens[0], there, state)
+        together: list[_Place] = []
         for draft, logits, hidden in read:
-            if not is_argmax(draft):
-                for row, state in zip(logits, _each(hidden, len(logits)), strict=True):
-                    self._extend_by_sampling(draft, row, state)
+            places = [
+                _Place(draft, row, state, draft.position + place, draft.is_guessed or (place > 0 and not draft.is_root))
+                for place, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
+            ]
+            if draft.ratio:
+                self._draw(places)
+            elif draft.text.open.sampling.penalised:
+                for place in places:
+                    self._offer([self._penalised(place)])
+            else:
+                together += places
+        if together:
+            self._offer(together)
 
-    def _greedy_choices(self, logits: Tensor) -> list[Choices]:
-        values, columns = torch.log_softmax(logits.float(), dim=-1).topk(min(CHOICES, logits.shape[-1]), dim=-1)
-        ids = self._token_ids[columns].tolist()
-        chances = values.exp().tolist()
-        return [Choices(*row) for row in zip(ids, chances, strict=True)]
+    def decided(self, session: str, tokens: Sequence[int]) -> None:
+        """The session's text is known up to here: what was thought of it is compared with it."""
+        self._calibration.decided(session, tokens)
 
-    def _extend_by_sampling(self, draft: BlockDraft, logits: Tensor, state: Tensor | None) -> None:
-        if draft.is_complete:
-            return
-        request = draft.text.open
-        whole = logits.new_full((self._vocabulary,), -torch.inf)
-        whole[self._token_ids[: len(logits)]] = logits  # a draft head may choose among fewer
-        generated = draft.generated if request.sampling.penalised else ()
-        row = process(whole.unsqueeze(0), request.sampling, generated)[0]
-        if draft.ratio:
+    def close(self, session: str) -> None:
+        self._calibration.close(session)
+
+    # ------------------------------------------------------------ the target's own draw, foreseen
+
+    def _offer(self, places: Sequence[_Place]) -> None:
+        """The tokens likeliest to be the target's: with the noise that decides, at the address of its draw."""
+        log_probs, ids, noise = self._considered(places)
+        for place, *said in zip(places, log_probs, ids, noise, strict=True):
+            draft = place.draft
+            if draft.is_complete:
+                continue
+            sampling = draft.text.open.sampling
+            candidates = _candidates(sampling, *said)
+            kind = DraftKind.of(sampling, place.is_further)
+            self._calibration.note(draft.request.session, draft.place, kind, candidates)
+            choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
+            draft.append(choices.tokens[0], choices, place.state)
+
+    def _considered(self, places: Sequence[_Place]) -> tuple[NDArray[np.float64], ...]:
+        """Log probabilities, falling, tokens, and noise: (places, considered) each."""
+        logits = torch.stack([place.logits for place in places]).float()
+        logits = logits.masked_fill(~torch.isfinite(logits), torch.finfo(torch.float32).min)
+        requests = [place.draft.text.open for place in places]
+        temperatures = [request.sampling.temperature or 1.0 for request in requests]
+        scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        above = logits - logits.max(dim=-1, keepdim=True).values
+        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(min(CONSIDERED, logits.shape[-1]), dim=-1)
+        ids = self._token_ids[columns]
+        noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
+        sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
+        if sampled:
+            keys = torch.tensor([_draw_key(places[row]) for row in sampled], device=ids.device)
+            noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
+        return log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
+
+    def _penalised(self, place: _Place) -> _Place:
+        """With the penalties for what was generated so far, the block's own tokens among it."""
+        draft = place.draft
+        whole = self._whole(place.logits).unsqueeze(0)
+        penalised = penalise(whole, draft.text.open.sampling, draft.generated, NO_TREE)[0]
+        return place._replace(logits=penalised[self._token_ids])
+
+    # ------------------------------------------------------------ draws of its own, for ratio
+
+    def _draw(self, places: Sequence[_Place]) -> None:
+        for draft, logits, state, *_ in places:
+            if draft.is_complete:
+                continue
+            request = draft.text.open
+            generated = draft.generated if request.sampling.penalised else ()
+            row = process(self._whole(logits).unsqueeze(0), request.sampling, generated)[0]
             token, ids, weights = self._draw_by_ratio(draft, row)
             draft.append(token, _choices(row), state, ids, weights)
-        else:
-            token, choices = self._draw_coupled(draft, row)
-            draft.append(token, choices, state)
-
-    def _draw_coupled(self, draft: BlockDraft, logits: Tensor) -> tuple[int, Choices]:
-        """The token that the target would draw from these logits: with the same noise, at the same address."""
-        request = draft.text.open
-        if request.sampling.greedy:
-            return int(logits.argmax()), _choices(logits)
-        at = key(request.seed, request.choice, draft.position, Purpose.DRAW)
-        token = gumbel_argmax(logits, at)
-        ids = logits.topk(min(self._limits.top_k, int(torch.isfinite(logits).sum()))).indices
-        noisy = torch.full_like(logits, -torch.inf)
-        noisy[ids] = (logits[ids] + gumbel(at, ids)).float()
-        return token, _choices(noisy)  # with the noise that decides, so that rivals are those of this very draw
 
     def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """A token from the truncated and rounded distribution that goes on the wire, and that distribution.
@@ -81,7 +128,7 @@ class DraftSampler:
         top_k = self._limits.top_k
         logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
         if bool(logits.isneginf().all()):  # a model that computes nonsense still gives a token
-            logits[self._ids[0]] = 0.0
+            logits[self._token_ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()
         session = draft.text.open
@@ -90,15 +137,55 @@ class DraftSampler:
         padding = top_k - len(ids)
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
 
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Over the whole vocabulary, float32; a draft head may choose among fewer tokens."""
+        whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
+        whole[self._token_ids[: len(logits)]] = logits.float()
+        return whole
 
-def is_argmax(draft: BlockDraft) -> bool:
-    """Whether its tokens are the likeliest ones."""
-    sampling = draft.text.open.sampling
-    return sampling.greedy and not sampling.penalised
+
+def _draw_key(place: _Place) -> int:
+    """Of the noise that the target draws with there."""
+    request = place.draft.text.open
+    return key(request.seed, request.choice, place.position, Purpose.DRAW)
+
+
+def _candidates(
+    sampling: Sampling, log_probs: NDArray[np.float64], ids: NDArray[np.int64], noise: NDArray[np.float64]
+) -> Candidates:
+    """Of those considered, the ones that top-k, top-p and min-p are likely to leave."""
+    probs = np.exp(log_probs)
+    kept = _kept(log_probs, probs, sampling)
+    others = 1.0 - float(probs.sum()) if kept == len(ids) else 0.0
+    within = math.log(probs[:kept].sum()) if kept < len(ids) else 0.0
+    log_probs = np.maximum(log_probs[:kept] - within, LEAST_LOG_PROB)
+    return Candidates(ids[:kept], log_probs, noise[:kept], math.log(max(others, LEAST_OTHERS)))
+
+
+def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
+    """How many of the likeliest tokens the request's filters leave; at least one."""
+    kept = len(probs)
+    if sampling.greedy:
+        return kept
+    if sampling.top_k:
+        kept = min(kept, sampling.top_k)
+    if sampling.top_p < 1:
+        total = probs[:kept].sum() if sampling.top_k else 1.0
+        before = probs[:kept].cumsum() - probs[:kept]
+        kept = int((before < sampling.top_p * total).sum())
+    if sampling.min_p > 0:
+        kept = int((log_probs[:kept] >= log_probs[0] + math.log(sampling.min_p)).sum())
+    return max(1, kept)
+
+
+def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
+    """Likeliest first."""
+    order = np.argsort(-chances[:-1], kind="stable")[:CHOICES]
+    return Choices(candidates.ids[order].tolist(), chances[order].tolist())
 
 
 def _choices(logits: Tensor) -> Choices:
-    """The likeliest tokens, likeliest first."""
+    """The likeliest tokens by the draft model alone, likeliest first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
     return Choices(ids.tolist(), chances.tolist())
 
