@@ -63,10 +63,28 @@ class DraftTree:
 
     @property
     def trunk(self) -> tuple[int, ...]:
-        """Tokens of the first nodes, as far as each comes after the one before."""
+        """Tokens of the path that takes every node's first child, which is the likeliest."""
         if self.is_chain:
             return self.tokens
-        return self.tokens[: next(node for node, parent in enumerate(self.parents) if parent != node - 1)]
+        found: list[int] = []
+        last = -1
+        for node, parent in enumerate(self.parents):
+            if parent == last:
+                found.append(self.tokens[node])
+                last = node
+        return tuple(found)
+
+    @property
+    def off_trunk(self) -> list[tuple[int, ...]]:
+        """Tokens of the paths that leave the trunk with their last node."""
+        trunk = self.trunk
+        parents = (-1, *self.along(trunk))
+        return [
+            (*trunk[:depth], token)
+            for depth, parent in enumerate(parents)
+            for token in self.children(parent)
+            if (*trunk[:depth], token) != trunk[: depth + 1]
+        ]
 
     def children(self, parent: int) -> tuple[int, ...]:
         """Tokens that come after a node, or after the prefix for -1."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from actors.attention.batch import never
 from actors.engine.runner import InterruptibleRunner
 from actors.methods.model.cached_draft import CachedDraft
+from actors.methods.model.calibration import Calibration
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.forwards import DraftForwards
 from actors.methods.model.head_drafting import GUESSED, HeadDrafting
@@ -26,10 +27,13 @@ from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.tree_growth import least_of, worth_a_limb
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
-FEW = 4  # decided tokens that are fed once more for each token beside the first
+FEW = 4  # decided tokens that are fed once more for each token beside the trunk
+LIMB_TOKENS = 2  # that a limb has, at most: what is further off is seldom among a block's likeliest
+SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
 
 _Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
 """By hash of what a block comes after, and its tokens: what the model thought of at its first positions."""
@@ -52,6 +56,7 @@ class DraftModel:
         clock: Callable[[], float] = time.monotonic,
         masks: MaskTokens = ONE_AT_A_TIME,
         head: DraftHead | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.tokens_per_forward = masks.width if head is None else head.width
         self.outcomes = OUTCOMES if head is None else GUESSED
@@ -59,7 +64,7 @@ class DraftModel:
         self._min_confidence = limits.min_confidence
         self._clock = clock
         self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens)
-        self._sampler = DraftSampler(token_ids, runner.vocabulary, limits)
+        self._sampler = DraftSampler(token_ids, runner.vocabulary, limits, calibration or Calibration())
         self._head = None if head is None else HeadDrafting(head, self._sampler)
         self._ahead_time = ForwardTime()
         self._texts = SessionTexts()
@@ -100,8 +105,15 @@ class DraftModel:
         if self._head is not None:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]
+        limbs: list[CachedDraft] = []
         while active:
-            active = [draft for draft in self.extend(active, never) if not draft.is_complete]
+            advanced = self.extend([*active, *limbs], never)
+            active = [draft for draft in advanced if not draft.stem and not draft.is_complete]
+            limbs = [draft for draft in advanced if draft.stem and not draft.is_complete]
+            if self._head is None:
+                limbs += [limb for draft in active for limb in self._branch_off(draft)]
+        if self._head is not None:
+            self._head.go_on([limb for draft in drafts for limb in self._branch_off(draft)], LIMB_TOKENS, never)
         for draft in drafts:
             self._cache.publish(draft.branch, draft.request.base_len)
             self._considered[draft.request.session] = {draft.address: draft.by_model}
@@ -131,6 +143,37 @@ class DraftModel:
             pending=tokens[len(branch.tokens) :],
         )
 
+    def _branch_off(self, block: CachedDraft) -> list[CachedDraft]:
+        """Limbs from tokens beside its own; with a head they need no forward, else they ride in the block's own."""
+        if not block.takes_trees or not block.drafted:
+            return []
+        known = [limb.stem for limb in block.limbs]
+        paths = block.paths
+        least = max(block.least_chance, least_of(paths, block.max_tokens))
+        found = [
+            self._limb(block, stem, chance)
+            for stem, chance in worth_a_limb(paths, block.tokens, least)
+            if stem not in known and len(stem) < block.max_tokens
+        ]
+        block.limbs += found
+        return found
+
+    def _limb(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
+        """After tokens of the block and one beside the next of them."""
+        cached = min(len(block.branch.tokens), block.base_len + len(stem) - 1)
+        return CachedDraft(
+            request=block.request,
+            text=block.text,
+            base_hash=hashes_after(block.base_hash, stem)[-1],
+            max_tokens=min(LIMB_TOKENS, block.max_tokens - len(stem)),
+            branch=block.branch if self._head is not None else self._cache.fork(block.branch, cached),
+            pending=[*block.text.tokens, *stem][cached:],
+            outcome=stem,
+            chance=chance,
+            stem=stem,
+            state=block.drafted[len(stem) - 1].state,
+        )
+
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: AheadRequest) -> list[CachedDraft]:
@@ -153,28 +196,30 @@ class DraftModel:
         return [root, *self._siblings_of(root)]
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
-        """A root for each token beside the first under verification."""
+        """A root for each of the first tokens under verification that stand beside the trunk."""
         request = root.ahead
-        cached = min(len(root.branch.tokens), request.base_len)
-        roots = []
-        is_known = request.base_len - cached <= FEW  # else each of them would have the prompt read once more
-        siblings = request.unverified.children(-1)[1:]
-        for token in siblings if is_known else ():
-            found = CachedDraft(
-                request=request,
-                text=root.text,
-                base_hash=request.prefix_hash,
-                max_tokens=2,
-                branch=self._cache.fork(root.branch, cached),
-                pending=[*root.text.tokens[cached:], token],
-                unverified=(token,),
-                main=root,
-                chance=SIBLING_FIRST,
-                settled=1,
-            )
-            found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0)]
-            roots.append(found)
-        return roots
+        first = request.base_len - FEW  # what is cached must reach as far, or each would have the prompt read once more
+        beside = [path for path in request.unverified.off_trunk if len(root.branch.tokens) >= first]
+        return [self._sibling(root, path) for path in beside[:SIBLINGS_READ]]
+
+    def _sibling(self, root: CachedDraft, path: tuple[int, ...]) -> CachedDraft:
+        request = root.ahead
+        tokens = [*root.text.tokens, *path]
+        cached = min(len(root.branch.tokens), len(tokens) - 1)
+        found = CachedDraft(
+            request=request,
+            text=root.text,
+            base_hash=request.prefix_hash,
+            max_tokens=len(path) + 1,
+            branch=self._cache.fork(root.branch, cached),
+            pending=tokens[cached:],
+            unverified=path,
+            main=root,
+            chance=SIBLING_FIRST,
+            settled=len(path),
+        )
+        found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0) for token in path]
+        return found
 
     def fork(self, root: CachedDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> CachedDraft | None:
         cached = root.request.base_len + len(outcome) - 1

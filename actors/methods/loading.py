@@ -9,6 +9,7 @@ from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.methods.draft_model import DraftModel
+from actors.methods.model.calibration import Calibration
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, read_mask_tokens, tokens_per_forward
@@ -31,7 +32,9 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
     return load_draft_model(folder, draft, setup, device_of(draft.resources))
 
 
-def load_draft_model(folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device) -> DraftModel:
+def load_draft_model(
+    folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device, calibration: Calibration | None = None
+) -> DraftModel:
     """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed.
 
     Quantised, its products are of weights and rows rounded to 8 bits, and float32 beside them. Raises ModelError where
@@ -59,4 +62,4 @@ def load_draft_model(folder: Path, draft: DraftPool, setup: DraftSetup, device: 
     runner = ModelRunner(model, pages, page_size, decoder=decoder)
     draft_cache = DraftCache(pages, page_size)
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)
-    return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, head=head)
+    return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration)

@@ -17,7 +17,7 @@ from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 AHEAD_ROWS = 8  # most branches of a forward: this many, or ROWS_EACH for each session
 ROWS_EACH = 2
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
-SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the first under verification; to read the trunk is 1
+SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the trunk under verification; to read that is 1
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
 D = TypeVar("D", bound=BlockDraft)
@@ -163,7 +163,7 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
     block = root.unverified or ()
     (*there, after) = root.choices
     if root.main is not None:
-        first = root.main.choices[:1]
-        return continuations(block, accepted_chance(block, first), after) if first else []
+        known = root.main.choices[: len(block)]
+        return continuations(block, accepted_chance(block, known), after) if len(known) == len(block) else []
     told = rejections(root.ahead.unverified, there) if root.tells_all else []
     return told + continuations(block, accepted_chance(block, there), after)

@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from cluster.drafting.outcomes import Choices, offer
+from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionText
+from cluster.drafting.tree_growth import Limb, least_of, likeliest_paths, likeliest_tree
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, DraftRequest, Shape
 from protos.prefix import hashes_after
 from protos.values import value
 
-LEAST_SIBLING = 0.1  # chance of a token beside the first to be sent, whatever its verification costs
 SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
 
 
@@ -33,7 +33,8 @@ class DraftedToken:
 class BlockDraft:
     """One block while it is being drafted.
 
-    A *root* is a block under verification that is read, token by token, for what may come of it.
+    A *root* is a block under verification that is read, token by token, for what may come of it. A block may have
+    *limbs*, which go on from tokens beside its own; each is drafted like a block of its own.
     """
 
     request: DraftRequest | AheadRequest
@@ -45,7 +46,9 @@ class BlockDraft:
     state: Any = None  # the method's own: as a drafted token's, of the place just before the block
     unverified: tuple[int, ...] | None = None  # a root's tokens
     tells_all: bool = False  # a root's: what replaces its tokens is not known before it is read
-    main: "BlockDraft | None" = None  # a root's that reads a token beside the first: the one that reads the trunk
+    main: "BlockDraft | None" = None  # a root's that reads a token beside the trunk: the one that reads the trunk
+    stem: tuple[int, ...] = ()  # a limb's: the block's tokens that it comes after, the last of them beside the trunk
+    limbs: list["BlockDraft"] = field(default_factory=list)
     min_confidence: float = 0.0  # of the tokens so far to stand, to go on from there
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
@@ -80,7 +83,7 @@ class BlockDraft:
     @property
     def by_model(self) -> list[DraftedToken]:
         """The first tokens that are offered, as far as the model itself predicted them."""
-        return list(takewhile(lambda token: not token.by_head, self.drafted[: self.offered[0]]))
+        return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.trunk)]))
 
     @property
     def is_root(self) -> bool:
@@ -114,7 +117,9 @@ class BlockDraft:
     @property
     def least_chance(self) -> float:
         """Of the tokens so far to stand, to be worth sending."""
-        return 0.0 if self.ratio or self.is_root else self.request.least_chance
+        if self.ratio or self.is_root:
+            return 0.0
+        return self.request.least_chance / self.chance if self.stem else self.request.least_chance
 
     @property
     def urgency(self) -> float:
@@ -147,18 +152,33 @@ class BlockDraft:
 
     @property
     def address(self) -> tuple[int, tuple[int, ...]]:
-        """Hash of what it comes after and tokens, of what is offered."""
-        return self.base_hash, self.tokens[: self.offered[0]]
+        """Hash of what it comes after and trunk, of what is offered."""
+        return self.base_hash, self.tree.trunk
 
     @property
-    def offered(self) -> tuple[int, tuple[int, ...]]:
-        """How many of the tokens are, and the tokens beside the first of them."""
-        if self.is_root or not self.drafted or self.request.shape is Shape.CHAIN:
-            return len(self.drafted), ()
-        first = self.drafted[0]
-        chances = [token.p_accepted for token in self.drafted]
-        least_chance = max(self.least_chance, LEAST_SIBLING)
-        return offer(first.token, first.choices, chances, self.max_tokens, least_chance)
+    def takes_trees(self) -> bool:
+        """Whether tokens may be offered beside its own."""
+        return self.request.shape is Shape.TREE and not self.is_root and not self.ratio
+
+    @property
+    def tree(self) -> DraftTree:
+        """What is offered."""
+        if self.takes_trees and self.drafted:
+            return likeliest_tree(self._limbs(), self.max_tokens, self.least_chance)
+        probs = None
+        drafted = self.drafted
+        if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
+            probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
+        return DraftTree.chain(self.tokens, probs)
+
+    @property
+    def paths(self) -> list[tuple[tuple[int, ...], float]]:
+        """To the nodes of the tree so far, with their chances, which fall."""
+        return likeliest_paths(self._limbs(), self.max_tokens, self.least_chance)
+
+    def _limbs(self) -> list[Limb]:
+        whole = Limb((), 1.0, self.tokens, self.choices)
+        return [whole, *[Limb(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs]]
 
     def append(
         self,
@@ -174,7 +194,7 @@ class BlockDraft:
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
             token = self.unverified[len(self.drafted)]
         p_accepted = self.p_accepted * choices.chances[0]
-        if p_accepted < self.least_chance:
+        if p_accepted < max(self.least_chance, self._least_of_tree):
             self.is_cut = True
             return
         by_head = self.is_guessed
@@ -191,13 +211,11 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def proposal(self) -> Proposal:
-        probs = None
-        drafted = self.drafted
-        if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
-            probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
-        kept, siblings = self.offered
-        chain = DraftTree.chain(self.tokens[:kept], probs)
-        tree = DraftTree(chain.tokens + siblings, chain.parents + (-1,) * len(siblings)) if siblings else chain
         outcome = self.outcome
         at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
-        return Proposal(self.request.session, self.base_len, self.base_hash, tree, outcome, at_once)
+        return Proposal(self.request.session, self.base_len, self.base_hash, self.tree, outcome, at_once)
+
+    @property
+    def _least_of_tree(self) -> float:
+        """Chance that the next token must have, or others are offered in its place."""
+        return least_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0

@@ -5,7 +5,6 @@ Pure. An outcome is the verdict's tokens: some of the block's, and then one that
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 
 from protos.draft_tree import DraftTree
 from protos.values import value
@@ -39,32 +38,13 @@ def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
     found = []
     reached = 1.0
     trunk = block.trunk
+    parents = (-1, *block.along(trunk))
     for position, (drafted, there) in enumerate(zip(trunk, known, strict=False)):
         accepted = trunk[:position]
-        expected = block.children(position - 1)
+        expected = block.children(parents[position])
         found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
         reached *= there.chance_of(drafted)
     return found
-
-
-def offer(
-    drafted: int, at_first: Choices, chances: Sequence[float], most: int, least_chance: float
-) -> tuple[int, tuple[int, ...]]:
-    """How many of a chain's tokens to send, and which others beside the first: the likeliest, at most so many in all.
-
-    `drafted` is the first token and `at_first` what it was chosen from; `chances` are the chances that each of the
-    chain's tokens, and all before it, is accepted.
-    """
-    likely = takewhile(lambda choice: choice[1] >= least_chance, at_first)
-    others = [choice for choice in likely if choice[0] != drafted]
-    kept = len(chances)
-    while others and kept + len(others) > most:
-        _, least = others[-1]
-        if kept > 1 and chances[kept - 1] < least:
-            kept -= 1
-        else:
-            others.pop()
-    return kept, tuple([token for token, _ in others])
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:

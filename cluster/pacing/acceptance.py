@@ -1,10 +1,14 @@
-"""What drafters' blocks have brought, by position in a block, and what to expect of the next ones.
+"""What drafters' blocks have brought, by node of a block, and what to expect of the next ones.
+
+A block's nodes come in falling order of their chances, so node k of any tree is its k-th likeliest, and what it has
+brought is what a k-th token is worth: of a chain, that is its position.
 
 Three memories of one thing: a session's, some tens of blocks long; its replica's, for what little is known of a
 session; and the replica's counts since the beginning, for whoever plans a fleet.
 """
 
 import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
@@ -12,7 +16,7 @@ from cluster.pacing.health import AcceptanceDrift
 from cluster.pacing.smoothing import Pairs, blend
 from protos.values import value
 
-POSITIONS = 16  # of a block, that are told apart: longer blocks than that are asked for by nobody
+POSITIONS = 16  # nodes of a block, that are told apart: longer blocks than that are asked for by nobody
 MEMORY = 0.06  # weight of the latest block: a text is as hard to guess as its last paragraph, not as its beginning
 REPLICA_STRENGTH = 3.0  # blocks that PRIOR counts for: a replica's first blocks soon say more
 SESSION_STRENGTH = 8.0  # blocks that others' blocks count for: with half of the blocks good, four bad ones are nothing
@@ -22,26 +26,27 @@ ENOUGH = 32  # times that a position was reached, before which nothing is publis
 
 @value
 class Chances:
-    """How often each position of a block was asked for, was drafted, and was accepted; decayed counts.
+    """How often each node of a block was asked for, was drafted, and was accepted; decayed counts.
 
-    They go as far as was ever asked for, which is a few positions for most sessions; blocks may end in doubt.
+    They go as far as was ever asked for, which is a few nodes for most sessions; blocks may end in doubt.
     """
 
     asked: tuple[float, ...] = ()
-    drafted: tuple[float, ...] = ()  # of as many positions, and so below
+    drafted: tuple[float, ...] = ()  # of as many nodes, and so below
     accepted: tuple[float, ...] = ()
 
-    def after(self, asked: int, drafted: int, accepted: int) -> "Chances":
-        """A block was verified. What was not asked for for long is forgotten, and so is tried again."""
+    def after(self, asked: int, drafted: int, accepted: Container[int]) -> "Chances":
+        """A block was verified, and these nodes accepted. What was not asked for for long is forgotten, and so is tried
+        again."""
         new = (0.0,) * (min(asked, POSITIONS) - len(self.asked))
         return Chances(
-            _decayed(self.asked + new, asked),
-            _decayed(self.drafted + new, drafted),
+            _decayed(self.asked + new, range(asked)),
+            _decayed(self.drafted + new, range(drafted)),
             _decayed(self.accepted + new, accepted),
         )
 
     def outlook(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
-        """What to expect of the first positions of the next block: one triple for each.
+        """What to expect of the first nodes of the next block: one triple for each.
 
         The chance that its token is accepted, and all before it; how far luck alone may have moved that, for a few
         rejections in a row prove nothing; and the chance that it is drafted at all. `others` is what all sessions'
@@ -59,9 +64,9 @@ class Chances:
         return found
 
 
-def _decayed(counts: tuple[float, ...], positions: int) -> tuple[float, ...]:
-    """And one more for each of the first `positions`."""
-    return tuple([(1 - MEMORY) * count + (index < positions) for index, count in enumerate(counts)])
+def _decayed(counts: tuple[float, ...], nodes: Container[int]) -> tuple[float, ...]:
+    """And one more for each of `nodes`."""
+    return tuple([(1 - MEMORY) * count + (node in nodes) for node, count in enumerate(counts)])
 
 
 @value
@@ -85,15 +90,16 @@ class SessionStats:
     is_left_off: bool = False  # whether blocks were found not to pay
     is_on_trial: bool = False  # whether they are tried nevertheless, and may be once more
 
-    def block_verified(self, asked: int, drafted: int, accepted: int) -> None:
+    def block_verified(self, asked: int, drafted: int, accepted: Sequence[int]) -> None:
+        """Of so many nodes asked for, so many were drafted, and these accepted."""
         self.chances = self.chances.after(asked, drafted, accepted)
-        self.drift = self.drift.after(accepted)
+        self.drift = self.drift.after(len(accepted))
         if accepted:
             self.is_on_trial = self.is_left_off
 
     def nothing_drafted(self, asked: int) -> None:
         """The drafter had no block to offer: as good as one of which nothing was accepted, but no sign of decay."""
-        self.chances = self.chances.after(asked, 0, 0)
+        self.chances = self.chances.after(asked, 0, ())
 
     def block_arrived(self, delay_s: float) -> None:
         """Or word that there is none: the drafter lives."""

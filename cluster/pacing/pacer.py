@@ -4,6 +4,7 @@ The policy is pure; this is the one place that holds what is known of the replic
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.costs import ForwardCost
@@ -51,10 +52,10 @@ class Pacer:
             self._learn(step, committed, seconds, took_s or seconds)  # clocks may be too coarse to tell
         self._busy_until = now
 
-    def block_verified(self, asked: int, room: int, drafted: int, accepted: int) -> None:
-        """Of a block of up to `asked` tokens; the session's length limit left `room` for it."""
+    def block_verified(self, asked: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
+        """Of a block of up to `asked` nodes these were accepted; the session's length limit left `room` for it."""
         self._chances = self._chances.after(asked, drafted, accepted)
-        self.acceptance = self.acceptance.after(min(asked, room), accepted)
+        self.acceptance = self.acceptance.after(min(asked, room), len(accepted))
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """A block of so many tokens came, so long after the verdict that asked for it."""

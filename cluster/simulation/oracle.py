@@ -78,7 +78,7 @@ class DraftQuality:
 
     `acceptances` are those of a block's tokens, each given the ones before it; the last one holds for all further
     tokens. Where the draft model is wrong, its second choice is right with chance `runner_up`. If it `branches`, it
-    may offer that one too for a block's first token.
+    may offer that one too.
     """
 
     acceptances: tuple[float, ...]
@@ -148,7 +148,7 @@ class OracleMethod:
         root.unverified = block
         self._append(root, len(block))
         root.settle()
-        return [root, *[self._sibling(root, token) for token in request.unverified.children(-1)[1:]]]
+        return [root, *[self._sibling(root, path) for path in request.unverified.off_trunk]]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
         return BlockDraft(
@@ -180,13 +180,13 @@ class OracleMethod:
         text = self._texts[request.session]
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
-    def _sibling(self, root: BlockDraft, token: int) -> BlockDraft:
-        """A root that reads a token beside the first of the block."""
-        found = self._begin(root.ahead, max_tokens=2)
-        found.unverified = (token,)
+    def _sibling(self, root: BlockDraft, path: tuple[int, ...]) -> BlockDraft:
+        """A root that reads a token beside the trunk of the block."""
+        found = self._begin(root.ahead, max_tokens=len(path) + 1)
+        found.unverified = path
         found.main = root
         found.chance = SIBLING_FIRST
-        self._append(found, 1)
+        self._append(found, len(path))
         found.settle()
         return found
 

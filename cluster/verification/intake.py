@@ -172,7 +172,7 @@ class Intake:
             self._counts.drop("tree", block)
             return
         self._silent.heard(drafter)
-        self._note_answer(session, block, block.tree.depth, now)
+        self._note_answer(session, block, block.size, now)
         session.buffer.place(block, session.open, session.prefix, now)
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:

@@ -245,7 +245,7 @@ class VerificationScheduler:
         drafted = row.drafted
         if drafted or (session.has_no_draft and session.asked):
             room = max_block_len(request, session.prefix.length)
-            self._pacer.block_verified(session.asked, room, drafted, outcome.accepted)
+            self._pacer.block_verified(session.asked, room, drafted, outcome.path)
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
         if not is_over:

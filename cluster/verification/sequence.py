@@ -171,7 +171,7 @@ class TargetSession:
         tokens, accepted, finish = settle(raw, verified, base_len, request.max_len, request.stop_ids)
         if drafted := row.drafted:
             self.buffer.take(base_len, base_hash)
-            stats.block_verified(asked, drafted, verified)
+            stats.block_verified(asked, drafted, outcome.path)
         elif asked and self.has_no_draft:
             stats.nothing_drafted(asked)
         elif row.known == 1 and self.drafter is not None and not self.has_answered:

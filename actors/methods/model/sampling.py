@@ -36,11 +36,11 @@ class _Place(NamedTuple):
 class DraftSampler:
     """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of that size."""
 
-    def __init__(self, token_ids: Tensor, vocabulary: int, limits: DraftingLimits) -> None:
+    def __init__(self, token_ids: Tensor, vocabulary: int, limits: DraftingLimits, calibration: Calibration) -> None:
         self._token_ids = token_ids  # (columns,)
         self._vocabulary = vocabulary
         self._limits = limits
-        self._calibration = Calibration()
+        self._calibration = calibration
 
     def extend(self, read: Sequence[ReadDraft]) -> None:
         """Adds a token for each place, or ends the block."""

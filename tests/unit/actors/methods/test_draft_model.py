@@ -14,7 +14,6 @@ from actors.methods.model import calibration
 from actors.models.forward_output import ForwardOutput
 from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
-from cluster.drafting.outcomes import Choices, offer
 from cluster.page_allocator import PageCopy
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape
@@ -321,16 +320,6 @@ def test_a_model_that_computes_nonsense_still_gives_tokens():
 # ---------------------------------------------------------------- trees
 
 
-def test_the_likeliest_tokens_are_offered_whether_they_follow_one_another_or_stand_beside_the_first():
-    choices = Choices((4, 5, 6, 7), (0.5, 0.4, 0.3, 0.05))
-    assert offer(4, choices, (0.5, 0.45), 4, 0.1) == (2, (5, 6))
-    assert offer(4, choices, (0.5, 0.35), 3, 0.1) == (2, (5,))
-    assert offer(4, choices, (0.5, 0.2), 3, 0.1) == (1, (5, 6))
-    assert offer(4, choices, (0.5, 0.45), 4, 0.35) == (2, (5,)), "what is not worth its verification is not sent"
-    assert offer(4, choices, (0.5,), 1, 0.1) == (1, ()), "the first token itself stays"
-    assert offer(7, choices, (0.05,), 2, 0.1) == (1, (4,)), "whatever it was"
-
-
 def test_a_block_is_a_tree_where_it_may_and_has_no_more_tokens_than_were_asked_for():
     want = a_want((1, 2), 3)
     (plain,) = propose(a_method(SpyRunner()), [want], never)
@@ -342,3 +331,28 @@ def test_a_block_is_a_tree_where_it_may_and_has_no_more_tokens_than_were_asked_f
     assert block.tree.trunk == plain.tokens[: len(block.tree.trunk)]
     assert len(first) > 1
     assert len(block.tree) == 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_tree_goes_on_from_tokens_beside_its_trunk_as_the_model_would(sampling):
+    """What has children has the model's favourite after it among them; limbs ride in the forwards of a chain."""
+    deep = 0
+    for seed in range(12):
+        want = a_want((1, 2), 8, sampling=sampling, seed=seed)
+        runner = SpyRunner()
+        method = a_method(runner)
+        (block,) = propose(method, [replace(want, shape=Shape.TREE)], never)
+        tree = block.tree
+        limbs = [path for path in tree.paths if tree.tokens[path[0]] != tree.trunk[0] and len(path) > 1]
+        for path in limbs:
+            tokens = tuple(tree.tokens[node] for node in path)
+            later = a_want((1, 2, *tokens[:-1]), 1, sampling=sampling, seed=seed, prompt_len=2)
+            (fresh,) = propose(a_method(SpyRunner()), [later], never)
+            assert fresh.tokens[0] in tree.children(path[-2])
+            deep += 1
+        plain = SpyRunner()
+        propose(a_method(plain), [want], never)
+        assert len(runner.fed) <= len(plain.fed), "no forward is made for limbs alone"
+        method.close(["s"])
+        assert method.is_idle
+    assert deep > 3

@@ -25,8 +25,8 @@ def rejected(pacer: Pacer, sessions: int = 1) -> list[SessionStats]:
     found = [SessionStats(delay_s=0.03, hits=0.1) for _ in range(sessions)]
     for stats in found:
         for _ in range(40):
-            stats.block_verified(2, 2, 0)
-            pacer.block_verified(2, 2, 2, 0)
+            stats.block_verified(2, 2, range(0))
+            pacer.block_verified(2, 2, 2, range(0))
     return found
 
 
@@ -48,7 +48,7 @@ def test_drafting_comes_back_when_it_pays_again():
     while stats.is_left_off:
         decision = pacer.decide(stats, 2, 1)
         if decision.tokens:
-            stats.block_verified(decision.tokens, decision.tokens, decision.tokens)
+            stats.block_verified(decision.tokens, decision.tokens, range(decision.tokens))
         rounds += 1
         assert rounds < 2 / PRICE
     assert pacer.decide(stats, 2, 1).tokens >= 1

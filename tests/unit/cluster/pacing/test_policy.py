@@ -136,10 +136,10 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     """With half of the blocks accepted, three rejections in a row are an everyday thing."""
     blocks = SessionStats(delay_s=0.03)
     for accepted in [1, 0] * 10:
-        blocks.block_verified(2, 2, accepted)
+        blocks.block_verified(2, 2, range(accepted))
     replica = ReplicaStats(blocks.chances, delay=DRAFT)
     for _ in range(4):
-        blocks.block_verified(2, 2, 0)
+        blocks.block_verified(2, 2, range(0))
     assert asked(blocks, 2, replica=replica).tokens > 0
 
 

@@ -1,0 +1,200 @@
+"""What blocks bring by the rule that chooses their tokens: noise in full, damped, learned, and ratio; chains and trees.
+
+    python benchmarks/acceptance.py [--temperatures 0.7 1] [--tokens 64] [--json FILE]
+    python benchmarks/acceptance.py --nodes 1 2 4 8 12     # at temperature 0: tokens a verify by a block's nodes
+
+The demo pair over the prompts of `slipstream bench`, in lock step over the real schedulers, engine and drafting method,
+without a network. It says how many different texts the coupled arms gave: in bfloat16 near-ties may part them.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from actors.methods.loading import load_draft_model
+from actors.methods.model.calibration import SAMPLED, Calibration, Candidates, DraftKind, Floats
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import load_model, local_folder, stop_ids, vocabulary
+from cluster.config import SlipstreamConfig
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.lock_step import lock_step
+from cluster.pacing.policy import LockStep
+from cluster.routing.session import Generation, Session
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from protos.messages import Acceptance, Sampling
+from serve_app.bench.experiment import read_prompts
+from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.demo_data import BENCH_PROMPTS
+
+CPU = torch.device("cpu")
+CONTEXT = 1024
+PAGE_SIZE = 16
+HASH_KEY = 1
+
+
+class FixedNoise(Calibration):
+    """Counts a given share of the noise, and learns nothing."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._weights = np.array((1.0, share, *SAMPLED[2:]))
+
+    def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
+        return candidates.chances(self._weights)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How blocks are made and decided."""
+
+    name: str
+    acceptance: Acceptance = Acceptance.COUPLED
+    noise: float | None = None  # share of it that counts; None: learned
+    nodes: int = 4
+    trees: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an arm's blocks brought."""
+
+    arm: str
+    temperature: float
+    nodes: int
+    first: float  # share of blocks of which the first place was right, by whichever of its tokens
+    tokens_a_verify: float
+
+
+class Pair:
+    """The demo's two models, loaded once."""
+
+    def __init__(self, config: SlipstreamConfig) -> None:
+        folder = local_folder(config.model.target)
+        self.stops = stop_ids(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._config = config
+        self._setup = DraftSetup(config.model.dtype, CONTEXT, 16, vocabulary(folder))
+        self._model = load_model(folder, config.model.dtype, CPU)
+        pages = CONTEXT // PAGE_SIZE
+        self._runner = ModelRunner(self._model, pages, PAGE_SIZE)
+        self._limits = (self._runner.vocabulary, CONTEXT, 1, 512, pages, PAGE_SIZE)
+
+    @torch.inference_mode()
+    def run(
+        self, arm: Arm, temperature: float, prompts: Sequence[tuple[int, ...]], tokens: int
+    ) -> tuple[Found, list[str]]:
+        """All prompts, one after the other; what the arm has learned of one is known in the next."""
+        assert self._config.draft.model is not None, "the demo drafts with a model"
+        calibration = Calibration() if arm.noise is None else FixedNoise(arm.noise)
+        method = load_draft_model(
+            local_folder(self._config.draft.model), self._config.draft, self._setup, CPU, calibration
+        )
+        verifies = committed = first = 0
+        texts = []
+        for index, prompt in enumerate(prompts):
+            limits = VerificationLimits(*self._limits, trees=arm.trees)
+            target = VerificationScheduler(limits, LockStep())
+            drafter = DraftScheduler(DrafterLimits(self._runner.vocabulary, CONTEXT, 1), draft_ahead=False)
+            session = Session(self._generation(arm, temperature, index, prompt, tokens))
+            executor = StepExecutor(self._runner, self._runner.vocabulary)
+            emits = list(lock_step(session, drafter, method, target, executor))
+            verifies += len(emits)
+            committed += sum(len(emit.tokens) for emit in emits)
+            first += sum(emit.accepted > 0 for emit in emits)
+            texts.append(str([token for emit in emits for token in emit.tokens]))
+        return Found(arm.name, temperature, arm.nodes, first / verifies, committed / verifies), texts
+
+    def _generation(self, arm: Arm, temperature: float, index: int, prompt: tuple[int, ...], tokens: int) -> Generation:
+        return Generation(
+            session=f"s{index}",
+            prompt=prompt,
+            max_len=len(prompt) + tokens,
+            stop_ids=self.stops,
+            sampling=Sampling(temperature=temperature),
+            seed=1000 + index,
+            draft_seed=2000 + index,
+            choice=0,
+            hash_key=HASH_KEY,
+            acceptance=arm.acceptance,
+            max_draft_tokens=arm.nodes,
+        )
+
+
+def rules() -> list[Arm]:
+    """Blocks of one token, chains, and trees, by what chooses their tokens."""
+    found = []
+    for shape, nodes, trees in (
+        ("one token", 1, False),
+        ("two siblings", 2, True),
+        ("chain", 4, False),
+        ("tree", 8, True),
+    ):
+        found += [
+            Arm(f"{shape}, all noise", noise=1.0, nodes=nodes, trees=trees),
+            Arm(f"{shape}, 0.7 of it", noise=0.7, nodes=nodes, trees=trees),
+            Arm(f"{shape}, learned", nodes=nodes, trees=trees),
+        ]
+        if not trees:
+            found.append(Arm(f"{shape}, ratio", Acceptance.RATIO, nodes=nodes))
+    return found
+
+
+def shapes(sizes: Sequence[int]) -> list[Arm]:
+    return [Arm("tree" if trees else "chain", nodes=nodes, trees=trees) for nodes in sizes for trees in (False, True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
+    parser.add_argument("--nodes", type=int, nargs="+", help="compare chains and trees of these sizes at temperature 0")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    console = Console()
+    config = demo_config()
+    prepare_target(Path(config.model.target).expanduser(), console)
+    pair = Pair(config)
+    chats = [[{"role": "user", "content": each.prompt}] for each in read_prompts(BENCH_PROMPTS)]
+    templated = [pair.tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    prompts = [tuple(each["input_ids"]) for each in templated]
+    arms = shapes(arguments.nodes) if arguments.nodes else rules()
+    temperatures = [0.0] if arguments.nodes else arguments.temperatures
+    found: list[Found] = []
+    for temperature in temperatures:
+        texts: dict[str, str] = {}
+        for arm in track(arms, f"temperature {temperature}", console=console):
+            one, said = pair.run(arm, temperature, prompts, arguments.tokens)
+            found.append(one)
+            if arm.acceptance is Acceptance.COUPLED:
+                texts[arm.name + str(arm.nodes)] = "".join(said)
+        different = len(set(texts.values()))
+        console.print(f"{len(texts)} coupled arms gave {different} text{'s' if different > 1 else ''}")
+    console.print(table(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n", encoding="utf-8")
+
+
+def table(found: Sequence[Found]) -> Table:
+    sheet = Table("temperature", "blocks", "nodes", "first place right", "tokens a verify")
+    for each in found:
+        sheet.add_row(
+            f"{each.temperature:g}", each.arm, str(each.nodes), f"{each.first:.3f}", f"{each.tokens_a_verify:.3f}"
+        )
+    return sheet
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Which of the tokens that a draft model thought of make a block: the likeliest paths, under a budget.
+
+(EAGLE-2: Li et al. 2024, arXiv 2406.16858.) A node's chance is that of its path, so the likeliest nodes are a tree; in
+falling order of chance, any number of first nodes is the best tree of that size. Pure.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from cluster.drafting.outcomes import Choices
+from protos.draft_tree import DraftTree
+from protos.values import value
+
+HOPE = 0.5  # chance of the token after a likely one, about
+LIMBS = 3  # of a block, that are begun at once
+SIBLINGS = 4  # choices of a place that are looked at: the target's token is the fifth at 2 of 100 places
+
+Path = tuple[int, ...]
+
+
+@value
+class Limb:
+    """A chain in a growing tree: `tokens`, each chosen from `choices`, after the path `stem`, which has a chance."""
+
+    stem: Path
+    chance: float
+    tokens: Path
+    choices: Sequence[Choices]
+
+
+def likeliest_tree(limbs: Iterable[Limb], most: int, least_chance: float) -> DraftTree:
+    """At most so many nodes, the likeliest first; the very first is there however unlikely it is."""
+    found = likeliest_paths(limbs, most, least_chance)
+    places = {path: node for node, (path, _) in enumerate(found)} | {(): -1}
+    return DraftTree(tuple([path[-1] for path, _ in found]), tuple([places[path[:-1]] for path, _ in found]))
+
+
+def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> list[tuple[Path, float]]:
+    """With their chances, which fall."""
+    chances: dict[Path, float] = {}
+    for limb in limbs:
+        path = limb.stem
+        reached = limb.chance
+        for token, there in zip(limb.tokens, limb.choices, strict=True):
+            for other, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
+                chances[(*path, other)] = reached * chance
+            reached = chances.setdefault((*path, token), reached * there.chance_of(token))
+            path = (*path, token)
+    ranked = sorted(chances.items(), key=lambda node: (-node[1], len(node[0])))[:most]
+    return [node for rank, node in enumerate(ranked) if rank == 0 or node[1] >= least_chance]
+
+
+def least_of(paths: Sequence[tuple[Path, float]], most: int) -> float:
+    """The chance that a further node must have to be among the likeliest `most`; 0 while there is room."""
+    return paths[-1][1] if len(paths) == most else 0.0
+
+
+def worth_a_limb(paths: Sequence[tuple[Path, float]], trunk: Path, least: float) -> list[tuple[Path, float]]:
+    """Paths that leave the trunk with their last node, where what follows may well have at least such a chance."""
+    return [
+        (path, chance)
+        for path, chance in paths
+        if chance * HOPE > least and path[:-1] == trunk[: len(path) - 1] and path != trunk[: len(path)]
+    ][:LIMBS]

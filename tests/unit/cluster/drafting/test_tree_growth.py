@@ -1,0 +1,66 @@
+"""Which nodes make a block: the likeliest paths, whatever part of the tree they are in."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.drafting.outcomes import Choices
+from cluster.drafting.tree_growth import SIBLINGS, Limb, least_of, likeliest_paths, likeliest_tree, worth_a_limb
+from protos.draft_tree import DraftTree
+
+AT_FIRST = Choices((4, 5, 6, 7), (0.5, 0.3, 0.15, 0.05))
+THEN = Choices((1, 2), (0.8, 0.2))
+TRUNK = Limb((), 1.0, (4, 1), (AT_FIRST, THEN))
+
+
+def test_tokens_stand_beside_one_another_or_follow_by_what_is_likelier():
+    tree = likeliest_tree([TRUNK], 5, 0.0)
+    assert tree == DraftTree((4, 1, 5, 6, 2), (-1, 0, -1, -1, 0))
+    assert tree.trunk == (4, 1)
+    assert tree.off_trunk == [(5,), (6,), (4, 2)]
+
+
+@pytest.mark.parametrize("most", range(1, 7))
+def test_the_first_nodes_of_a_tree_are_the_best_smaller_tree(most):
+    assert likeliest_tree([TRUNK], most, 0.0) == likeliest_tree([TRUNK], 6, 0.0).first(most)
+
+
+def test_what_is_not_worth_its_verification_is_not_sent_but_for_the_first():
+    assert likeliest_tree([TRUNK], 6, 0.2) == DraftTree((4, 1, 5), (-1, 0, -1))
+    assert likeliest_tree([TRUNK], 6, 0.9) == DraftTree((4,), (-1,))
+
+
+def test_a_limb_goes_on_from_a_token_beside_the_trunk():
+    limb = Limb((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
+    assert likeliest_tree([TRUNK, limb], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
+
+
+@given(st.lists(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(1, 12))
+def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
+    choices = []
+    for row in shares:
+        chances = sorted((share / sum(row) for share in row), reverse=True)
+        choices.append(Choices(tuple(range(len(row))), tuple(chances)))
+    limb = Limb((), 1.0, (0,) * len(choices), choices)
+    paths = likeliest_paths([limb], most, 0.0)
+    assert len(paths) == min(most, sum(min(SIBLINGS, len(row)) for row in shares))
+    assert all(earlier[1] >= later[1] for earlier, later in pairwise(paths))
+    seen: set[tuple[int, ...]] = {()}
+    for path, _ in paths:
+        assert path[:-1] in seen
+        seen.add(path)
+
+
+def test_limbs_begin_where_what_follows_may_be_among_the_likeliest():
+    paths = likeliest_paths([TRUNK], 4, 0.0)
+    assert least_of(paths, 4) == pytest.approx(0.15)
+    assert worth_a_limb(paths, TRUNK.tokens, least_of(paths, 4)) == []
+    assert worth_a_limb(paths, TRUNK.tokens, 0.1) == [((5,), 0.3)]
+    assert [path for path, _ in worth_a_limb(likeliest_paths([TRUNK], 9, 0.0), TRUNK.tokens, 0.0)] == [
+        (5,),
+        (6,),
+        (4, 2),
+    ]
+    assert least_of(paths, 5) == 0.0, "there is room for more"
