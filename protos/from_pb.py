@@ -16,6 +16,7 @@ from protos.messages import (
     Attach,
     Block,
     Close,
+    Collapse,
     Detach,
     DraftAnswer,
     DraftRequest,
@@ -147,6 +148,12 @@ def _no_draft_from_pb(m: pb.NoDraft) -> NoDraft:
     return NoDraft(m.session, m.base_len, m.prefix_hash)
 
 
+def _collapse_from_pb(m: pb.Collapse) -> Collapse:
+    for name, share in (("usual", m.usual), ("latest", m.latest)):
+        require(0.0 <= share <= 1.0, f"collapse.{name} is {share}, expected 0 to 1")
+    return Collapse(m.usual, m.latest, m.is_resynced)
+
+
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
     tokens = _int32_tuple(m.tokens, "tokens")
     require(len(tokens) > 0, "a verdict decides no token")
@@ -164,6 +171,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         drafted=m.drafted,
         finish=Finish(m.finish),
         answer=DraftAnswer(m.answer),
+        collapse=_collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
     )
 
 

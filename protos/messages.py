@@ -150,6 +150,15 @@ class NoDraft:
 
 
 @value
+class Collapse:
+    """Blocks of a session's drafter are accepted far more seldom than they were."""
+
+    usual: float
+    latest: float
+    is_resynced: bool
+
+
+@value
 class Verdict:
     session: str
     attempt: int
@@ -160,6 +169,7 @@ class Verdict:
     drafted: int
     finish: Finish = Finish.NONE
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
+    collapse: Collapse | None = None
 
 
 @value

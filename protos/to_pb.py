@@ -12,6 +12,7 @@ from protos.messages import (
     Attach,
     Block,
     Close,
+    Collapse,
     Detach,
     DraftRequest,
     Hello,
@@ -103,6 +104,10 @@ def _no_draft_to_pb(m: NoDraft) -> pb.NoDraft:
     return pb.NoDraft(session=m.session, base_len=m.base_len, prefix_hash=m.prefix_hash)
 
 
+def _collapse_to_pb(m: Collapse) -> pb.Collapse:
+    return pb.Collapse(usual=m.usual, latest=m.latest, is_resynced=m.is_resynced)
+
+
 def _verdict_to_pb(m: Verdict) -> pb.Verdict:
     return pb.Verdict(
         session=m.session,
@@ -114,6 +119,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         drafted=m.drafted,
         finish=pb.Finish.Name(m.finish),
         answer=pb.DraftAnswer.Name(m.answer),
+        collapse=_collapse_to_pb(m.collapse) if m.collapse is not None else None,
     )
 
 

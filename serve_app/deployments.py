@@ -128,7 +128,7 @@ class TargetDeployment:
             "idle": self._replica.is_idle,
             "dropped": dict(self._replica.scheduler.dropped),
             "rebased": self._replica.scheduler.rebased,
-            "desyncs": self._replica.scheduler.desyncs,
+            "desyncs": self._replica.scheduler.sentinel.desyncs,
             "preempted": self._replica.scheduler.preempted,
             "accepted_tokens": self._replica.scheduler.accepted_tokens,
             "wasted_tokens": self._replica.scheduler.wasted_tokens,

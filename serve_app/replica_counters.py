@@ -58,7 +58,7 @@ def target_counts(target: TargetReplica) -> Counts:
         "slipstream_target_seconds": {"step": scheduler.step_s, "idle": scheduler.idle_s},
         "slipstream_target_events": {
             "rebased": scheduler.rebased,
-            "desync": scheduler.desyncs,
+            "desync": scheduler.sentinel.desyncs,
             "preempted": scheduler.preempted,
         },
         "slipstream_refused_messages": dict(target.refused),

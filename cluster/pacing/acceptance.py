@@ -12,7 +12,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
-from cluster.pacing.health import AcceptanceDrift
 from cluster.pacing.smoothing import Pairs, blend
 from protos.values import value
 
@@ -82,7 +81,6 @@ class SessionStats:
     """What a session's blocks have brought, how they come, and whether drafts are left off."""
 
     chances: Chances = Chances()
-    drift: AcceptanceDrift = AcceptanceDrift()
     delay_s: float = 0.0  # from a verdict to the arrival of the next block, when it was not there already; decayed
     hits: float = 0.5  # share of verdicts after which a block was there already; decayed
     missed_rounds: int = 0  # plain rounds since a block last arrived
@@ -93,7 +91,6 @@ class SessionStats:
     def block_verified(self, asked: int, drafted: int, accepted: Sequence[int]) -> None:
         """Of so many nodes asked for, so many were drafted, and these accepted."""
         self.chances = self.chances.after(asked, drafted, accepted)
-        self.drift = self.drift.after(len(accepted))
         if accepted:
             self.is_on_trial = self.is_left_off
 
@@ -115,10 +112,6 @@ class SessionStats:
     def plain_round(self) -> None:
         """The target went on without a block."""
         self.missed_rounds += 1
-
-    def alarmed(self) -> None:
-        """The drafter was told to begin anew."""
-        self.drift = AcceptanceDrift()
 
     def decided(self, is_asked: bool, is_awaited: bool, is_trial: bool) -> None:
         """Whether a block is asked for now, is worth a wait, and whether that is only to see what becomes of it.

@@ -1,31 +1,22 @@
-"""Whether a drafter is to be counted on: circuit breakers for silence, an alarm for blocks that have become bad.
+"""Whether a drafter is to be counted on: circuit breakers, for silence and for sessions whose blocks became bad.
 
 A target notices silence first, step by step, and stops waiting; that is cheap to be wrong about. A router moves
 sessions, which costs a drafter their prompts again, and so takes its time, which is handed in.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from cluster.pacing.smoothing import Mean
 from protos.messages import DraftAnswer
-from protos.values import value
 
 SILENT_STEPS = 3  # without what was asked for, after which a target waits no more: single late blocks are nothing
 PROBE_AFTER = 32  # steps until it waits once again, then twice as many, and so on: a dead drafter costs next to nothing
 MISSES = 8  # of a drafter's blocks, before which a router moves no session: it would read their prompts again
+COLLAPSES = 3  # sessions whose blocks became bad, with none between that ended well, before a drafter is given up
 FIRST_PAUSE_S = 1.0  # before a router tries a drafter again; doubles while it is in vain
 LONGEST_PAUSE_S = 30.0
 SILENT_S = 2.0  # for which a router hears nothing of a drafter that drafted for the session before
 FIRST_BLOCK_S = 10.0  # the same of one that has yet to read the session's prompt
-
-ALARM = 1e-4  # false alarms a block, at most: each costs reading the session again
-PROOF = 8  # blocks that must have been good before, or there is no history to fall short of
-HISTORY = 128  # blocks, about, from which it is known what is usual
-POOR = 0.25  # usual acceptance below which there is nothing to fall from: a draft that was always poor raises no alarm
-HARDER = 0.85  # of the usual acceptance: what texts that become harder are granted
-COLLAPSED = 0.15  # of that: what is left to a drafter that is out of step, for some of what it names is right by luck
 
 
 class Breaker:
@@ -33,17 +24,20 @@ class Breaker:
 
     Closed, it is counted on. It opens when blocks are missed for too long or the drafter says that it is overloaded.
     After a pause it is half-open, and one session goes through as a probe: a block for it closes the breaker, silence
-    opens it for longer. A drafter that was silent and has any block again is trusted at once.
+    opens it for longer. A drafter that was silent and has any block again is trusted at once. One whose blocks became
+    bad in one session after the other has blocks all the while: it takes a session that ends well.
     """
 
     def __init__(self) -> None:
         self._pause_s = FIRST_PAUSE_S  # of the next opening
         self._open_until: float | None = None  # half-open after that; None: closed
         self._was_silent = False  # why it is open
+        self._was_bad = False
         self._probe: str | None = None  # the session that goes through while it is half-open
         self._probe_until = 0.0
         self._misses = 0  # since a block was last in time
         self._silent_since = 0.0  # first of them
+        self._collapses = 0  # sessions whose blocks became bad, since one ended well
 
     def takes(self, now: float) -> bool:
         """Whether a session may be given to the drafter."""
@@ -60,11 +54,8 @@ class Breaker:
     def answered(self, session: str) -> None:
         """A block was there in time, or the drafter said that it has none."""
         self._misses = 0
-        if session == self._probe or self._was_silent:
-            self._open_until = None
-            self._probe = None
-            self._was_silent = False
-            self._pause_s = max(FIRST_PAUSE_S, self._pause_s / 2)
+        if not self._was_bad and (session == self._probe or self._was_silent):
+            self._close()
 
     def missed(self, now: float, silence_s: float) -> bool:
         """A block was missed; True: the breaker opens now, for none was in time for so long."""
@@ -77,9 +68,31 @@ class Breaker:
         self._was_silent = True
         return True
 
+    def collapsed(self, now: float) -> bool:
+        """Its blocks became bad in a session that it had begun anew; True: the breaker opens now."""
+        self._collapses += 1
+        if self._collapses < COLLAPSES:
+            return False
+        self._open(now)
+        self._was_bad = True
+        return True
+
+    def ended_well(self) -> None:
+        """A session is over that it drafted well for to the end."""
+        self._collapses = 0
+        if self._was_bad:
+            self._close()
+
     def refused(self, now: float) -> None:
         """The drafter says that it is overloaded."""
         self._open(now)
+
+    def _close(self) -> None:
+        self._open_until = None
+        self._probe = None
+        self._was_silent = False
+        self._was_bad = False
+        self._pause_s = max(FIRST_PAUSE_S, self._pause_s / 2)
 
     def _open(self, now: float) -> None:
         """Lets nobody through for a while."""
@@ -143,45 +156,14 @@ class Breakers:
         """The drafter says that it is overloaded."""
         self._breakers[address].refused(now)
 
+    def collapsed(self, address: str, now: float) -> bool:
+        """Its blocks became bad in a session that it had begun anew; True: it is given up now."""
+        return self._breakers[address].collapsed(now)
+
+    def ended_well(self, address: str) -> None:
+        """A session is over that it drafted well for to the end."""
+        self._breakers[address].ended_well()
+
     def forget(self, address: str) -> None:
         """The stream broke: who comes back is trusted."""
         self._breakers.pop(address, None)
-
-
-@value
-class AcceptanceDrift:
-    """Whether a drafter's blocks are as good as they were: Page's CUSUM test against the session's own history.
-
-    A block is good if anything of it was accepted. `evidence` is the logarithm of how much likelier the latest blocks
-    are if blocks are good COLLAPSED * HARDER as often as usual than if HARDER as often; it never falls below 0. At
-    -log(ALARM) a collapse is concluded. If it were known exactly what is usual, there would be 1 / ALARM blocks or more
-    on average before a false alarm, as long as blocks are good at least HARDER as often (Lorden 1971). It is estimated;
-    simulated sessions keep to that rate at every constant acceptance: 0.2 comes closest, with 9e-5 alarms a block in
-    the first hundred, and from 0.8 on there is less than one in a million. A fall from 0.8 to 0.1 is found after 12
-    blocks, one to 0.2 after 17 (medians).
-    """
-
-    history: Mean = Mean()  # share of good blocks
-    evidence: float = 0.0
-
-    @property
-    def is_collapsed(self) -> bool:
-        """Blocks are good so much more seldom than before that the drafter's state must be wrong."""
-        return self.evidence >= -math.log(ALARM)
-
-    def after(self, accepted: int) -> "AcceptanceDrift":
-        """A block was verified. While there is evidence it is no part of the history: a collapse is not usual."""
-        good = accepted > 0
-        history = self.history if self.evidence else self.history.after(good, 1 / HISTORY)
-        return AcceptanceDrift(history, self._evidence_after(good))
-
-    def _evidence_after(self, good: bool) -> float:
-        blocks = min(self.history.count, HISTORY)
-        proven = blocks * self.history.value
-        usual = (proven + 0.5) / (blocks + 1)
-        if proven < PROOF or usual < POOR:
-            return 0.0
-        if good:
-            return max(0.0, self.evidence + math.log(COLLAPSED))
-        harder = HARDER * usual
-        return self.evidence + math.log((1 - COLLAPSED * harder) / (1 - harder))

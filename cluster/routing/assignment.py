@@ -13,11 +13,13 @@ from cluster.dispatch import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.pacing.health import Breakers
 from cluster.routing.balancing import Peers
-from cluster.routing.session import Command, Event, Phase, Session, ToDrafter, ToTarget
+from cluster.routing.remedies import Complaint, Remedies, Remedy, next_remedy
+from cluster.routing.session import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
 from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Verdict
 
 log = logging.getLogger(__name__)
 
+WELL = 8  # draft tokens accepted in a session, after which it says that its drafter drafts well
 FULL_FOR_S = 1.0  # how long a target that said it is full is left alone
 
 
@@ -29,6 +31,8 @@ class Assignment:
     seeking_since: float  # when it arrived, or lost its target
     target: str | None = None  # as counted among the peers
     drafter: str | None = None
+    was_replaced: bool = False  # whether its drafter was left because its blocks had become bad
+    complained_of: str | None = None  # the latest drafter whose blocks became bad
 
     @property
     def name(self) -> str:
@@ -48,11 +52,13 @@ class Assignments(Generic[F]):
         self.targets = Peers(router)
         self.drafters = Peers(router)
         self.given_up: Counter[str] = Counter()  # times that a drafter was silent for too long
+        self.remedies = Remedies()  # for blocks that became bad
         self._target_wait_s = target_wait_s
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
         self._waiting: dict[str, F] = {}  # of them, those that may lack a target or a drafter
         self._answered: dict[str, F] = {}  # and those whose drafters were asked for blocks since the last tick
+        self._complaints: list[Complaint] = []  # of targets about drafters, since the last tick
         self._full_until: dict[str, float] = {}  # by address of a target that said it is full
         self._breakers = Breakers()  # of the drafters
 
@@ -68,7 +74,7 @@ class Assignments(Generic[F]):
     @property
     def awaits_tick(self) -> bool:
         """Whether `tick` has something to do."""
-        return bool(self._waiting or self._answered)
+        return bool(self._waiting or self._answered or self._complaints)
 
     # ------------------------------------------------------------ sessions
 
@@ -90,8 +96,9 @@ class Assignments(Generic[F]):
         self._answered.pop(assignment.name, None)
 
     def tick(self, now: float) -> list[Send]:
-        """Leaves drafters that are silent, places what can be placed, gives up what has waited too long."""
+        """Leaves drafters that are silent or bad, places what can be placed, gives up what has waited too long."""
         sends = self._leave_silent(now)
+        sends += self._heed_complaints(now)
         sends += self._place(list(self._waiting.values()), now)
         for assignment in list(self._waiting.values()):
             waited = now - assignment.seeking_since
@@ -108,9 +115,13 @@ class Assignments(Generic[F]):
             return []
         if isinstance(message, Refusal):
             self._note_refusal(peer, assignment, message, now)
-        elif isinstance(message, Verdict) and message.answer is not DraftAnswer.NOT_ASKED:
-            self._answered[message.session] = assignment  # looked at by `tick`: placement has no part in a round
-        return self._carry_out(assignment, assignment.session.receive(peer, message))
+        elif isinstance(message, Verdict):
+            self._note_verdict(assignment, message)
+        drafter = assignment.session.drafter
+        commands = assignment.session.receive(peer, message)
+        if drafter is not None and any(isinstance(command, Ended) for command in commands):
+            self._note_end(assignment, drafter)
+        return self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
         """What a target said of a session is malformed."""
@@ -176,6 +187,19 @@ class Assignments(Generic[F]):
         else:
             self._full_until[peer] = now + FULL_FOR_S
 
+    def _note_verdict(self, assignment: F, verdict: Verdict) -> None:
+        """For `tick` to look at what it says of the drafter: placement has no part in a round."""
+        session = assignment.session
+        if verdict.answer is not DraftAnswer.NOT_ASKED:
+            self._answered[verdict.session] = assignment
+        if verdict.collapse is not None and verdict.attempt == session.attempt and session.drafter is not None:
+            assignment.complained_of = session.drafter
+            self._complaints.append(Complaint(verdict.session, session.drafter, verdict.collapse))
+
+    def _note_end(self, assignment: F, drafter: str) -> None:
+        if drafter != assignment.complained_of and assignment.session.counts.accepted >= WELL:
+            self._breakers.ended_well(drafter)
+
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
         sends: list[Send] = []
@@ -194,8 +218,8 @@ class Assignments(Generic[F]):
     def _choose_target(self, session: Session, now: float) -> str | None:
         return self.targets.choose(lambda address: self._full_until.get(address, 0.0) <= now, session.failed_targets)
 
-    def _choose_drafter(self, now: float) -> str | None:
-        return self.drafters.choose(lambda address: self._breakers.takes(address, now))
+    def _choose_drafter(self, now: float, avoid: str | None = None) -> str | None:
+        return self.drafters.choose(lambda address: address != avoid and self._breakers.takes(address, now))
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
         sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
@@ -216,11 +240,39 @@ class Assignments(Generic[F]):
                     sends += self._move_off(drafter, now)
         return sends
 
+    def _heed_complaints(self, now: float) -> list[Send]:
+        """Does the next thing about each session whose drafter has become bad, and about the drafter itself."""
+        complaints = self._complaints
+        self._complaints = []
+        sends: list[Send] = []
+        for complaint in complaints:
+            assignment = self._assignments.get(complaint.session)
+            if assignment is not None and assignment.session.drafter == complaint.drafter:
+                sends += self._remedy(assignment, complaint, now)
+        return sends
+
+    def _remedy(self, assignment: F, complaint: Complaint, now: float) -> list[Send]:
+        left = complaint.drafter
+        other = self._choose_drafter(now, avoid=left)
+        remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
+        self.remedies.taken(complaint, remedy)
+        if remedy is Remedy.RESYNCED:
+            return []  # the target has told the drafter
+        assignment.was_replaced = True
+        assignment.session.drafts = remedy is not Remedy.PLAIN
+        sends = self._carry_out(assignment, assignment.session.leave_drafter())
+        if other is not None and assignment.session.wants_drafter:
+            sends += self._assign_drafter(assignment, other, now)
+        if self._breakers.collapsed(left, now):
+            self.remedies.given_up(left)
+            sends += self._move_off(left, now)
+        return sends
+
     def _is_given_up(self, drafter: str, assignment: F, answer: DraftAnswer, now: float) -> bool:
         return self._breakers.note(drafter, assignment.name, answer, assignment.session.has_drafted, now)
 
     def _move_off(self, address: str, now: float) -> list[Send]:
-        """Gives a silent drafter's sessions to others; where there is none, they stay and go on without blocks."""
+        """Gives all sessions of a drafter that was given up to others; where there is none, they stay."""
         sends: list[Send] = []
         for assignment in [assignment for assignment in self if assignment.session.drafter == address]:
             if (drafter := self._choose_drafter(now)) is None:

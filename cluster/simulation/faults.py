@@ -15,9 +15,10 @@ class Kind(Enum):
     STALLS = "stalls"  # computes nothing for `seconds`, and hears all the same
     SLOWS_DOWN = "slows down"  # for `seconds`
     IS_CUT_OFF = "is cut off"  # all its streams break; it lives on
+    DRAFTS_NOISE = "drafts noise"  # a drafter, for `seconds`, as if its weights were damaged; others have no draft
 
 
-LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN)
+LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN, Kind.DRAFTS_NOISE)
 
 
 class Role(Enum):

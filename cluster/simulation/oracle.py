@@ -21,6 +21,7 @@ from protos.prefix import hashes_after
 
 STOP = 0
 VOCABULARY = 50_000
+NOISE = (0.0, 0.0)  # chances of the first choice and of the second to be right
 TOKENS = tuple(range(1, VOCABULARY))  # the same numbers for all scripts, which are many
 
 
@@ -111,6 +112,7 @@ class OracleMethod:
         self.shapes = frozenset(Shape) if draft.branches else frozenset({Shape.CHAIN})
         self.tokens_per_forward = tokens_per_forward
         self._scripts = scripts
+        self.is_noise = False  # whether nothing of what it drafts is right
         self._draft = draft
         self._texts = SessionTexts()
 
@@ -196,5 +198,5 @@ class OracleMethod:
         base_len = draft.base_len
         for index in range(len(draft.drafted), len(draft.drafted) + tokens):
             chances = self._draft.chances(index)
-            choices = script.choices(base_len + index, *chances)
+            choices = script.choices(base_len + index, *(NOISE if self.is_noise else chances))
             draft.append(choices[0], Choices(choices, chances))

@@ -87,6 +87,14 @@ class SimulatedDrafter:
         self._forward_time = ForwardTime()  # of those ahead
         self.door = Door(process, self._router_up, self.receive, self._router_down)
 
+    def draft_noise(self, seconds: float) -> None:
+        """From now on, for so long."""
+        self._method.is_noise = True
+        self.process.after(seconds, self._recover)
+
+    def _recover(self) -> None:
+        self._method.is_noise = False
+
     # ------------------------------------------------------------ the loop
 
     def _go_on(self) -> None:

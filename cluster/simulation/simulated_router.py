@@ -3,6 +3,7 @@
 The counterpart of `serve_app/router.py`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,14 @@ class SimulatedRouter:
     def given_up(self) -> int:
         """Times that a drafter was given up as silent."""
         return self._assignments.given_up.total()
+
+    @property
+    def remedies(self) -> Counter[str]:
+        """Steps that were taken because drafters' blocks had become bad, by name."""
+        counts: Counter[str] = Counter()
+        for (_, remedy), count in self._assignments.remedies.counts.items():
+            counts[f"bad: {remedy.value}"] += count
+        return counts
 
     def generate(self, session: Session) -> None:
         now = self.process.clock.now

@@ -234,6 +234,9 @@ class World:
         elif fault.kind is Kind.IS_CUT_OFF:
             for link in list(victim.process.links):
                 link.cut()
+        elif fault.kind is Kind.DRAFTS_NOISE:
+            if isinstance(victim, SimulatedDrafter):
+                victim.draft_noise(fault.seconds)
         else:
             self._kill(victim, fault)
 
@@ -273,6 +276,7 @@ class World:
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
         causes = sum((target.scheduler.dropped for target in self.targets), Counter[str]())
         causes["silent"] = sum(router.given_up for router in self.routers)
+        causes += sum((router.remedies for router in self.routers), Counter[str]())
         return SimulationReport(
             sessions=len(assignments),
             failed=len(self.over) - len(assignments),

@@ -48,6 +48,8 @@ class Admission:
         while self.waiting and len(self.running) < self._limit:
             name, session = next(iter(self.waiting.items()))
             session.cached_len = self.pages.open(name, session.prefix.tokens)
+            if not session.in_engine:  # else it was preempted, and finds its own pages
+                session.is_prefix_cached = session.cached_len > 0
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:

@@ -11,6 +11,7 @@ from cluster.pacing.pacer import Pacer
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BlockCounts
 from cluster.verification.early_messages import BufferLimits, EarlyMessages
+from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from protos.messages import (
     Attach,
@@ -55,12 +56,14 @@ class Intake:
         pacer: Pacer,
         silent: SilentDrafters,
         counts: BlockCounts,
+        sentinel: AcceptanceSentinel,
     ) -> None:
         self._limits = limits
         self._admission = admission
         self._pacer = pacer
         self._silent = silent
         self._counts = counts
+        self._sentinel = sentinel
         self._early = EarlyMessages(limits.buffer, counts)
 
     # ------------------------------------------------------------ what peers say
@@ -152,6 +155,7 @@ class Intake:
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attached(drafter)
+        self._sentinel.attached(session, drafter)
         request = (drafter, session.draft_request())
         missed = tuple(session.prefix.tokens[attach.have_len :])
         if not missed:

@@ -22,6 +22,7 @@ from cluster.page_allocator import PageAllocator, PageCopy, PlaceMove
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.intake import Intake, VerificationLimits
+from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
@@ -48,7 +49,8 @@ class VerificationScheduler:
         self._pages = PageAllocator(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._admission = Admission(limits.max_sessions, self._pages)
         self._counts = BlockCounts()
-        self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts)
+        self.sentinel = AcceptanceSentinel()
+        self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel)
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
@@ -56,7 +58,6 @@ class VerificationScheduler:
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.step_s = 0.0  # in steps
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
-        self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
 
     # ------------------------------------------------------------ what peers say
 
@@ -243,9 +244,11 @@ class VerificationScheduler:
         """What its drafter and its router are told."""
         request = session.open
         drafted = row.drafted
+        room = max_block_len(request, session.prefix.length)
         if drafted or (session.has_no_draft and session.asked):
-            room = max_block_len(request, session.prefix.length)
             self._pacer.block_verified(session.asked, room, drafted, outcome.path)
+        asked = min(session.asked, room)
+        collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
         if not is_over:
@@ -261,21 +264,15 @@ class VerificationScheduler:
             drafted,
             decision.finish,
             session.answer,
+            collapse,
         )
         sends: list[Send] = []
         drafter = session.drafter
         if drafter is not None:
             sends += [(drafter, message) for message in session.for_drafter(verdict)]
-            sends += self._alarm(session, drafter)
+        if drafter is not None and collapse is not None and not collapse.is_resynced:
+            session.drafter = None  # until it attaches again
+            sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._intake.forget(request.session)
         return sends, (session.router, verdict)
-
-    def _alarm(self, session: TargetSession, drafter: str) -> list[Send]:
-        """Has a drafter begin the session anew whose blocks were good and are all rejected now."""
-        if not session.stats.drift.is_collapsed:
-            return []
-        self.desyncs += 1
-        session.stats.alarmed()
-        session.drafter = None
-        return [(drafter, Resync(session.open.session, len(session.prefix), session.prefix.hash))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
+from cluster.sentinel.collapse import CollapseWatch
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE
@@ -50,6 +51,8 @@ class TargetSession:
     waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
     decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
     stats: SessionStats = field(default_factory=SessionStats)
+    is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
+    watch: CollapseWatch = CollapseWatch()
 
     @property
     def asked(self) -> int:

@@ -17,6 +17,7 @@ from protos.messages import (
     Attach,
     Block,
     Close,
+    Collapse,
     Detach,
     DraftAnswer,
     DraftRequest,
@@ -111,6 +112,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         drafted=draw(st.integers(accepted, 2**32 - 1)),
         finish=draw(st.sampled_from(Finish)),
         answer=draw(st.sampled_from(DraftAnswer)),
+        collapse=draw(st.none() | st.builds(Collapse, floats(0, 1), floats(0, 1), st.booleans())),
     )
 
 
@@ -295,6 +297,12 @@ BAD_BLOCKS = {
     "a tree with probabilities": (with_fields(parents=bytes([0, 0])), "expected one of them"),
     "a token twice": (with_probs(token_ids=ids(5, 5, 6, 8)), "name a token twice"),
 }
+
+
+def with_collapse(**values: float) -> Callable[[Any], None]:
+    return lambda message: message.collapse.CopyFrom(pb.Collapse(**values))
+
+
 BAD_VERDICTS = {
     "empty session": (with_fields(session=""), "session is empty"),
     "no tokens": (with_fields(tokens=b""), "decides no token"),
@@ -303,6 +311,8 @@ BAD_VERDICTS = {
     "more accepted than decided": (with_fields(accepted=3), "accepted 3 of 4"),
     "unknown finish": (with_fields(finish=9), "Finish"),
     "negative id": (with_fields(tokens=ids(-1)), "negative"),
+    "a share above 1": (with_collapse(usual=1.5), "collapse.usual is 1.5"),
+    "NaN share": (with_collapse(latest=math.nan), "collapse.latest is nan"),
 }
 BAD_DRAFT_REQUESTS = {
     "empty session": (with_fields(session=""), "session is empty"),

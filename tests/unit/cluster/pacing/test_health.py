@@ -1,23 +1,16 @@
-"""When a drafter is counted on no more, tried again, and trusted again; and when it must be out of step."""
+"""When a drafter is counted on no more, tried again, and trusted again."""
 
 import itertools
-import random
-from collections.abc import Sequence
-from statistics import median
-
-import pytest
 
 from cluster.pacing.health import (
-    ALARM,
+    COLLAPSES,
     FIRST_BLOCK_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MISSES,
     PROBE_AFTER,
-    PROOF,
     SILENT_S,
     SILENT_STEPS,
-    AcceptanceDrift,
     Breaker,
     Breakers,
     SilentDrafters,
@@ -147,85 +140,50 @@ def test_breakers_are_told_apart_by_address_and_a_new_stream_begins_anew():
     assert breakers.takes("b", end)
 
 
-# ---------------------------------------------------------------- blocks that have become bad
+# ---------------------------------------------------------------- blocks that become bad, session after session
 
 
-def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
-    good = AcceptanceDrift()
-    for _ in range(PROOF):
-        good = good.after(accepted=1)
-    rejected = 0
-    while not good.is_collapsed:
-        good = good.after(accepted=0)
-        rejected = rejected + 1
-        assert rejected < 50
-    assert rejected > 3, "a few rejections in a row are nothing"
-    bad = AcceptanceDrift()
-    for _ in range(500):
-        bad = bad.after(accepted=0)
-    assert not bad.is_collapsed, "it never was better"
+def collapsed_to_the_end(breaker: Breaker, now: float) -> list[bool]:
+    return [breaker.collapsed(now) for _ in range(COLLAPSES)]
 
 
-def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
-    """After which blocks of a session there was one; a spell is an acceptance, and for how many blocks it lasts.
-
-    After an alarm the drafter begins anew, and drafts no better for it.
-    """
-    rng = random.Random(seed)
-    drift = AcceptanceDrift()
-    found = []
-    chances = [acceptance for acceptance, length in spells for _ in range(length)]
-    for count, chance in enumerate(chances, 1):
-        drift = drift.after(rng.random() < chance)
-        if drift.is_collapsed:
-            drift = AcceptanceDrift()
-            found.append(count)
-    return found
+def test_a_drafter_is_given_up_whose_sessions_collapse_one_after_the_other():
+    breaker = Breaker()
+    assert collapsed_to_the_end(breaker, 0.0) == [False] * (COLLAPSES - 1) + [True]
+    assert not breaker.takes(0.9 * FIRST_PAUSE_S)
 
 
-def alarms_per_block(sessions: int, *spells: tuple[float, int]) -> float:
-    """Over so many sessions."""
-    count = sum(len(alarms(seed, *spells)) for seed in range(sessions))
-    return count / (sessions * sum(length for _, length in spells))
+def test_a_session_that_ends_well_says_that_it_was_no_fault_of_the_drafter():
+    breaker = Breaker()
+    for _ in range(10):
+        assert not any(breaker.collapsed(0.0) for _ in range(COLLAPSES - 1))
+        breaker.ended_well()
+    assert breaker.takes(0.0)
 
 
-@pytest.mark.parametrize(("collapsed", "usually", "at_most"), [(0.0, 10, 15), (0.1, 13, 60), (0.2, 19, 120)])
-def test_a_collapse_is_found_within_few_blocks(collapsed: float, usually: int, at_most: int):
-    """It need not be complete: text that is easy to guess is guessed by a drafter out of step too."""
-    good = 100
-    delays = [alarms(seed, (0.8, good), (collapsed, at_most))[0] - good for seed in range(400)]
-    assert min(delays) > 3, "a few rejections in a row are nothing"
-    assert median(delays) <= usually
+def test_blocks_in_time_do_not_close_the_breaker_of_a_bad_drafter_and_a_session_that_ends_well_does():
+    breaker = Breaker()
+    collapsed_to_the_end(breaker, 0.0)
+    breaker.placed("probe", FIRST_PAUSE_S)
+    breaker.answered("probe")
+    assert not breaker.takes(FIRST_PAUSE_S)
+    breaker.ended_well()
+    assert breaker.takes(FIRST_PAUSE_S)
+    assert not breaker.collapsed(FIRST_PAUSE_S), "it begins with a clean record"
 
 
-def test_a_short_history_is_enough_for_a_collapse():
-    """Then more blocks are needed."""
-    found = [bool(alarms(seed, (0.8, 2 * PROOF), (0.1, 60))) for seed in range(400)]
-    assert sum(found) > 0.95 * len(found)
+def test_a_probe_that_collapses_too_doubles_the_pause():
+    breaker = Breaker()
+    collapsed_to_the_end(breaker, 0.0)
+    breaker.placed("probe", FIRST_PAUSE_S)
+    assert breaker.collapsed(FIRST_PAUSE_S)
+    assert not breaker.takes(FIRST_PAUSE_S + 1.9 * FIRST_PAUSE_S)
+    assert breaker.takes(FIRST_PAUSE_S + 2 * FIRST_PAUSE_S)
 
 
-@pytest.mark.parametrize(("acceptance", "rate"), [(0.95, 1e-5), (0.8, 1e-5), (0.5, 2e-5), (0.2, ALARM), (0.05, 1e-5)])
-def test_blocks_that_fare_as_ever_raise_no_more_alarms_than_is_said(acceptance: float, rate: float):
-    assert alarms_per_block(400, (acceptance, 1000)) <= rate
-
-
-def test_false_alarms_are_as_rare_in_short_sessions():
-    """Where least is known of what is usual; at the acceptance at which they come closest to what is allowed."""
-    assert 0 < alarms_per_block(5000, (0.2, 100)) <= ALARM
-
-
-@pytest.mark.parametrize("spells", [((0.8, 150), (0.7, 350)), ((0.5, 150), (0.43, 350)), ((0.95, 150), (0.81, 350))])
-def test_texts_that_become_harder_raise_no_more_alarms_than_is_said(spells: Sequence[tuple[float, int]]):
-    assert alarms_per_block(400, *spells) <= ALARM
-
-
-def test_what_was_always_poor_cannot_collapse():
-    assert alarms_per_block(400, (0.05, 300), (0.0, 300)) <= 1e-5
-
-
-def test_after_an_alarm_the_history_begins_anew():
-    """Beginning anew that did not help is not tried again; and what recovered can collapse once more."""
-    for_good = ((0.8, 100), (0.1, 400))
-    again = ((0.8, 100), (0.1, 50), (0.8, 100), (0.1, 150))
-    assert sum(len(alarms(seed, *for_good)) for seed in range(200)) <= 200 * (1 + 400 * ALARM)
-    assert [len(alarms(seed, *again)) for seed in range(200)] == [2] * 200
+def test_all_breakers_hear_of_collapses_and_good_ends_by_address():
+    breakers = Breakers()
+    assert [breakers.collapsed("a", 0.0) for _ in range(COLLAPSES)][-1]
+    assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
+    breakers.ended_well("a")
+    assert breakers.takes("a", 0.0)

@@ -7,13 +7,15 @@ import pytest
 
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, TargetLostError
-from cluster.pacing.health import FIRST_BLOCK_S, MISSES
-from cluster.routing.assignment import FULL_FOR_S, Assignment, Assignments
+from cluster.pacing.health import COLLAPSES, FIRST_BLOCK_S, MISSES
+from cluster.routing.assignment import FULL_FOR_S, WELL, Assignment, Assignments
 from cluster.routing.session import Emit, Event, Failed, Generation, Session
 from protos.messages import (
     Acceptance,
     Close,
+    Collapse,
     DraftAnswer,
+    Finish,
     LiveSession,
     Open,
     Refusal,
@@ -80,6 +82,15 @@ class Desk:
                 break
             self.now += FIRST_BLOCK_S / (MISSES - 1)
         return list(self.assignments.given_up)
+
+    def collapse(self, assignment: Assignment, is_resynced: bool = True) -> None:
+        """The target says that the drafter's blocks have become bad."""
+        self.verdict(assignment, collapse=Collapse(0.8, 0.05, is_resynced))
+        self.tick(self.now)
+
+    def steps(self) -> dict[tuple[str, str], int]:
+        """What was done about bad drafters."""
+        return {(drafter, remedy.value): count for (drafter, remedy), count in self.assignments.remedies.counts.items()}
 
     def note(self, sends: list[Send]) -> None:
         self.sent += [(message.session, to, message) for to, message in sends]
@@ -291,3 +302,100 @@ def test_words_about_unknown_sessions_change_nothing():
     desk.receive("T", Verdict("x", 1, 3, 1, (4,), 0, 0))
     desk.receive("D", Resync("x", 3, 1))
     assert desk.sent == []
+
+
+# ---------------------------------------------------------------- drafters that have become bad
+
+
+def test_a_drafter_that_begins_a_session_anew_keeps_it():
+    """The target has told it to; the router knows of it, and names it."""
+    desk = Desk(drafters="DE")
+    assignment = desk.begin()
+    drafter = str(assignment.drafter)
+    desk.collapse(assignment, is_resynced=False)
+    assert assignment.drafter == drafter
+    assert desk.steps() == {(drafter, "resynced"): 1}
+    assert not desk.assignments.awaits_tick
+
+
+def test_where_that_was_in_vain_another_drafter_takes_the_session_and_then_none(caplog):
+    desk = Desk(drafters="DE")
+    assignment = desk.begin()
+    first = str(assignment.drafter)
+    (second,) = {"D", "E"} - {first}
+    desk.collapse(assignment)
+    assert assignment.drafter == second
+    assert desk.opened_at("s")[-1] == second
+    assert ("s", first, Close("s", 1)) in desk.sent
+    desk.collapse(assignment)
+    assert assignment.drafter is None
+    assert desk.sent[-1] == ("s", second, Close("s", 1))
+    assert desk.steps() == {(first, "replaced"): 1, (second, "plain"): 1}
+    assert not desk.assignments.awaits_tick, "it goes on plainly to its end"
+    assert (
+        f"session s: drafter {first} has something accepted of 5 % of its blocks, where 80 % were usual" in caplog.text
+    )
+    assert desk.begin("next").drafter is not None, "the next session tries again"
+
+
+def test_where_there_is_no_other_drafter_a_session_goes_on_plainly_at_once():
+    desk = Desk()
+    assignment = desk.begin()
+    desk.collapse(assignment)
+    assert assignment.drafter is None
+    assert desk.steps() == {("D", "plain"): 1}
+    desk.verdict(assignment, 4, 5)
+    assert assignment.session.committed == (4, 4, 5)
+
+
+def test_what_is_said_of_an_attempt_or_a_drafter_that_is_over_changes_nothing():
+    desk = Desk(drafters="DE")
+    assignment = desk.begin()
+    drafter = str(assignment.drafter)
+    desk.verdict(assignment, collapse=Collapse(0.8, 0.0, True), attempt=assignment.session.attempt + 1)
+    desk.tick(0.0)
+    assert assignment.drafter == drafter
+    desk.verdict(assignment, collapse=Collapse(0.8, 0.0, True))
+    desk.gone(drafter)
+    moved = assignment.drafter
+    desk.tick(0.0)
+    assert assignment.drafter == moved != drafter
+    assert desk.steps() == {}
+
+
+def given_up_desk(drafters: str) -> tuple[Desk, str, Assignment]:
+    """Sessions of one drafter have collapsed one after the other; one of its sessions has not."""
+    desk = Desk(drafters=drafters)
+    assignments = [desk.begin(str(index)) for index in range(len(drafters) * (COLLAPSES + 1))]
+    bad = str(assignments[0].drafter)
+    *collapsing, last = [assignment for assignment in assignments if assignment.drafter == bad]
+    for assignment in collapsing:
+        desk.collapse(assignment)
+    assert desk.steps()[bad, "given up"] == 1
+    return desk, bad, last
+
+
+def test_a_drafter_whose_sessions_collapse_one_after_the_other_is_given_up_and_its_sessions_move():
+    desk, bad, last = given_up_desk("DE")
+    assert last.drafter not in (None, bad)
+    assert desk.assignments.live_at(bad) == ()
+    assert {desk.begin(name).drafter for name in "xyz"}.isdisjoint({bad})
+
+
+def end(desk: Desk, assignment: Assignment) -> None:
+    desk.verdict(assignment, *range(WELL + 1), accepted=WELL, drafted=WELL, finish=Finish.LENGTH)
+
+
+def test_a_session_that_ends_well_brings_the_drafter_back():
+    desk, bad, last = given_up_desk("D")
+    assert last.drafter == bad, "there is no other"
+    assert desk.begin("waits").drafter is None
+    end(desk, last)
+    assert desk.begin("comes").drafter == bad
+
+
+def test_a_session_that_collapsed_did_not_end_well():
+    desk, _, last = given_up_desk("D")
+    desk.verdict(last, collapse=Collapse(0.8, 0.0, True))
+    end(desk, last)
+    assert desk.begin("waits").drafter is None

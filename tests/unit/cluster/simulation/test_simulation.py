@@ -225,6 +225,47 @@ def test_an_overloaded_drafter_says_so_and_costs_little(drafters):
     assert report.tokens_per_s > 0.93 * plain.tokens_per_s
 
 
+def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> FaultPlan:
+    """Drafters that draft noise from a moment on; by then each session has some 200 tokens of good drafts."""
+    return FaultPlan(faults=tuple(Fault(at_s, Role.DRAFTER, index, Kind.DRAFTS_NOISE, seconds) for index in struck))
+
+
+EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
+def test_a_drafter_that_turns_to_noise_is_found_resynchronised_replaced_and_left_out(mode):
+    """No session fails, `World.run` compares all texts with plain decoding, and the other drafter does all the work."""
+    report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2), fault_plan=noise(0))
+    unhurt = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2))
+    assert (report.sessions, report.failed) == (32, 0)
+    for step in ("resynced", "replaced", "given up"):
+        assert report.causes[f"bad: {step}"] >= 1, step
+    assert report.causes["resync"] >= 1, "the drafter has heard of it"
+    assert report.causes["bad: plain"] <= 1, "the other drafter was good"
+    assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
+    assert not [cause for cause in unhurt.causes if cause.startswith("bad")], "without noise there is no alarm"
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_where_all_drafters_turn_to_noise_sessions_go_on_plainly(mode, drafters):
+    report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
+    plain = run(0.8, 0, mode, EIGHT)
+    assert (report.sessions, report.failed) == (32, 0)
+    assert report.causes["bad: plain"] >= 1
+    assert report.tokens_per_s > 0.9 * plain.tokens_per_s
+
+
+def test_a_drafter_that_recovers_is_tried_and_trusted_again():
+    short = Workload(ClosedLoop(4), sessions=96, prompt_tokens=20, new_tokens=200)
+    ill = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0))
+    better = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0, seconds=5.0))
+    assert better.causes["bad: given up"] >= 1
+    assert better.failed == 0
+    assert better.tokens_per_s > 2 * ill.tokens_per_s
+
+
 def test_a_dead_routers_sessions_are_freed():
     death = FaultPlan(faults=(Fault(0.3, Role.ROUTER, 0, Kind.DIES),))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=death)

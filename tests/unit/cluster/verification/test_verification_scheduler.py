@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from cluster.dispatch import Send
 from cluster.pacing.acceptance import AcceptanceCounts, ReplicaStats, SessionStats
-from cluster.pacing.health import PROBE_AFTER, PROOF, SILENT_STEPS
+from cluster.pacing.health import PROBE_AFTER, SILENT_STEPS
 from cluster.pacing.policy import Awaited, DraftingDecision
 from cluster.pacing.step_cost import Load, StepCost
 from cluster.page_allocator import PlaceMove
+from cluster.sentinel.drift import PROOF
+from cluster.sentinel.tally import BlockKind
 from cluster.verification.early_messages import BufferLimits
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
@@ -1058,11 +1060,79 @@ def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
             break
     assert resync == [Resync("s", len(tokens), Prefix(KEY, tokens).hash)]
     assert round_number > PROOF, "one bad block is no proof"
-    assert desk.scheduler.desyncs == 1
+    assert desk.scheduler.sentinel.desyncs == 1
     assert [receiver for receiver, _ in desk.step()] == [ROUTER], "nothing more until it attaches again"
     tokens += text(tokens, 1)
     assert verdicts(desk.attach(tokens)) == []
     assert only_verdict(desk.step(), DRAFTER).tokens == text(tokens, 1)
+
+
+def drafted_rounds(desk: Desk, tokens: tuple[int, ...], rounds: int, right: bool, session: str = "s") -> list[Verdict]:
+    """What the router hears of so many rounds with a block of one token each."""
+    heard = []
+    for _ in range(rounds):
+        token = text(tokens, 1)[0]
+        desk.block(tokens, (token if right else (token + 1) % VOCABULARY,), session)
+        verdict = only_verdict(desk.step(), ROUTER)
+        tokens += verdict.tokens
+        heard.append(verdict)
+    return heard
+
+
+def after_rounds(tokens: tuple[int, ...], heard: list[Verdict]) -> tuple[int, ...]:
+    return tokens + tuple(token for verdict in heard for token in verdict.tokens)
+
+
+def test_the_router_is_told_of_a_collapse_and_again_if_beginning_anew_was_in_vain():
+    desk = Desk()
+    tokens: tuple[int, ...] = (1, 2)
+    desk.open(tokens=tokens, max_len=100)
+    desk.attach(tokens)
+    good = drafted_rounds(desk, tokens, 2 * PROOF, right=True)
+    tokens = after_rounds(tokens, good)
+    told = []
+    for _ in range(2):
+        bad = drafted_rounds(desk, tokens, 20, right=False)
+        tokens = after_rounds(tokens, bad)
+        told += [verdict.collapse for verdict in bad if verdict.collapse is not None]
+        desk.attach(tokens)
+    assert [verdict.collapse for verdict in good] == [None] * len(good)
+    assert [collapse.is_resynced for collapse in told] == [False, True]
+    assert [(collapse.usual > 0.8, collapse.latest) for collapse in told] == [(True, 0.0)] * 2
+    assert desk.scheduler.sentinel.desyncs == 1
+
+
+def test_a_session_that_begins_with_a_drafter_that_became_bad_has_something_to_fall_short_of():
+    desk = Desk()
+    tokens: tuple[int, ...] = (1, 2)
+    desk.open(tokens=tokens, max_len=100)
+    desk.attach(tokens)
+    tokens = after_rounds(tokens, drafted_rounds(desk, tokens, 2 * PROOF, right=True))
+    drafted_rounds(desk, tokens, 20, right=False)
+    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
+    for drafter, is_suspected in ((DRAFTER, True), ("another#1", False)):
+        desk.open(drafter, tokens=(1, 2), max_len=100)
+        desk.attach((1, 2), drafter, drafter)
+        heard = drafted_rounds(desk, (1, 2), 30, right=False, session=drafter)
+        assert any(verdict.collapse is not None for verdict in heard) == is_suspected
+        desk.scheduler.receive(ROUTER, Close(drafter, 1), desk.now)
+
+
+def test_blocks_are_counted_by_drafter_context_and_whether_the_prefix_was_cached():
+    desk = Desk(page_size=2)
+    prompt = (1, 2, 3, 4, 5)
+    for name in "ab":
+        desk.open(name, tokens=prompt, max_len=8)
+        desk.attach(prompt, name)
+        drafted_rounds(desk, prompt, 1, right=True, session=name)
+        desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
+    desk.open("c", tokens=prompt, max_len=8)
+    desk.block(prompt, text(prompt, 1), "c")
+    desk.step()
+    ((drafter, kinds),) = desk.scheduler.sentinel.tally.counts.items()
+    assert DRAFTER.startswith(drafter + "#")
+    once = AcceptanceCounts((1, 1), (1, 0))
+    assert kinds == {BlockKind(4, False): once, BlockKind(4, True): once}, "c has no drafter, so its block is nobody's"
 
 
 # ---------------------------------------------------------------- many sessions
