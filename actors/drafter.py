@@ -46,11 +46,12 @@ class Drafter:
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
         profile: DraftCost = UNKNOWN,
+        published_acceptance: float | None = None,  # of first tokens, as the draft's folder promises it
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes)
+        self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes, published_acceptance)
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind

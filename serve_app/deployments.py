@@ -20,6 +20,7 @@ from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
 from actors.methods.pass_profile import profile_drafting
+from actors.methods.published_acceptance import published_acceptance
 from actors.methods.registry import create_method
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import (
@@ -86,7 +87,7 @@ class TargetDeployment:
             pacing_of(config.speculation),
             self._engine.step_cost,
         )
-        self._counters = ReplicaCounters(lambda: target_counts(self._replica))
+        self._counters = ReplicaCounters(lambda: target_counts(self._replica, config.draft.method))
         self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
@@ -139,6 +140,7 @@ class TargetDeployment:
             "costs": self._replica.scheduler.step_cost.cost.model_dump_json(),
             "plain_costs": plain.model_dump_json() if (plain := self._replica.scheduler.step_cost.plain_cost) else None,
             "acceptance": asdict(self._replica.scheduler.acceptance),
+            "tally": self._replica.scheduler.sentinel.tally.rows(),
             "refused": dict(self._replica.refused),
             **self._replica.scheduler.load(),
         }
@@ -174,7 +176,9 @@ class DraftDeployment:
             draft_ahead=not config.speculation.is_lock_step,
             prepare_thread=compute_in_background if config.draft.resources.background else None,
             profile=self._costs,
+            published_acceptance=published_acceptance(config.draft),
         )
+        self._method = config.draft.method
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
         self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
         self._work = asyncio.create_task(self._drafter.run())
@@ -196,6 +200,10 @@ class DraftDeployment:
         return {
             "pid": os.getpid(),
             "idle": self._drafter.is_idle,
+            "name": self._drafter.peer_id,
+            "address": self._server.address,
+            "method": self._method,
+            "load_check": self._drafter.scheduler.load_check.summary(),
             "counts": dict(self._drafter.scheduler.counts),
             "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),
@@ -229,9 +237,9 @@ class RouterDeployment:
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
-        self._metrics = Metrics()
         self._text = TextCodec.load(str(folder))
         self._router = Router(ServeMembership(targets, drafters), identity, limits)
+        self._metrics = Metrics(remedies=lambda: self._router.remedies)
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -256,6 +264,7 @@ class RouterDeployment:
             "pid": os.getpid(),
             "idle": self._router.is_idle,
             "refusals": self._router.refusals,
+            "remedies": self._router.remedies,
         }
 
     def trace(self) -> bytes:

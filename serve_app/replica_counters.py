@@ -16,6 +16,11 @@ Share of the time with sessions in which a target waited, by replica:
 
     sum by (replica) (rate(ray_slipstream_target_seconds_total{cause="idle"}[5m]))
       / sum by (replica) (rate(ray_slipstream_target_seconds_total[5m]))
+
+Acceptance of blocks' first tokens, by the context before them and whether its beginning came from the cache:
+
+    sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1", outcome="accepted"}[5m]))
+      / sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1"}[5m]))
 """
 
 import time
@@ -26,14 +31,19 @@ from ray.serve import metrics
 
 from actors.drafter import Drafter
 from actors.target import TargetReplica
+from cluster.sentinel.tally import AcceptanceTally
 
-Counts = Mapping[str, Mapping[str, float]]
-"""Values that only grow, by name of the family and cause."""
+Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
+"""Values that only grow, by name of the family and cause, or by all labels of a family that has others."""
+
+CAUSE = ("cause",)
+LABELS = {"slipstream_draft_positions": ("drafter", "method", "position", "context", "prefix", "outcome")}
 
 PERIOD_S = 5.0  # Ray itself reports every ten seconds
 HELP = {
     "slipstream_dropped_blocks": "Blocks that came and were not verified, by cause",
     "slipstream_received_draft_tokens": "Draft tokens that came in blocks: accepted, or wasted",
+    "slipstream_draft_positions": "Positions of verified blocks, each reached only if all before it was accepted",
     "slipstream_target_seconds": "Time with sessions: in a step, or idle",
     "slipstream_target_events": "Blocks that came late and were of use, drafters out of step, sessions preempted",
     "slipstream_guesses": "Verdicts that blocks were drafted ahead for: hit where one was right",
@@ -44,17 +54,18 @@ HELP = {
 
 
 class GrowingCounter(Protocol):
-    """A Prometheus counter with the label `cause`."""
+    """A Prometheus counter with the labels of its family."""
 
     def inc(self, value: float, tags: dict[str, str]) -> None: ...
 
 
-def target_counts(target: TargetReplica) -> Counts:
-    """What a target replica has counted so far."""
+def target_counts(target: TargetReplica, method: str) -> Counts:
+    """What a target replica has counted so far; `method` is what its drafters draft by."""
     scheduler = target.scheduler
     return {
         "slipstream_dropped_blocks": dict(scheduler.dropped),
         "slipstream_received_draft_tokens": {"accepted": scheduler.accepted_tokens, "wasted": scheduler.wasted_tokens},
+        "slipstream_draft_positions": _positions(scheduler.sentinel.tally, method),
         "slipstream_target_seconds": {"step": scheduler.step_s, "idle": scheduler.idle_s},
         "slipstream_target_events": {
             "rebased": scheduler.rebased,
@@ -63,6 +74,19 @@ def target_counts(target: TargetReplica) -> Counts:
         },
         "slipstream_refused_messages": dict(target.refused),
     }
+
+
+def _positions(tally: AcceptanceTally, method: str) -> dict[tuple[str, ...], float]:
+    """By the labels of the family. A position is accepted or rejected if it was reached at all."""
+    found: dict[tuple[str, ...], float] = {}
+    for drafter, kinds in tally.counts.items():
+        for kind, counts in kinds.items():
+            prefix = "cached" if kind.is_prefix_cached else "computed"
+            for at, (reached, accepted) in enumerate(zip(counts.reached, counts.accepted, strict=True), 1):
+                labels = (drafter, method, str(at), str(kind.context), prefix)
+                found[*labels, "accepted"] = accepted
+                found[*labels, "rejected"] = reached - accepted
+    return found
 
 
 def drafter_counts(drafter: Drafter) -> Counts:
@@ -77,7 +101,7 @@ def drafter_counts(drafter: Drafter) -> Counts:
 
 
 def _ray_counter(name: str) -> GrowingCounter:
-    counter: GrowingCounter = metrics.Counter(name, HELP[name], ("cause",))
+    counter: GrowingCounter = metrics.Counter(name, HELP[name], LABELS.get(name, CAUSE))
     return counter
 
 
@@ -94,7 +118,7 @@ class ReplicaCounters:
         self._counts = counts
         self._clock = clock
         self._counters = {name: make(name) for name in counts()}
-        self._published: dict[tuple[str, str], float] = {}
+        self._published: dict[tuple[str, str | tuple[str, ...]], float] = {}
         self._due = clock()
 
     def publish(self) -> None:
@@ -107,5 +131,6 @@ class ReplicaCounters:
             for cause, value in causes.items():
                 grown = value - self._published.get((name, cause), 0)
                 if grown > 0:
-                    self._counters[name].inc(grown, {"cause": cause})
+                    labels = (cause,) if isinstance(cause, str) else cause
+                    self._counters[name].inc(grown, dict(zip(LABELS.get(name, CAUSE), labels, strict=True)))
                     self._published[name, cause] = value

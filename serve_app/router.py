@@ -157,6 +157,12 @@ class Router:
         return {link.address: link.refused for link in links if link.refused is not None}
 
     @property
+    def remedies(self) -> dict[tuple[str, str], int]:
+        """What was done because drafters' blocks had become bad, by drafter and step."""
+        counts = self._assignments.remedies.counts
+        return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
+
+    @property
     def is_idle(self) -> bool:
         return not self._assignments
 

@@ -213,9 +213,16 @@ class BlockDraft:
     def proposal(self) -> Proposal:
         outcome = self.outcome
         at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
-        return Proposal(self.request.session, self.base_len, self.base_hash, self.tree, outcome, at_once)
+        return Proposal(self.request.session, self.base_len, self.base_hash, self.tree, outcome, at_once, self._confidence)
 
     @property
     def _least_of_tree(self) -> float:
         """Chance that the next token must have, or others are offered in its place."""
         return least_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0
+
+    @property
+    def _confidence(self) -> float | None:
+        """Chance of the first token; a lookup, which knows of no other, has not estimated any."""
+        if not self.drafted or len(self.drafted[0].choices.tokens) == 1:
+            return None
+        return self.drafted[0].choices.chance_of(self.drafted[0].token)

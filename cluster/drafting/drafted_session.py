@@ -24,6 +24,9 @@ class DraftedSession:
     sent_len: int | None = None  # base length of the latest block that was sent
     unverified: DraftTree | None = None  # drafts of the step under way, until something was drafted beyond it
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
+    first: tuple[int, float] | None = (
+        None  # token of the block for the current length, and how sure its method is of it
+    )
     decided_s: float | None = None  # when the latest verdict came, until the target has said what it wants after it
     step_began_s: float | None = None  # when the target began the step under way, as far as is known here
 
@@ -70,6 +73,7 @@ class DraftedSession:
         self.decided_s = now
         self.step_began_s = None
         self.unverified = None
+        self.first = None
         hit = self.guesses.get(self.address)
         self.guesses = {}
         return hit
@@ -95,3 +99,4 @@ class DraftedSession:
         self.served_len = proposal.base_len
         self.sent_len = proposal.base_len
         self.unverified = proposal.tree
+        self.first = None if proposal.confidence is None else (proposal.tokens[0], proposal.confidence)

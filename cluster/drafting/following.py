@@ -3,6 +3,7 @@
 Where a session cannot follow, it asks the target for what it missed, and when that fails the router for the ledger.
 """
 
+import logging
 import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_texts import NewsCollector
 from cluster.drafting.step_interval import StepIntervalEstimate
+from cluster.sentinel.load_check import LoadCheck
 from protos.messages import (
     Attach,
     Close,
@@ -30,6 +32,8 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
@@ -43,10 +47,11 @@ class DrafterLimits:
 class FollowedSessions:
     """All sessions of one drafter; `counts` are of events."""
 
-    def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str]) -> None:
+    def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str], load_check: LoadCheck) -> None:
         self.all: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
         self.news = NewsCollector()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
+        self.load_check = load_check
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
@@ -165,6 +170,8 @@ class FollowedSessions:
         if session.step_began_s is not None:
             interval = self._step_interval(session.target)
             self._step_intervals[session.target] = interval.after(now - session.step_began_s)
+        if session.first is not None and tokens:
+            self._note_first(*session.first, tokens[0])
         guessed = bool(session.guesses)
         hit = session.extend(tokens, now)
         self.news.committed(session.open.session, tokens)
@@ -172,6 +179,13 @@ class FollowedSessions:
             self.hit(session, hit)
         elif guessed:
             self._counts["guess_miss"] += 1
+
+    def _note_first(self, drafted: int, confidence: float, decided: int) -> None:
+        """For the check at load, which takes what is decided anyway. A token is accepted just if it is decided."""
+        was_over = self.load_check.is_over
+        self.load_check = self.load_check.after(confidence, drafted == decided)
+        if self.load_check.warning is not None and not was_over:
+            log.warning("this drafter is of little use: %s", self.load_check.warning)
 
     def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
         """What is wanted from now on; one for another prefix comes too late, or its verdict was lost."""

@@ -4,6 +4,7 @@ What it is asked for now is the target's own `protos.messages.DraftRequest`.
 """
 
 import math
+from dataclasses import field
 
 from protos.draft_tree import DraftTree
 from protos.messages import Open, Shape
@@ -43,6 +44,7 @@ class Proposal:
     tree: DraftTree
     outcome: tuple[int, ...] = ()
     is_at_once: bool = False  # made without a forward, so that it says nothing of what drafting costs
+    confidence: float | None = field(default=None, compare=False)  # chance of the first token, where that was estimated
 
     @property
     def tokens(self) -> tuple[int, ...]:

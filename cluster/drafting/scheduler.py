@@ -9,6 +9,7 @@ from cluster.drafting.following import DrafterLimits, FollowedSessions
 from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.session_texts import News
+from cluster.sentinel.load_check import LoadCheck
 from protos.draft_tree import DraftTree
 from protos.messages import Block, DraftRequest, Message, NoDraft, Shape
 
@@ -17,12 +18,16 @@ class DraftScheduler:
     """All sessions of one drafter."""
 
     def __init__(
-        self, limits: DrafterLimits, draft_ahead: bool = True, shapes: frozenset[Shape] = frozenset(Shape)
+        self,
+        limits: DrafterLimits,
+        draft_ahead: bool = True,
+        shapes: frozenset[Shape] = frozenset(Shape),
+        published_acceptance: float | None = None,  # of first tokens, if the draft comes with a promise
     ) -> None:
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # that the method can make
-        self._sessions = FollowedSessions(limits, draft_ahead, self.counts)
+        self._sessions = FollowedSessions(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ what peers say
 
@@ -112,6 +117,11 @@ class DraftScheduler:
     def targets(self) -> frozenset[str]:
         """Addresses of targets that verify for some session here."""
         return frozenset(session.target for session in self._sessions.all.values())
+
+    @property
+    def load_check(self) -> LoadCheck:
+        """Whether the target takes its first tokens as often as is to be expected."""
+        return self._sessions.load_check
 
     @property
     def is_idle(self) -> bool:

@@ -6,6 +6,8 @@ came from the cache.
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from cluster.pacing.acceptance import AcceptanceCounts
 from protos.values import value
@@ -39,6 +41,14 @@ class AcceptanceTally:
         kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(asked, accepted)
         if len(self._counts) > MOST_DRAFTERS:
             self._counts.popitem(last=False)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For whoever shows or adds them up."""
+        return [
+            {"drafter": drafter, **asdict(kind), **asdict(counts)}
+            for drafter, kinds in self._counts.items()
+            for kind, counts in kinds.items()
+        ]
 
     @property
     def counts(self) -> Mapping[str, Mapping[BlockKind, AcceptanceCounts]]:

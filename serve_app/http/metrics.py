@@ -18,11 +18,13 @@ Share of verifies that had a block to verify; the others were plain decoding:
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from cluster.routing.session import Emit
 
@@ -40,11 +42,31 @@ class RequestRecord:
     status: int = CLIENT_LEFT
 
 
+class RemedyCollector(Collector):
+    """What was done about drafters whose blocks became bad, as it stands whenever Prometheus asks."""
+
+    def __init__(self, remedies: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        self._remedies = remedies
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        text = "Steps taken because the blocks of a drafter had become bad"
+        family = CounterMetricFamily("slipstream_drafter_remedies", text, labels=("drafter", "remedy"))
+        for labels, count in self._remedies().items():
+            family.add_metric(labels, count)
+        yield family
+
+
 class Metrics:
     """Counters, histograms and gauges of one router."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        remedies: Callable[[], Mapping[tuple[str, str], int]] = dict,
+    ) -> None:
+        """`remedies` is asked what was done about bad drafters, by drafter and step."""
         self.registry = registry = CollectorRegistry()
+        registry.register(RemedyCollector(remedies))
         self._clock = clock
         self._requests = Counter(
             "slipstream_requests", "Requests that have ended", ["endpoint", "status"], registry=registry

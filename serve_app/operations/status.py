@@ -11,6 +11,7 @@ from rich.table import Table
 
 from serve_app.bench.client import ChatEndpoint, Counters
 from serve_app.bench.tables import shown, table
+from serve_app.operations.acceptance_status import acceptance_table, drafters_table, remedies_table
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 
 
@@ -41,10 +42,18 @@ def ray_status(address: str, application: str) -> Group | str:
 
 def _counted(application: str) -> Group | str:
     try:
-        targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
+        targets, drafters, routers = (
+            broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter", "Router")
+        )
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not say what they have counted: {error}"
-    return Group(targets_table(targets), replicas_table(targets, drafters))
+    return Group(
+        targets_table(targets),
+        drafters_table(drafters),
+        replicas_table(targets, drafters),
+        remedies_table(routers),
+        acceptance_table(targets, drafters),
+    )
 
 
 def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:

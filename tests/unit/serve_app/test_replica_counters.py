@@ -9,8 +9,18 @@ from actors.drafter import Drafter
 from actors.methods.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
 from cluster.drafting.following import DrafterLimits
+from cluster.sentinel.tally import kind_of
 from cluster.verification.intake import VerificationLimits
-from serve_app.replica_counters import HELP, PERIOD_S, Counts, ReplicaCounters, drafter_counts, target_counts
+from serve_app.replica_counters import (
+    CAUSE,
+    HELP,
+    LABELS,
+    PERIOD_S,
+    Counts,
+    ReplicaCounters,
+    drafter_counts,
+    target_counts,
+)
 from tests.unit.cluster.samples import a_block, an_open
 
 
@@ -32,8 +42,9 @@ class RecordedCounter:
 
     def inc(self, value: float, tags: dict[str, str]) -> None:
         assert value > 0, "Ray refuses anything else"
-        assert list(tags) == ["cause"]
-        self._recorder.totals[self._name, tags["cause"]] += value
+        labels = LABELS.get(self._name, CAUSE)
+        assert tuple(tags) == labels
+        self._recorder.totals[self._name, ",".join(tags.values())] += value
         self._recorder.calls += 1
 
 
@@ -91,7 +102,7 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
     scheduler.receive("drafter#1", a_block((1, 2, 9, 9), (1, 2, 3, 4, 5)), 0.0)
     assert scheduler.plan(now=2.0) is not None
     target.refused["Block"] += 1
-    counts = target_counts(target)
+    counts = target_counts(target, "m")
     assert counts["slipstream_dropped_blocks"] == {"too_long": 1}
     assert counts["slipstream_received_draft_tokens"] == {"accepted": 0, "wasted": 5}
     assert counts["slipstream_target_seconds"] == {"step": 0.0, "idle": 2.0}
@@ -110,8 +121,23 @@ def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock
     assert drafter.scheduler.counts["guess_hit"] == 3, "the scheduler keeps its own"
 
 
+def test_positions_are_counted_by_all_that_blocks_are_told_apart_by(clock: Clock) -> None:
+    target = a_target(clock)
+    kind = kind_of(5, is_prefix_cached=True)
+    for accepted in (0, 1):
+        target.scheduler.sentinel.tally.block_verified("d", kind, asked=2, accepted=accepted)
+    recorder = Recorder()
+    counters = ReplicaCounters(lambda: target_counts(target, "lookup"), recorder.make, clock)
+    counters.publish()
+    assert recorder.totals == {
+        ("slipstream_draft_positions", "d,lookup,1,4,cached,accepted"): 1,
+        ("slipstream_draft_positions", "d,lookup,1,4,cached,rejected"): 1,
+        ("slipstream_draft_positions", "d,lookup,2,4,cached,rejected"): 1,
+    }
+
+
 def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock) -> None:
     """A counter is made once: causes may come later, families may not."""
     method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
-    assert {*target_counts(a_target(clock)), *drafter_counts(drafter)} == HELP.keys()
+    assert {*target_counts(a_target(clock), "m"), *drafter_counts(drafter)} == HELP.keys()

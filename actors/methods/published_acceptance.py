@@ -1,0 +1,27 @@
+"""What acceptance a draft's maker promises: a figure in its folder, against which drafters check themselves."""
+
+import json
+
+from actors.models.checkpoint import local_folder
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+
+FIGURE = "first_token_acceptance"
+
+
+def published_acceptance(draft: DraftPool) -> float | None:
+    """Share of its blocks' first tokens that the target accepts; None where the draft's config.json does not say.
+
+    Raises ModelError for what is no such share.
+    """
+    if draft.model is None:
+        return None
+    path = local_folder(draft.model, with_weights=False) / "config.json"
+    figure = json.loads(path.read_text(encoding="utf-8")).get(FIGURE)
+    if figure is None:
+        return None
+    if not isinstance(figure, int | float) or not 0 < figure <= 1:
+        raise ModelError(
+            f"{path}: {FIGURE} is {figure!r}, expected a share above 0 and up to 1; correct it or remove it"
+        )
+    return float(figure)
