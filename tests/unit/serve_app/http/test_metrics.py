@@ -47,3 +47,11 @@ def test_instances_share_nothing() -> None:
     one.prompt(3)
     assert b"slipstream_prompt_tokens_total 3.0" in one.exposition()
     assert b"slipstream_prompt_tokens_total 0.0" in other.exposition()
+
+
+def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() -> None:
+    remedies: dict[tuple[str, str], int] = {}
+    metrics = Metrics(remedies=lambda: remedies)
+    remedies["1.2.3.4:5", "given up"] = 2
+    labels = {"drafter": "1.2.3.4:5", "remedy": "given up"}
+    assert metrics.registry.get_sample_value("slipstream_drafter_remedies_total", labels) == 2
