@@ -28,7 +28,7 @@ def test_a_figure_in_the_folder_outranks_confidence():
     assert bad.expected == 0.7
     assert bad.warning is not None
     assert "where the figure in its folder promises 70 %" in bad.warning
-    assert seen(LoadCheck(published=0.2), confidence=0.9, chance=0.2).warning is None
+    assert seen(LoadCheck(published=0.4), confidence=0.95, chance=0.4).warning is None
 
 
 def test_a_draft_in_doubt_everywhere_is_damaged_too():
