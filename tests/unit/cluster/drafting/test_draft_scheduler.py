@@ -828,3 +828,30 @@ def test_blocks_that_were_sent_and_came_too_late_count_too():
             said += desk.verdict(before[name], 1, session=name, answer=DraftAnswer.MISSED)
             before[name] += (1,)
     assert [type(message) for _, message in said] == [Refusal, Detach]
+
+
+# ---------------------------------------------------------------- the check at load
+
+
+def checked(right: bool, confidence: float | None, rounds: int = 3) -> tuple[int, int]:
+    """First tokens that the check has seen, and those of them that were accepted."""
+    desk = Desk()
+    text: tuple[int, ...] = (1, 2)
+    desk.open(asks=2)
+    for _ in range(rounds):
+        want = desk.want()
+        tree = DraftTree.chain((7 if right else 8, 9))
+        proposal = Proposal("s", len(text), want.prefix_hash, tree, confidence=confidence)
+        desk.scheduler.proposed([proposal], desk.now)
+        desk.verdict(text, 7)
+        text += (7,)
+    return desk.scheduler.load_check.tokens, desk.scheduler.load_check.accepted
+
+
+def test_what_the_target_decides_says_whether_first_tokens_were_right():
+    assert checked(right=True, confidence=0.8) == (3, 3)
+    assert checked(right=False, confidence=0.8) == (3, 0)
+
+
+def test_a_method_that_estimates_no_chance_is_not_checked():
+    assert checked(right=False, confidence=None) == (0, 0)
