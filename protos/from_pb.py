@@ -98,6 +98,9 @@ def _open_from_pb(m: pb.Open) -> Open:
         m.max_draft_tokens <= MAX_BLOCK_TOKENS,
         f"max_draft_tokens is {m.max_draft_tokens}, expected at most {MAX_BLOCK_TOKENS}",
     )
+    rival = m.rival if m.HasField("rival") else None
+    if rival is not None:
+        require(m.audit and m.max_len == len(tokens) + 1, "a rival is named, expected an audit of one token")
     return Open(
         session=m.session,
         attempt=m.attempt,
@@ -112,6 +115,8 @@ def _open_from_pb(m: pb.Open) -> Open:
         acceptance=Acceptance(m.acceptance),
         max_draft_tokens=m.max_draft_tokens,
         target_address=m.target_address,
+        audit=m.audit,
+        rival=rival,
     )
 
 
@@ -161,6 +166,8 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
     )
+    margin = m.margin if m.HasField("margin") else None
+    require(margin is None or 0 <= margin < math.inf, f"margin is {margin}, expected a finite number of 0 or more")
     return Verdict(
         session=m.session,
         attempt=m.attempt,
@@ -172,6 +179,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         finish=Finish(m.finish),
         answer=DraftAnswer(m.answer),
         collapse=_collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
+        margin=margin,
     )
 
 

@@ -9,7 +9,7 @@ from enum import IntEnum
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.values import value
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 
 
@@ -104,6 +104,8 @@ class Open:
     acceptance: Acceptance
     max_draft_tokens: int
     target_address: str = ""
+    audit: bool = False  # decides an ended request again; yields to every session that does not
+    rival: int | None = None  # of an audit of one token: whose margin is asked for
 
     @property
     def takes_trees(self) -> bool:
@@ -170,6 +172,7 @@ class Verdict:
     finish: Finish = Finish.NONE
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
+    margin: float | None = None  # by which the token was ahead of the rival that the Open names
 
 
 @value

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\rslipstream.v1\"\x86\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\t\x12\x14\n\x0ctarget_model\x18\x04 \x01(\t\x12(\n\x04live\x18\x05 \x03(\x0b\x32\x1a.slipstream.v1.LiveSession\"/\n\x0bLiveSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"4\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\"\x81\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\"\xab\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x10\n\x08stop_ids\x18\x06 \x01(\x0c\x12)\n\x08sampling\x18\x07 \x01(\x0b\x32\x17.slipstream.v1.Sampling\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x10\n\x08hash_key\x18\n \x01(\x06\x12-\n\nacceptance\x18\x0b \x01(\x0e\x32\x19.slipstream.v1.Acceptance\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\r\x12\x16\n\x0etarget_address\x18\r \x01(\t\")\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x0bSparseProbs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"\x91\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12/\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x1a.slipstream.v1.SparseProbs\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\">\n\x06\x41ttach\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"\x19\n\x06\x44\x65tach\x12\x0f\n\x07session\x18\x01 \x01(\t\"A\n\x07NoDraft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\">\n\x08\x43ollapse\x12\r\n\x05usual\x18\x01 \x01(\x01\x12\x0e\n\x06latest\x18\x02 \x01(\x01\x12\x13\n\x0bis_resynced\x18\x03 \x01(\x08\"\x83\x02\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x07 \x01(\r\x12%\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x15.slipstream.v1.Finish\x12*\n\x06\x61nswer\x18\t \x01(\x0e\x32\x1a.slipstream.v1.DraftAnswer\x12)\n\x08\x63ollapse\x18\n \x01(\x0b\x32\x17.slipstream.v1.Collapse\"\xb9\x01\n\x0c\x44raftRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x11\n\thold_step\x18\x06 \x01(\x08\x12\x14\n\x0cleast_chance\x18\x07 \x01(\x01\x12#\n\x05shape\x18\x08 \x01(\x0e\x32\x14.slipstream.v1.Shape\">\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"j\n\x07Refusal\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.slipstream.v1.RefusalReason\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x80\x01\n\x0fRouterToDrafter\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8c\x01\n\x0f\x44rafterToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12&\n\x07resyncs\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Resync\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\x7f\n\x0eRouterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8d\x01\n\x0eTargetToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\xd9\x01\n\x0f\x44rafterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\'\n\x08\x64\x65taches\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Detach\x12\'\n\x08\x61ttaches\x18\x03 \x03(\x0b\x32\x15.slipstream.v1.Attach\x12$\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x14.slipstream.v1.Block\x12)\n\tno_drafts\x18\x05 \x03(\x0b\x32\x16.slipstream.v1.NoDraft\"\xc1\x01\n\x0fTargetToDrafter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12\x33\n\x0e\x64raft_requests\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.DraftRequest\x12&\n\x07resyncs\x18\x04 \x03(\x0b\x32\x15.slipstream.v1.Resync*@\n\nAcceptance\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x43OUPLED\x10\x01\x12\t\n\x05RATIO\x10\x02*3\n\x0b\x44raftAnswer\x12\r\n\tNOT_ASKED\x10\x00\x12\t\n\x05GIVEN\x10\x01\x12\n\n\x06MISSED\x10\x02*=\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02*3\n\x05Shape\x12\x15\n\x11SHAPE_UNSPECIFIED\x10\x00\x12\t\n\x05\x43HAIN\x10\x01\x12\x08\n\x04TREE\x10\x02*U\n\rRefusalReason\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x13\n\x0fREFUSAL_INVALID\x10\x01\x12\x16\n\x12REFUSAL_OVERLOADED\x10\x02\x32[\n\x0c\x44raftService\x12K\n\x05\x44rive\x12\x1e.slipstream.v1.RouterToDrafter\x1a\x1e.slipstream.v1.DrafterToRouter(\x01\x30\x01\x32\xa8\x01\n\rTargetService\x12I\n\x05\x44rive\x12\x1d.slipstream.v1.RouterToTarget\x1a\x1d.slipstream.v1.TargetToRouter(\x01\x30\x01\x12L\n\x06Verify\x12\x1e.slipstream.v1.DrafterToTarget\x1a\x1e.slipstream.v1.TargetToDrafter(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\rslipstream.v1\"\x86\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\t\x12\x14\n\x0ctarget_model\x18\x04 \x01(\t\x12(\n\x04live\x18\x05 \x03(\x0b\x32\x1a.slipstream.v1.LiveSession\"/\n\x0bLiveSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"4\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\"\x81\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\"\xd8\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x10\n\x08stop_ids\x18\x06 \x01(\x0c\x12)\n\x08sampling\x18\x07 \x01(\x0b\x32\x17.slipstream.v1.Sampling\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x10\n\x08hash_key\x18\n \x01(\x06\x12-\n\nacceptance\x18\x0b \x01(\x0e\x32\x19.slipstream.v1.Acceptance\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\r\x12\x16\n\x0etarget_address\x18\r \x01(\t\x12\r\n\x05\x61udit\x18\x0e \x01(\x08\x12\x12\n\x05rival\x18\x0f \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_rival\")\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x0bSparseProbs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"\x91\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12/\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x1a.slipstream.v1.SparseProbs\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\">\n\x06\x41ttach\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"\x19\n\x06\x44\x65tach\x12\x0f\n\x07session\x18\x01 \x01(\t\"A\n\x07NoDraft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\">\n\x08\x43ollapse\x12\r\n\x05usual\x18\x01 \x01(\x01\x12\x0e\n\x06latest\x18\x02 \x01(\x01\x12\x13\n\x0bis_resynced\x18\x03 \x01(\x08\"\xa3\x02\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x07 \x01(\r\x12%\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x15.slipstream.v1.Finish\x12*\n\x06\x61nswer\x18\t \x01(\x0e\x32\x1a.slipstream.v1.DraftAnswer\x12)\n\x08\x63ollapse\x18\n \x01(\x0b\x32\x17.slipstream.v1.Collapse\x12\x13\n\x06margin\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_margin\"\xb9\x01\n\x0c\x44raftRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x11\n\thold_step\x18\x06 \x01(\x08\x12\x14\n\x0cleast_chance\x18\x07 \x01(\x01\x12#\n\x05shape\x18\x08 \x01(\x0e\x32\x14.slipstream.v1.Shape\">\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"j\n\x07Refusal\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.slipstream.v1.RefusalReason\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x80\x01\n\x0fRouterToDrafter\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8c\x01\n\x0f\x44rafterToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12&\n\x07resyncs\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Resync\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\x7f\n\x0eRouterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8d\x01\n\x0eTargetToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\xd9\x01\n\x0f\x44rafterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\'\n\x08\x64\x65taches\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Detach\x12\'\n\x08\x61ttaches\x18\x03 \x03(\x0b\x32\x15.slipstream.v1.Attach\x12$\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x14.slipstream.v1.Block\x12)\n\tno_drafts\x18\x05 \x03(\x0b\x32\x16.slipstream.v1.NoDraft\"\xc1\x01\n\x0fTargetToDrafter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12\x33\n\x0e\x64raft_requests\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.DraftRequest\x12&\n\x07resyncs\x18\x04 \x03(\x0b\x32\x15.slipstream.v1.Resync*@\n\nAcceptance\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x43OUPLED\x10\x01\x12\t\n\x05RATIO\x10\x02*3\n\x0b\x44raftAnswer\x12\r\n\tNOT_ASKED\x10\x00\x12\t\n\x05GIVEN\x10\x01\x12\n\n\x06MISSED\x10\x02*=\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02*3\n\x05Shape\x12\x15\n\x11SHAPE_UNSPECIFIED\x10\x00\x12\t\n\x05\x43HAIN\x10\x01\x12\x08\n\x04TREE\x10\x02*U\n\rRefusalReason\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x13\n\x0fREFUSAL_INVALID\x10\x01\x12\x16\n\x12REFUSAL_OVERLOADED\x10\x02\x32[\n\x0c\x44raftService\x12K\n\x05\x44rive\x12\x1e.slipstream.v1.RouterToDrafter\x1a\x1e.slipstream.v1.DrafterToRouter(\x01\x30\x01\x32\xa8\x01\n\rTargetService\x12I\n\x05\x44rive\x12\x1d.slipstream.v1.RouterToTarget\x1a\x1d.slipstream.v1.TargetToRouter(\x01\x30\x01\x12L\n\x06Verify\x12\x1e.slipstream.v1.DrafterToTarget\x1a\x1e.slipstream.v1.TargetToDrafter(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.speculation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACCEPTANCE']._serialized_start=2781
-  _globals['_ACCEPTANCE']._serialized_end=2845
-  _globals['_DRAFTANSWER']._serialized_start=2847
-  _globals['_DRAFTANSWER']._serialized_end=2898
-  _globals['_FINISH']._serialized_start=2900
-  _globals['_FINISH']._serialized_end=2961
-  _globals['_SHAPE']._serialized_start=2963
-  _globals['_SHAPE']._serialized_end=3014
-  _globals['_REFUSALREASON']._serialized_start=3016
-  _globals['_REFUSALREASON']._serialized_end=3101
+  _globals['_ACCEPTANCE']._serialized_start=2858
+  _globals['_ACCEPTANCE']._serialized_end=2922
+  _globals['_DRAFTANSWER']._serialized_start=2924
+  _globals['_DRAFTANSWER']._serialized_end=2975
+  _globals['_FINISH']._serialized_start=2977
+  _globals['_FINISH']._serialized_end=3038
+  _globals['_SHAPE']._serialized_start=3040
+  _globals['_SHAPE']._serialized_end=3091
+  _globals['_REFUSALREASON']._serialized_start=3093
+  _globals['_REFUSALREASON']._serialized_end=3178
   _globals['_HELLO']._serialized_start=44
   _globals['_HELLO']._serialized_end=178
   _globals['_LIVESESSION']._serialized_start=180
@@ -50,43 +50,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=284
   _globals['_SAMPLING']._serialized_end=413
   _globals['_OPEN']._serialized_start=416
-  _globals['_OPEN']._serialized_end=715
-  _globals['_CLOSE']._serialized_start=717
-  _globals['_CLOSE']._serialized_end=758
-  _globals['_SPARSEPROBS']._serialized_start=760
-  _globals['_SPARSEPROBS']._serialized_end=824
-  _globals['_BLOCK']._serialized_start=827
-  _globals['_BLOCK']._serialized_end=972
-  _globals['_ATTACH']._serialized_start=974
-  _globals['_ATTACH']._serialized_end=1036
-  _globals['_DETACH']._serialized_start=1038
-  _globals['_DETACH']._serialized_end=1063
-  _globals['_NODRAFT']._serialized_start=1065
-  _globals['_NODRAFT']._serialized_end=1130
-  _globals['_COLLAPSE']._serialized_start=1132
-  _globals['_COLLAPSE']._serialized_end=1194
-  _globals['_VERDICT']._serialized_start=1197
-  _globals['_VERDICT']._serialized_end=1456
-  _globals['_DRAFTREQUEST']._serialized_start=1459
-  _globals['_DRAFTREQUEST']._serialized_end=1644
-  _globals['_RESYNC']._serialized_start=1646
-  _globals['_RESYNC']._serialized_end=1708
-  _globals['_REFUSAL']._serialized_start=1710
-  _globals['_REFUSAL']._serialized_end=1816
-  _globals['_ROUTERTODRAFTER']._serialized_start=1819
-  _globals['_ROUTERTODRAFTER']._serialized_end=1947
-  _globals['_DRAFTERTOROUTER']._serialized_start=1950
-  _globals['_DRAFTERTOROUTER']._serialized_end=2090
-  _globals['_ROUTERTOTARGET']._serialized_start=2092
-  _globals['_ROUTERTOTARGET']._serialized_end=2219
-  _globals['_TARGETTOROUTER']._serialized_start=2222
-  _globals['_TARGETTOROUTER']._serialized_end=2363
-  _globals['_DRAFTERTOTARGET']._serialized_start=2366
-  _globals['_DRAFTERTOTARGET']._serialized_end=2583
-  _globals['_TARGETTODRAFTER']._serialized_start=2586
-  _globals['_TARGETTODRAFTER']._serialized_end=2779
-  _globals['_DRAFTSERVICE']._serialized_start=3103
-  _globals['_DRAFTSERVICE']._serialized_end=3194
-  _globals['_TARGETSERVICE']._serialized_start=3197
-  _globals['_TARGETSERVICE']._serialized_end=3365
+  _globals['_OPEN']._serialized_end=760
+  _globals['_CLOSE']._serialized_start=762
+  _globals['_CLOSE']._serialized_end=803
+  _globals['_SPARSEPROBS']._serialized_start=805
+  _globals['_SPARSEPROBS']._serialized_end=869
+  _globals['_BLOCK']._serialized_start=872
+  _globals['_BLOCK']._serialized_end=1017
+  _globals['_ATTACH']._serialized_start=1019
+  _globals['_ATTACH']._serialized_end=1081
+  _globals['_DETACH']._serialized_start=1083
+  _globals['_DETACH']._serialized_end=1108
+  _globals['_NODRAFT']._serialized_start=1110
+  _globals['_NODRAFT']._serialized_end=1175
+  _globals['_COLLAPSE']._serialized_start=1177
+  _globals['_COLLAPSE']._serialized_end=1239
+  _globals['_VERDICT']._serialized_start=1242
+  _globals['_VERDICT']._serialized_end=1533
+  _globals['_DRAFTREQUEST']._serialized_start=1536
+  _globals['_DRAFTREQUEST']._serialized_end=1721
+  _globals['_RESYNC']._serialized_start=1723
+  _globals['_RESYNC']._serialized_end=1785
+  _globals['_REFUSAL']._serialized_start=1787
+  _globals['_REFUSAL']._serialized_end=1893
+  _globals['_ROUTERTODRAFTER']._serialized_start=1896
+  _globals['_ROUTERTODRAFTER']._serialized_end=2024
+  _globals['_DRAFTERTOROUTER']._serialized_start=2027
+  _globals['_DRAFTERTOROUTER']._serialized_end=2167
+  _globals['_ROUTERTOTARGET']._serialized_start=2169
+  _globals['_ROUTERTOTARGET']._serialized_end=2296
+  _globals['_TARGETTOROUTER']._serialized_start=2299
+  _globals['_TARGETTOROUTER']._serialized_end=2440
+  _globals['_DRAFTERTOTARGET']._serialized_start=2443
+  _globals['_DRAFTERTOTARGET']._serialized_end=2660
+  _globals['_TARGETTODRAFTER']._serialized_start=2663
+  _globals['_TARGETTODRAFTER']._serialized_end=2856
+  _globals['_DRAFTSERVICE']._serialized_start=3180
+  _globals['_DRAFTSERVICE']._serialized_end=3271
+  _globals['_TARGETSERVICE']._serialized_start=3274
+  _globals['_TARGETSERVICE']._serialized_end=3442
 # @@protoc_insertion_point(module_scope)

@@ -99,7 +99,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,8 @@ class Open(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    RIVAL_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     tokens: bytes
@@ -126,7 +128,9 @@ class Open(_message.Message):
     acceptance: Acceptance
     max_draft_tokens: int
     target_address: str
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ...) -> None: ...
+    audit: bool
+    rival: int
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")
@@ -199,7 +203,7 @@ class Collapse(_message.Message):
     def __init__(self, usual: _Optional[float] = ..., latest: _Optional[float] = ..., is_resynced: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +214,7 @@ class Verdict(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     COLLAPSE_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     base_len: int
@@ -220,7 +225,8 @@ class Verdict(_message.Message):
     finish: Finish
     answer: DraftAnswer
     collapse: Collapse
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ...) -> None: ...
+    margin: float
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("session", "attempt", "base_len", "prefix_hash", "max_tokens", "hold_step", "least_chance", "shape")

@@ -74,6 +74,8 @@ def _open_to_pb(m: Open) -> pb.Open:
         acceptance=pb.Acceptance.Name(m.acceptance),
         max_draft_tokens=m.max_draft_tokens,
         target_address=m.target_address,
+        audit=m.audit,
+        rival=m.rival,
     )
 
 
@@ -120,6 +122,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         finish=pb.Finish.Name(m.finish),
         answer=pb.DraftAnswer.Name(m.answer),
         collapse=_collapse_to_pb(m.collapse) if m.collapse is not None else None,
+        margin=m.margin,
     )
 
 

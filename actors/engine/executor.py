@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
+from actors.sampling.margin import margin
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -55,12 +56,25 @@ class StepExecutor:
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]
-        decisions = decide([self._block(row) for row in rows], logits[:, : self._vocabulary])
-        decided = list(zip(rows, decisions, strict=True))
-        for row, decision in decided:
+        logits = logits[:, : self._vocabulary]
+        decisions = decide([self._block(row) for row in rows], logits)
+        outcomes = []
+        at = 0
+        for row, decision in zip(rows, decisions, strict=True):
+            near = self._margin(row, logits[at])
+            at += 1 + row.drafted
             kept = [row.draft.tokens[node] for node in decision.path]
             self._sessions[row.session].tokens[row.base_len :] = kept
-        return [Outcome(row.session, decision.path, decision.next_token) for row, decision in decided]
+            outcomes.append(Outcome(row.session, decision.path, decision.next_token, near))
+        return outcomes
+
+    def _margin(self, row: Row, logits: Tensor) -> float | None:
+        """Of an audit that names a rival."""
+        rival = self._sessions[row.session].open.rival
+        if rival is None:
+            return None
+        block = self._block(row)
+        return margin(logits, block.sampling, block.generated, block.at, rival)
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]

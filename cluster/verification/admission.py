@@ -47,7 +47,8 @@ class Admission:
         """Lets queued sessions into the cache, first come first served, as long as there is room; names each."""
         while self.waiting and len(self.running) < self._limit:
             name, session = next(iter(self.waiting.items()))
-            session.cached_len = self.pages.open(name, session.prefix.tokens)
+            # An audit is to find out whether those who computed pages computed them right.
+            session.cached_len = self.pages.open(name, () if session.open.audit else session.prefix.tokens)
             if not session.in_engine:  # else it was preempted, and finds its own pages
                 session.is_prefix_cached = session.cached_len > 0
             # A page for each running session to grow into keeps the newcomer from being preempted at once.

@@ -123,6 +123,7 @@ class Intake:
         if known is not None and known.open.attempt >= request.attempt:
             return []
         self.forget(name)
+        sends = [] if request.audit else self._end_audits()
         buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
         prefix = Prefix(request.hash_key, request.tokens)
         session = TargetSession(request, router, prefix, buffer, self._block_shape(request), waiting_since=now)
@@ -132,10 +133,17 @@ class Intake:
             self.ask(session)  # so that its drafter has read the prompt when it gets its place
         waiting = self._early.take(name)
         if waiting is None:
-            return []
+            return sends
         for block in waiting.blocks:
             self._block(waiting.drafter, block, now)
-        return self._attach(waiting.drafter, waiting.attach, now) if waiting.attach else []
+        return sends + (self._attach(waiting.drafter, waiting.attach, now) if waiting.attach else [])
+
+    def _end_audits(self) -> list[Send]:
+        """A request has come, and audits have no place beside requests, whichever routers' they are."""
+        audits = [session for session in self._admission if session.open.audit]
+        for session in audits:
+            self.forget(session.open.session)
+        return [(session.router, _no_time_for(session.open)) for session in audits]
 
     def _close(self, router: str, close: Close, now: float) -> None:
         """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
@@ -238,11 +246,13 @@ class Intake:
         return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
 
     def _refuse(self, request: Open) -> Refusal | None:
+        if request.audit and not all(session.open.audit for session in self._admission):
+            return _no_time_for(request)
         limits = self._limits
         reason = RefusalReason.INVALID
         why = ""
-        if max(request.tokens) >= limits.vocabulary:
-            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
+        if (highest := max(max(request.tokens), request.rival or 0)) >= limits.vocabulary:
+            why = f"token id {highest} is outside the vocabulary of {limits.vocabulary}"
         elif request.max_len > limits.max_context:
             why = f"max_len is {request.max_len}, the context holds {limits.max_context} tokens"
         elif self._admission.pages.pages_for(request.max_len) > limits.pages:
@@ -270,3 +280,7 @@ class Intake:
         if delay_s is not None and is_read:
             session.stats.block_arrived(delay_s)
             self._pacer.block_arrived(tokens, delay_s)
+
+
+def _no_time_for(audit: Open) -> Refusal:
+    return Refusal(audit.session, audit.attempt, RefusalReason.OVERLOADED, "requests are being served; audit later")

@@ -116,8 +116,9 @@ class VerificationScheduler:
                 continue  # closed or replaced while the engine computed
             session.cached_len = row.start + len(row.tokens)
             session.waiting_since = now
-            # Before the verdict: a session may end with it, and what it was fed stays useful.
-            self._pages.publish(name, session.prefix.tokens, min(session.cached_len, session.prefix.length))
+            if not session.open.audit:
+                # Before the verdict: a session may end with it, and what it was fed stays useful.
+                self._pages.publish(name, session.prefix.tokens, min(session.cached_len, session.prefix.length))
             if row.decide:
                 news, verdict = self._decide(session, row, decided[name], now)
                 to_drafters += news
@@ -145,8 +146,9 @@ class VerificationScheduler:
         return self._admission.is_empty and self._intake.is_empty and not self._in_step
 
     def load(self) -> dict[str, float]:
-        """Sessions in the cache and in the queue, for autoscaling."""
-        return {"sessions": float(len(self._admission.running)), "queued": float(len(self._admission.waiting))}
+        """Sessions in the cache and in the queue, for autoscaling, which audits are no reason for."""
+        running = sum([not session.open.audit for session in self._admission.running.values()])
+        return {"sessions": float(running), "queued": float(len(self._admission.waiting))}
 
     @property
     def dropped(self) -> Counter[str]:
@@ -265,6 +267,7 @@ class VerificationScheduler:
             decision.finish,
             session.answer,
             collapse,
+            outcome.margin,
         )
         sends: list[Send] = []
         drafter = session.drafter

@@ -14,6 +14,7 @@ from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, O
 from protos.prefix import Prefix
 from protos.values import value
 
+AUDIT_STEP_TOKENS = 64  # of a prompt: a request that comes meanwhile waits for the step, so it is to be a short one
 MISSED_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
 
 
@@ -144,6 +145,7 @@ class TargetSession:
         Notes the drafter's `answer`, which a block too long for the budget is too.
         """
         name = self.open.session
+        budget = min(budget, AUDIT_STEP_TOKENS) if self.open.audit else budget
         asked = self.drafting.tokens
         tail = tuple(self.prefix.tokens[self.cached_len :])
         left = budget - len(tail)

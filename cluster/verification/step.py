@@ -84,6 +84,7 @@ class Outcome:
     session: str
     path: tuple[int, ...]
     next_token: int
+    margin: float | None = None  # ahead of the rival that the session's Open names
 
     @property
     def accepted(self) -> int:

@@ -65,12 +65,13 @@ SAMPLINGS = st.builds(
 @st.composite
 def opens(draw: st.DrawFn) -> Open:
     tokens = draw(token_lists(1, 12))
+    rival = draw(st.none() | U32)
     return Open(
         session=draw(NAMES),
         attempt=draw(U32),
         tokens=tokens,
         prompt_len=draw(st.integers(1, len(tokens))),
-        max_len=draw(st.integers(len(tokens) + 1, 2**32 - 1)),
+        max_len=draw(st.integers(len(tokens) + 1, 2**32 - 1)) if rival is None else len(tokens) + 1,
         stop_ids=draw(token_lists(0, 3)),
         sampling=draw(SAMPLINGS),
         seed=draw(U64),
@@ -79,6 +80,8 @@ def opens(draw: st.DrawFn) -> Open:
         acceptance=draw(st.sampled_from(Acceptance)),
         max_draft_tokens=draw(st.integers(0, MAX_BLOCK_TOKENS)),
         target_address=draw(st.text(max_size=8)),
+        audit=rival is not None or draw(st.booleans()),
+        rival=rival,
     )
 
 
@@ -113,6 +116,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         finish=draw(st.sampled_from(Finish)),
         answer=draw(st.sampled_from(DraftAnswer)),
         collapse=draw(st.none() | st.builds(Collapse, floats(0, 1), floats(0, 1), st.booleans())),
+        margin=draw(st.none() | st.floats(0, 1e9)),
     )
 
 
@@ -277,6 +281,8 @@ BAD_OPENS = {
     "negative min_p": (with_sampling(min_p=-0.5), "min_p is -0.5"),
     "NaN penalty": (with_sampling(presence_penalty=math.nan), "not finite"),
     "overflowing penalty": (with_sampling(frequency_penalty=-3e38), "frequency_penalty"),
+    "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
+    "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
 }
 BAD_BLOCKS = {
     "empty session": (with_fields(session=""), "session is empty"),
@@ -310,6 +316,9 @@ BAD_VERDICTS = {
     "more accepted than drafted": (with_fields(accepted=2, drafted=1), "accepted 2 of 1"),
     "more accepted than decided": (with_fields(accepted=3), "accepted 3 of 4"),
     "unknown finish": (with_fields(finish=9), "Finish"),
+    "NaN margin": (with_fields(margin=math.nan), "margin is nan"),
+    "infinite margin": (with_fields(margin=math.inf), "margin is inf"),
+    "negative margin": (with_fields(margin=-0.5), "margin is -0.5"),
     "negative id": (with_fields(tokens=ids(-1)), "negative"),
     "a share above 1": (with_collapse(usual=1.5), "collapse.usual is 1.5"),
     "NaN share": (with_collapse(latest=math.nan), "collapse.latest is nan"),

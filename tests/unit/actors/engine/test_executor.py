@@ -195,3 +195,18 @@ def test_noise_is_addressed_by_absolute_position():
 
     assert drawn(1, (1, 2)) == drawn(2, (1, 2)) == drawn(2, (3, 4))
     assert drawn(1, (1, 2)) != drawn(1, (1,))
+
+
+def test_an_audit_that_names_a_rival_hears_how_far_the_token_was_ahead_of_it():
+    """Beside rows that ask for nothing, one of them with a draft: each has its own logits."""
+    executor = an_executor()
+    right = NEXT[4]
+    opens = (
+        an_open("block", tokens=(1, 2, 4)),
+        an_open("asks", tokens=(3,), max_len=2, audit=True, rival=5),
+        an_open("tie", tokens=(3,), max_len=2, audit=True, rival=NEXT[3]),
+    )
+    block = a_row("block", (4, right, 6), 2, draft=DraftTree.chain((right, 6)))
+    outcomes = executor.step(StepPlan((), opens, (block, a_row("asks", (3,), 0), a_row("tie", (3,), 0))))
+    assert [outcome.margin for outcome in outcomes] == [None, 1.0, 0.0]
+    assert [outcome.next_token for outcome in outcomes[1:]] == [NEXT[3], NEXT[3]]

@@ -21,7 +21,7 @@ from cluster.sentinel.tally import BlockKind
 from cluster.verification.early_messages import BufferLimits
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from cluster.verification.sequence import MISSED_ROUNDS, settle
+from cluster.verification.sequence import AUDIT_STEP_TOKENS, MISSED_ROUNDS, settle
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
@@ -1723,3 +1723,77 @@ def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
         desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
     desk.step()
     assert told[-1].delay.base == pytest.approx(0.01)
+
+
+# ---------------------------------------------------------------- audits
+
+
+def refusals(sends: list[Send]) -> list[tuple[str, str, RefusalReason]]:
+    return [(to, m.session, m.reason) for to, m in sends if isinstance(m, Refusal)]
+
+
+def test_an_audit_has_no_place_beside_a_request():
+    desk = Desk()
+    desk.open("request")
+    assert refusals(desk.open("audit", router="other#1", audit=True)) == [
+        ("other#1", "audit", RefusalReason.OVERLOADED)
+    ]
+    assert set(desk.finish()) == {"request"}
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_request_ends_the_audits_of_all_routers_at_once(in_step):
+    desk = Desk()
+    for name, router in (("a", ROUTER), ("b", "other#1")):
+        assert not refusals(desk.open(name, router=router, audit=True)), "audits have a place beside each other"
+    plan = desk.scheduler.plan(desk.now) if in_step else None
+    ended = desk.open("request", router="third#1")
+    assert refusals(ended) == [(ROUTER, "a", RefusalReason.OVERLOADED), ("other#1", "b", RefusalReason.OVERLOADED)]
+    if plan is not None:
+        assert not desk.scheduler.apply(desk.compute(plan), 0.1, desk.now), "nobody hears of an audit that is over"
+    desk.step()
+    assert [row.session for row in desk.rows[-1]] == ["request"]
+
+
+def test_an_audit_takes_over_no_pages_and_leaves_none():
+    desk = Desk()
+    prompt = tuple(range(8))
+
+    def first_row(name: str, **changes: Any) -> int:
+        desk.open(name, tokens=prompt, max_len=9, **changes)
+        desk.finish()
+        (row,) = desk.rows[-1] or desk.rows[-2]
+        return row.start
+
+    assert first_row("audit", audit=True) == 0
+    assert first_row("first") == 0, "what an audit computed is not shared"
+    assert first_row("second") == 4, "what requests computed is"
+    assert first_row("again", audit=True) == 0
+
+
+def test_an_audit_reads_its_prompt_in_small_pieces():
+    desk = Desk(max_step_tokens=10 * AUDIT_STEP_TOKENS, max_context=1000, pages=400)
+    desk.open(tokens=(1,) * (2 * AUDIT_STEP_TOKENS + 3), max_len=2 * AUDIT_STEP_TOKENS + 4, audit=True)
+    desk.finish()
+    assert [len(row.tokens) for rows in desk.rows for row in rows] == [AUDIT_STEP_TOKENS, AUDIT_STEP_TOKENS, 3]
+
+
+def test_audits_are_no_load_that_a_pool_would_grow_for():
+    desk = Desk()
+    desk.open("audit", audit=True)
+    assert desk.scheduler.load() == {"sessions": 0.0, "queued": 0.0}
+
+
+def test_a_rival_outside_the_vocabulary_is_refused():
+    desk = Desk()
+    (sent,) = desk.open(tokens=(1, 2), max_len=3, audit=True, rival=VOCABULARY)
+    assert refusals([sent]) == [(ROUTER, "s", RefusalReason.INVALID)]
+
+
+def test_a_verdict_says_what_the_engine_found_of_the_rival():
+    desk = Desk()
+    desk.open(tokens=(1, 2), max_len=3, audit=True, rival=7)
+    plan = desk.scheduler.plan(desk.now)
+    assert plan is not None
+    outcomes = [replace(outcome, margin=0.25) for outcome in desk.compute(plan)]
+    assert only_verdict(desk.scheduler.apply(outcomes, 0.1, desk.now)).margin == 0.25
