@@ -172,6 +172,19 @@ class SpeculationConfig(_Frozen):
         return self.pacing == "lock_step"
 
 
+class AuditConfig(_Frozen):
+    """Which ended requests a router has decided again plainly, where a target is idle, and compared."""
+
+    share: float = Field(0.0, ge=0, le=1, description="of the requests; 0: none, for audits cost energy if not time")
+    near_tie: float | None = Field(
+        None, ge=0, description="margin in logits below which a difference is rounding; default: by model.dtype"
+    )
+    max_waiting: Positive = Field(64, description="requests that may wait for their audit; further ones are dropped")
+    max_waiting_tokens: Positive = Field(1 << 18, description="tokens that they may have together, prompts included")
+    records: str | None = Field(None, description="file that differences are appended to as JSON lines")
+    max_record_bytes: Positive = Field(1 << 20, description="size at which nothing more is appended")
+
+
 class ServerConfig(_Frozen):
     """The HTTP front and the router."""
 
@@ -187,6 +200,7 @@ class ServerConfig(_Frozen):
         " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
     )
     target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
+    audit: AuditConfig = AuditConfig()
 
 
 class SlipstreamConfig(_Frozen):

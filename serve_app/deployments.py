@@ -32,6 +32,7 @@ from actors.models.checkpoint import (
 )
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
+from cluster.audit.audits import Audits
 from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
@@ -39,7 +40,8 @@ from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.verification.intake import VerificationLimits
-from serve_app.replica_counters import ReplicaCounters, drafter_counts, target_counts
+from serve_app.http.schemas import HealthReport
+from serve_app.replica_counters import ReplicaCounters, audit_counts, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
 
@@ -228,6 +230,7 @@ class RouterDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
+        from serve_app.audit_alarm import AuditAlarm
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
         from serve_app.router import Identity, Router, RouterLimits
@@ -238,8 +241,11 @@ class RouterDeployment:
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
         self._text = TextCodec.load(str(folder))
-        self._router = Router(ServeMembership(targets, drafters), identity, limits)
+        audit = config.server.audit
+        audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
+        self._router = Router(ServeMembership(targets, drafters), identity, limits, audits)
         self._metrics = Metrics(remedies=lambda: self._router.remedies)
+        self._counters = ReplicaCounters(lambda: audit_counts(audits))
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -247,8 +253,9 @@ class RouterDeployment:
 
         return create_api(self._router, self._text, self._config, self._metrics, self._health)
 
-    async def _health(self) -> bool:
-        return self._router.is_ready
+    async def _health(self) -> HealthReport:
+        status = "ok" if self._router.is_ready else "unavailable"
+        return HealthReport(status=status, audit=self._router.audits.state)
 
     def drain(self) -> None:
         """Finishes what runs and refuses what comes."""
@@ -257,6 +264,7 @@ class RouterDeployment:
     def check_health(self) -> None:
         if self._work.done():
             raise EngineError("the router's membership loop has ended") from self._work.exception()
+        self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
         """What this router holds, for status and tests."""
@@ -265,6 +273,9 @@ class RouterDeployment:
             "idle": self._router.is_idle,
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
+            "audits": dict(self._router.audits.counts),
+            "audits_waiting": self._router.audits.waiting,
+            "widest_near_tie": self._router.audits.widest_near_tie,
         }
 
     def trace(self) -> bytes:

@@ -1,7 +1,8 @@
-"""What targets and drafters count by cause, as Prometheus counters among Ray's.
+"""What targets, drafters and routers' audits count by cause, as Prometheus counters among Ray's.
 
-A router's `/metrics` knows only what routers see (`metrics.py`). These counters leave with Ray's own, at the metrics
-port of each node; Ray puts `ray_` before their names and says of which `deployment` and `replica` they are.
+A router's `/metrics` knows only what that router sees of requests (`metrics.py`). These counters leave with Ray's own,
+at the metrics port of each node; Ray puts `ray_` before their names and says of which `deployment` and `replica` they
+are.
 
 Share of the verdicts drafted ahead for, for which the right block was there:
 
@@ -32,6 +33,7 @@ from ray.serve import metrics
 from actors.drafter import Drafter
 from actors.target import TargetReplica
 from cluster.sentinel.tally import AcceptanceTally
+from cluster.audit.audits import Audits
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 """Values that only grow, by name of the family and cause, or by all labels of a family that has others."""
@@ -49,6 +51,7 @@ HELP = {
     "slipstream_guesses": "Verdicts that blocks were drafted ahead for: hit where one was right",
     "slipstream_drafting_passes": "Drafting passes: asked for, or ahead of verdicts",
     "slipstream_drafter_events": "What else a drafter counts",
+    "slipstream_audits": "Requests that were chosen to be decided again, by what came of it",
     "slipstream_refused_messages": "Malformed messages, by kind",
 }
 
@@ -103,6 +106,11 @@ def drafter_counts(drafter: Drafter) -> Counts:
 def _ray_counter(name: str) -> GrowingCounter:
     counter: GrowingCounter = metrics.Counter(name, HELP[name], LABELS.get(name, CAUSE))
     return counter
+
+
+def audit_counts(audits: Audits) -> Counts:
+    """What a router's audits have come to so far."""
+    return {"slipstream_audits": dict(audits.counts)}
 
 
 class ReplicaCounters:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from actors.transport.streams import Link
+from cluster.audit.audits import Audits
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignment, Assignments
@@ -57,10 +58,12 @@ class Router:
         membership: Membership,
         identity: Identity,
         limits: RouterLimits,
+        audits: Audits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
+        self.audits = audits
         self._membership = membership
         self._identity = identity
         self._limits = limits
@@ -91,6 +94,8 @@ class Router:
                     return
         finally:
             self._send(self._assignments.cancel(assignment))
+            if not self._draining:
+                self.audits.ended(assignment.session, assignment.served_by)
 
     def _tell(self, assignment: ClientAssignment, event: Event) -> None:
         assignment.out.put_nowait(event)
@@ -109,19 +114,22 @@ class Router:
             if isinstance(message, Refusal):
                 log.info("%s refuses a session: %s", address, message.message)
             self._send(self._assignments.receive(address, message, now))
+            self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
         for item in frame.malformed:
             log.error("malformed %s from %s: %s", item.kind, address, item.why)
             self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
+            self._send(self.audits.unreadable(address, item.session))
 
     def _down(self, address: str) -> None:
         self._send(self._assignments.gone(address, self._clock()))
+        self.audits.gone(address)
 
     # ------------------------------------------------------------ membership
 
     async def run(self) -> None:
-        """Follows membership, and places sessions that wait, until cancelled."""
+        """Follows membership, places sessions that wait, and audits where nobody does, until cancelled."""
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
@@ -130,6 +138,7 @@ class Router:
                 members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.drafter
             )
             self._place_sessions()
+            self._send(self.audits.tick(self._assignments.targets, self._clock()))
             await asyncio.sleep(MEMBERSHIP_PERIOD_S)
 
     async def close(self) -> None:
@@ -144,6 +153,7 @@ class Router:
     def drain(self) -> None:
         """From now on running sessions are finished and new ones refused."""
         self._draining = True
+        self._send(self.audits.stop())
 
     @property
     def is_ready(self) -> bool:

@@ -33,6 +33,7 @@ class Assignment:
     drafter: str | None = None
     was_replaced: bool = False  # whether its drafter was left because its blocks had become bad
     complained_of: str | None = None  # the latest drafter whose blocks became bad
+    served_by: frozenset[str] = frozenset()  # all targets that it was given to
 
     @property
     def name(self) -> str:
@@ -166,6 +167,7 @@ class Assignments(Generic[F]):
         if assignment.target != session.target:
             self.targets.moved(assignment.target, session.target)
             assignment.target = session.target
+            assignment.served_by |= {session.target} if session.target else set()
         if assignment.drafter != session.drafter:
             self.drafters.moved(assignment.drafter, session.drafter)
             assignment.drafter = session.drafter

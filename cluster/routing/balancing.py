@@ -81,6 +81,11 @@ class Peers:
         """One of those that take sessions now."""
         return choose(self._contenders(takes, avoid), avoid)
 
+    def spare(self, avoid: frozenset[str]) -> str | None:
+        """One that takes sessions and has none of the router's; one in `avoid` only if there is no other at all."""
+        others = [one for one in self._up.values() if one.address not in avoid] or list(self._up.values())
+        return choose(one for one in others if not one.sessions)
+
     def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
         """Up to the first that need not be avoided: a large fleet is not looked through for every session."""
         for _, _, address in self._ranked:

@@ -49,9 +49,9 @@ def create_api(
     text: TextCodec,
     config: SlipstreamConfig,
     metrics: Metrics,
-    health: Callable[[], Awaitable[bool]],
+    health: Callable[[], Awaitable[HealthReport]],
 ) -> FastAPI:
-    """The application; `text` is the served model's codec, `health` says whether `generator` can serve."""
+    """The application; `text` is the served model's codec, `health` says how `generator` is."""
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     service = Service(generator, text, config, metrics)
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
@@ -70,8 +70,8 @@ def create_api(
 
     @api.get("/health")
     async def report_health() -> Response:
-        ready = await health()
-        return as_json(HealthReport(status="ok" if ready else "unavailable"), 200 if ready else 503)
+        report = await health()
+        return as_json(report, 200 if report.status == "ok" else 503)
 
     @api.get("/metrics")
     async def expose_metrics() -> Response:

@@ -305,6 +305,7 @@ class HealthReport(_Body):
     """GET /health."""
 
     status: Literal["ok", "unavailable"]
+    audit: Literal["off", "ok", "differs"]
 
 
 class ErrorDetail(_Body):

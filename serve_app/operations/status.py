@@ -9,6 +9,7 @@ from ray.serve.exceptions import RayServeException
 from rich.console import Group
 from rich.table import Table
 
+from cluster.audit.audits import OUTCOMES
 from serve_app.bench.client import ChatEndpoint, Counters
 from serve_app.bench.tables import shown, table
 from serve_app.operations.acceptance_status import acceptance_table, drafters_table, remedies_table
@@ -53,6 +54,7 @@ def _counted(application: str) -> Group | str:
         replicas_table(targets, drafters),
         remedies_table(routers),
         acceptance_table(targets, drafters),
+        audits_table(routers),
     )
 
 
@@ -87,6 +89,17 @@ def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
         reports = dict.fromkeys(_attention(report) for report in target["attention"])  # ranks that agree, once
         measured = shown(speculation["plain_rate"], ".1f"), shown(speculation["gain"])
         made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
+    return made
+
+
+def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
+    """What came of the requests that routers chose to audit."""
+    made = table("Audits since the routers began", "what", "requests")
+    for outcome in OUTCOMES:
+        made.add_row(outcome, str(sum(one["audits"][outcome] for one in routers)))
+    made.add_row("waiting", str(sum(one["audits_waiting"] for one in routers)))
+    widest = max((one["widest_near_tie"] for one in routers), default=None)
+    made.add_row("widest near-tie, in logits", shown(widest, ".4g"))
     return made
 
 

@@ -12,12 +12,16 @@ from torch import Tensor
 from actors.drafter import Drafter
 from actors.engine.engine import Engine, ThreadEngine
 from actors.engine.executor import StepExecutor
+from actors.engine.runner import Runner
 from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
+from cluster.audit.audits import Audits
+from cluster.audit.replay import Difference
+from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
@@ -53,6 +57,7 @@ class Cluster:
     targets: dict[str, TargetReplica] = field(default_factory=dict)
     drafters: dict[str, Drafter] = field(default_factory=dict)
     servers: dict[str, GrpcServer] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)  # that the router's audits found
     _names: "count[int]" = field(default_factory=count)
 
     def generation(self, **changes: object) -> Generation:
@@ -134,6 +139,8 @@ async def cluster(
     pages: int = PAGES,
     target_wait_s: float = 5,
     lock_step: bool = False,
+    audit: AuditConfig | None = None,
+    target_runner: Callable[[int], Runner] = lambda _: ToyRunner(LOGITS),
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -142,8 +149,8 @@ async def cluster(
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
     pace = Pace()
-    for _ in range(targets):
-        engines.append(ThreadEngine(StepExecutor(ToyRunner(LOGITS), VOCABULARY)))
+    for index in range(targets):
+        engines.append(ThreadEngine(StepExecutor(target_runner(index), VOCABULARY)))
         limits = VerificationLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
         engine = wrap_engine(PacedEngine(engines[-1], pace))
         pacing = LockStep() if lock_step else Adaptive()
@@ -174,9 +181,12 @@ async def cluster(
         tuple(Endpoint(address, address) for address in replicas),
         tuple(Endpoint(address, address) for address in drafting),
     )
-    router = Router(StaticMembership(members), IDENTITY, RouterLimits(max_sessions=100, target_wait_s=target_wait_s))
+    differences: list[Difference] = []
+    audits = Audits(audit or AuditConfig(), "float32", differences.append)
+    limits_of_router = RouterLimits(max_sessions=100, target_wait_s=target_wait_s)
+    router = Router(StaticMembership(members), IDENTITY, limits_of_router, audits)
     tasks.append(asyncio.create_task(router.run()))
-    whole = Cluster(router, pace, replicas, drafting, servers)
+    whole = Cluster(router, pace, replicas, drafting, servers, differences)
     try:
         await eventually(lambda: len(router.reachable) == targets + drafters, "the router reaches everyone")
         yield whole

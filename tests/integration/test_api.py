@@ -19,6 +19,7 @@ from cluster.routing.session import Emit, Ended
 from protos.messages import Acceptance, Finish
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
+from serve_app.http.schemas import HealthReport
 from serve_app.http.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
@@ -132,8 +133,8 @@ async def front(shared: SharedServer) -> AsyncIterator[Front]:
     metrics = Metrics()
     health = {"ready": True}
 
-    async def ready() -> bool:
-        return health["ready"]
+    async def ready() -> HealthReport:
+        return HealthReport(status="ok" if health["ready"] else "unavailable", audit="ok")
 
     shared.doorway.leads_to = create_api(generator, codec, config, metrics, ready)
     front = Front(shared.url, generator, codec, metrics, health, shared.openai, shared.http)
@@ -294,7 +295,7 @@ async def test_speculation_is_set_by_request(front: Front) -> None:
 async def test_models_health_and_metrics(front: Front) -> None:
     models = await front.openai.models.list()
     assert [model.id for model in models.data] == ["toy"]
-    assert (await front.http.get("/health")).json() == {"status": "ok"}
+    assert (await front.http.get("/health")).json() == {"status": "ok", "audit": "ok"}
     front.health["ready"] = False
     assert (await front.http.get("/health")).status_code == 503
     front.plays([front.emit("abc", 2, 4), Ended(Finish.STOP)])

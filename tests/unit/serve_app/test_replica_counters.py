@@ -8,6 +8,8 @@ import pytest
 from actors.drafter import Drafter
 from actors.methods.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
+from cluster.audit.audits import Audits
+from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.sentinel.tally import kind_of
 from cluster.verification.intake import VerificationLimits
@@ -18,10 +20,13 @@ from serve_app.replica_counters import (
     PERIOD_S,
     Counts,
     ReplicaCounters,
+    audit_counts,
     drafter_counts,
     target_counts,
 )
 from tests.unit.cluster.samples import a_block, an_open
+
+AUDITS = Audits(AuditConfig(), "float32", lambda _: None)
 
 
 class Recorder:
@@ -140,4 +145,4 @@ def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock
     """A counter is made once: causes may come later, families may not."""
     method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
-    assert {*target_counts(a_target(clock), "m"), *drafter_counts(drafter)} == HELP.keys()
+    assert {*target_counts(a_target(clock), "m"), *drafter_counts(drafter), *audit_counts(AUDITS)} == HELP.keys()

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from serve_app.operations.status import replicas_table, targets_table
+from cluster.audit.audits import OUTCOMES
+from serve_app.operations.status import audits_table, replicas_table, targets_table
 
 
 def a_target(**changes: Any) -> dict[str, Any]:
@@ -72,3 +73,14 @@ def test_a_target_says_why_the_other_attention_backends_were_not_taken() -> None
         "attention"
     ]
     assert shown == "gathered\n  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
+
+
+def test_audits_are_summed_up_and_what_has_not_happened_is_shown_too() -> None:
+    routers = [
+        {"audits": dict.fromkeys(OUTCOMES, 0) | counted, "audits_waiting": 2, "widest_near_tie": tie}
+        for counted, tie in (({"equal": 3}, 0.25), ({"equal": 2, "near_tie": 1}, 0.125))
+    ]
+    names, values = (list(column.cells) for column in audits_table(routers).columns)
+    rows = dict(zip(names, values, strict=True))
+    assert (rows["equal"], rows["near_tie"], rows["differs"], rows["waiting"]) == ("5", "1", "0", "4")
+    assert rows["widest near-tie, in logits"] == "0.25"

@@ -1,0 +1,168 @@
+"""All audits of a router: which ended requests are audited, what waits, and where and when one of them is decided.
+
+One at a time, on a target that has no other session of this router; the target itself refuses it while it has any of
+other routers, and ends it as soon as a request comes. Then it waits, and goes on from where it was. The time is handed
+in, and what is to be sent is handed out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from hashlib import blake2b
+
+from cluster.audit.replay import NEAR_TIES, Difference, Progress, Replay, is_repeatable
+from cluster.config import AuditConfig
+from cluster.dispatch import Send
+from cluster.routing.balancing import Peers
+from cluster.routing.session import MAX_REOPENS, Session
+from protos.messages import Close, Message, Refusal, RefusalReason, Verdict
+
+PAUSE_S = 1.0  # after a target had requests to serve
+OUTCOMES = ("equal", "near_tie", "differs", "ratio", "dropped", "failed")
+"""What becomes of the requests that are chosen.
+
+equal, near_tie: the committed text is the target's, without or with near-ties. differs: it is not. ratio: not audited,
+for the text depends on the drafts. dropped: too many were waiting. failed: no target could decide it.
+"""
+
+
+def is_chosen(session: str, share: float) -> bool:
+    """Whether this session is one of the share that is audited: as its name has it."""
+    drawn = int.from_bytes(blake2b(session.encode(), digest_size=8).digest())
+    return drawn < share * 2**64
+
+
+class Audits:
+    """What is to be audited, and what came of it; `alarm` hears of every difference."""
+
+    def __init__(self, config: AuditConfig, dtype: str, alarm: Callable[[Difference], None]) -> None:
+        self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.widest_near_tie = 0.0  # margin
+        self._config = config
+        self._near_tie = NEAR_TIES[dtype] if config.near_tie is None else config.near_tie
+        self._alarm = alarm
+        self._waiting: deque[Replay] = deque()
+        self._running: Replay | None = None
+        self._target = ""  # where it is
+        self._not_before = 0.0  # when a target may be asked again
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def state(self) -> str:
+        """In a word: `off`, `ok` or `differs`."""
+        if self.counts["differs"]:
+            return "differs"
+        return "ok" if self._config.share else "off"
+
+    # ------------------------------------------------------------ coming and going
+
+    def ended(self, session: Session, served_by: frozenset[str]) -> None:
+        """A request is over, for whatever reason; it is audited if its turn has come and there is room."""
+        generation = session.generation
+        if not is_chosen(generation.session, self._config.share):
+            return
+        committed = session.committed
+        if not committed:
+            return
+        if not is_repeatable(generation):
+            self.counts["ratio"] += 1
+            return
+        replay = Replay(generation, committed, served_by, self._near_tie)
+        tokens = sum(one.tokens for one in self._waiting)
+        if len(self._waiting) >= self._config.max_waiting or tokens + replay.tokens > self._config.max_waiting_tokens:
+            self.counts["dropped"] += 1
+            return
+        self._waiting.append(replay)
+
+    def tick(self, targets: Peers, now: float) -> list[Send]:
+        """Begins, or goes on with, the first for which a target has nothing else to do."""
+        if self._running is not None or now < self._not_before:
+            return []
+        for replay in self._waiting:
+            if target := targets.spare(replay.served_by):
+                self._waiting.remove(replay)
+                self._running = replay
+                self._target = target
+                return [(target, replay.open())]
+        return []
+
+    def stop(self) -> list[Send]:
+        """The router serves no more requests: nothing is audited any more."""
+        self.counts["dropped"] += len(self._waiting)
+        self._waiting.clear()
+        if (replay := self._running) is None:
+            return []
+        self._give_up(replay, "dropped")
+        return [(self._target, Close(replay.name, replay.attempt))]
+
+    # ------------------------------------------------------------ what targets say
+
+    def receive(self, target: str, message: Message, now: float) -> list[Send]:
+        """Takes a message from a target's address, if it is about the audit that is there."""
+        replay = self._running
+        if replay is None or target != self._target or getattr(message, "session", "") != replay.name:
+            return []
+        if isinstance(message, Verdict):
+            return self._progress(replay, replay.receive(message))
+        if isinstance(message, Refusal) and message.attempt == replay.attempt:
+            if message.reason is RefusalReason.OVERLOADED:
+                self._not_before = now + PAUSE_S
+                self._put_back(replay)
+            else:
+                self._give_up(replay, "failed")
+        return []
+
+    def gone(self, target: str) -> None:
+        """The stream to a target broke; an audit that ends targets must not end them all."""
+        replay = self._running
+        if replay is None or target != self._target:
+            return
+        replay.failures += 1
+        if replay.failures <= MAX_REOPENS:
+            self._put_back(replay)
+        else:
+            self._give_up(replay, "failed")
+
+    def unreadable(self, target: str, session: str) -> list[Send]:
+        """What a target said of a session is malformed."""
+        replay = self._running
+        if replay is None or target != self._target or session != replay.name:
+            return []
+        self.gone(target)
+        return [(target, Close(replay.name, replay.attempt))]
+
+    # ------------------------------------------------------------ helpers
+
+    def _progress(self, replay: Replay, progress: Progress) -> list[Send]:
+        match progress:
+            case Progress.GOES_ON:
+                return []
+            case Progress.OPENS_ANEW:
+                return [(self._target, replay.open())]
+            case Progress.ENDED:
+                self._running = None
+                self._note(replay)
+                return []
+
+    def _note(self, replay: Replay) -> None:
+        self.widest_near_tie = max([self.widest_near_tie, *replay.near_ties])
+        if replay.differs:
+            self.counts["differs"] += 1
+            self._alarm(replay.difference(self._target))
+        else:
+            self.counts["near_tie" if replay.near_ties else "equal"] += 1
+
+    def _put_back(self, replay: Replay) -> None:
+        """It waits, before those that have not begun."""
+        self._running = None
+        self._waiting.appendleft(replay)
+
+    def _give_up(self, replay: Replay, outcome: str) -> None:
+        """What it has found is found, though it was not to end."""
+        self._running = None
+        if replay.differs:
+            self._note(replay)
+        else:
+            self.counts[outcome] += 1

@@ -1,0 +1,59 @@
+"""Tells people what an audit found: a log line at ERROR, and a line of JSON in a file of bounded size."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster.audit.replay import Difference
+from cluster.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class AuditAlarm:
+    """To be called with every difference. Routers of one machine may share a file, for each line is one write."""
+
+    def __init__(self, records: str | None, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        """Raises ConfigError where `records` cannot be written."""
+        self._path = None if records is None else Path(records).expanduser()
+        self._max_bytes = max_bytes
+        self._clock = clock
+        if self._path is not None:
+            self._check(self._path)
+
+    def __call__(self, difference: Difference) -> None:
+        margin = "an unknown margin" if difference.margin is None else f"a margin of {difference.margin:.4g}"
+        log.error(
+            "an audit found another text than plain decoding's: session %s, token %d of the answer, %s; served by %s,"
+            " audited by %s",
+            difference.session,
+            difference.position,
+            margin,
+            ", ".join(difference.served_by),
+            difference.audited_by,
+        )
+        if self._path is not None:
+            self._record(self._path, difference)
+
+    def _check(self, path: Path) -> None:
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            what = f"server.audit.records is {path}, which cannot be written: {error.strerror}"
+            raise ConfigError(f"{what}; expected a file in a folder that exists") from error
+
+    def _record(self, path: Path, difference: Difference) -> None:
+        """A full disk is no reason to serve nobody."""
+        record = {"time": self._clock(), **asdict(difference), "acceptance": difference.acceptance.name.lower()}
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            with path.open("ab", buffering=0) as file:
+                if file.tell() + len(line) <= self._max_bytes:
+                    file.write(line)
+                else:
+                    log.warning("%s is full; this difference is not in it", path)
+        except OSError as error:
+            log.error("the difference could not be written to %s: %s", path, error.strerror)

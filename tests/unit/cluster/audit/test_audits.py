@@ -1,0 +1,258 @@
+"""All audits of a router: which requests, how many wait, where one is decided, and what it yields to."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.audit.audits import OUTCOMES, PAUSE_S, Audits, is_chosen
+from cluster.audit.replay import Difference
+from cluster.config import AuditConfig
+from cluster.routing.balancing import Peers
+from cluster.routing.session import MAX_REOPENS, Generation, Session
+from protos.messages import Acceptance, Close, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
+from protos.prefix import Prefix
+from tests.unit.cluster.samples import GREEDY, KEY
+
+PROMPT = (1, 2, 3)
+TEXT = (10, 11, 12)
+
+
+def an_ended(name: str, committed: tuple[int, ...] = TEXT, **changes: Any) -> Session:
+    session = Session(
+        replace(Generation(name, PROMPT, 99, (0,), GREEDY, 7, 8, 0, KEY, Acceptance.COUPLED, 4), **changes)
+    )
+    session.assign_target("T")
+    if committed:
+        here = Prefix(KEY, PROMPT)
+        session.on_verdict("T", Verdict(name, 1, 3, here.hash, committed, 0, 0))
+    return session
+
+
+class Desk:
+    """A router's audits and the targets that it sees."""
+
+    def __init__(self, targets: str = "TU", **config: Any) -> None:
+        self.found: list[Difference] = []
+        self.audits = Audits(AuditConfig(**{"share": 1.0, **config}), "float32", self.found.append)
+        self.targets = Peers("router")
+        self.now = 0.0
+        for address in targets:
+            self.targets.up(address)
+
+    def ended(self, name: str = "s", served_by: str = "T", **changes: Any) -> None:
+        self.audits.ended(an_ended(name, **changes), frozenset(served_by))
+
+    def tick(self, seconds: float = 0.0) -> list[tuple[str, Open]]:
+        self.now += seconds
+        return self.audits.tick(self.targets, self.now)  # type: ignore[return-value]
+
+    def begin(self, **changes: Any) -> tuple[str, Open]:
+        self.ended(**changes)
+        (sent,) = self.tick()
+        return sent
+
+    def say(self, target: str, request: Open, *tokens: int, margin: float | None = None) -> list[Any]:
+        finish = Finish.LENGTH if len(request.tokens) + len(tokens) == request.max_len else Finish.NONE
+        here = Prefix(KEY, request.tokens)
+        verdict = Verdict(request.session, request.attempt, len(here), here.hash, tokens, 0, 0, finish, margin=margin)
+        return self.audits.receive(target, verdict, self.now)
+
+    def refuse(self, target: str, request: Open, reason: RefusalReason = RefusalReason.OVERLOADED) -> None:
+        assert not self.audits.receive(target, Refusal(request.session, request.attempt, reason, "no"), self.now)
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return {outcome: count for outcome, count in self.audits.counts.items() if count}
+
+
+# ---------------------------------------------------------------- which
+
+
+def test_about_the_share_is_chosen_and_a_session_always_or_never():
+    names = [f"session-{index}" for index in range(20_000)]
+    chosen = [name for name in names if is_chosen(name, 0.05)]
+    assert 850 < len(chosen) < 1150  # five standard deviations
+    assert chosen == [name for name in chosen if is_chosen(name, 0.1)]
+    assert not any(is_chosen(name, 0.0) for name in names)
+    assert all(is_chosen(name, 1.0) for name in names)
+
+
+def test_by_default_nothing_is_audited():
+    audits = Audits(AuditConfig(), "bfloat16", lambda _: None)
+    audits.ended(an_ended("s"), frozenset("T"))
+    assert (audits.waiting, audits.state) == (0, "off")
+    assert dict(audits.counts) == dict.fromkeys(OUTCOMES, 0)
+
+
+def test_ratio_is_counted_and_not_audited():
+    desk = Desk()
+    desk.ended(sampling=Sampling(temperature=0.7), acceptance=Acceptance.RATIO)
+    assert (desk.outcomes, desk.tick()) == ({"ratio": 1}, [])
+
+
+def test_a_request_that_came_to_nothing_is_no_request():
+    desk = Desk()
+    desk.ended(committed=())
+    assert (desk.outcomes, desk.audits.waiting) == ({}, 0)
+
+
+# ---------------------------------------------------------------- how many
+
+
+def test_what_does_not_fit_is_dropped_and_counted():
+    desk = Desk(max_waiting=2)
+    for name in "abc":
+        desk.ended(name)
+    assert (desk.audits.waiting, desk.outcomes) == (2, {"dropped": 1})
+
+
+def test_tokens_are_bounded_too():
+    desk = Desk(max_waiting_tokens=14)
+    desk.ended("a")
+    desk.ended("b", committed=tuple(range(10, 16)))
+    desk.ended("c", committed=tuple(range(10, 15)))
+    assert (desk.audits.waiting, desk.outcomes) == (2, {"dropped": 1})
+
+
+def test_one_at_a_time():
+    desk = Desk()
+    desk.begin(name="a")
+    desk.ended("b")
+    assert desk.tick(10.0) == []
+
+
+# ---------------------------------------------------------------- where and when
+
+
+def test_another_target_decides_where_there_is_one():
+    assert [Desk(targets).begin()[0] for targets in ("TU", "UT", "T")] == ["U", "U", "T"]
+
+
+def test_where_the_other_has_sessions_it_waits_rather_than_ask_the_same():
+    desk = Desk()
+    desk.targets.moved(None, "U")
+    desk.ended("a", served_by="T")
+    assert desk.tick() == []
+    desk.ended("b", served_by="U")
+    ((target, request),) = desk.tick()
+    assert (target, request.session) == ("T", "audit-b"), "it keeps nobody else waiting"
+    desk.say(target, request, *TEXT)
+    desk.targets.moved("U", None)
+    ((target, request),) = desk.tick()
+    assert (target, request.session) == ("U", "audit-a")
+
+
+def test_no_target_with_sessions_is_asked():
+    desk = Desk("T")
+    desk.targets.moved(None, "T")
+    desk.ended()
+    assert desk.tick(99.0) == []
+
+
+def test_it_yields_and_goes_on_from_where_it_was_before_any_other():
+    desk = Desk("T")
+    target, request = desk.begin(name="a")
+    desk.ended("b")
+    desk.say(target, request, 10)
+    desk.refuse(target, request)
+    assert desk.tick(PAUSE_S / 2) == [], "requests are being served"
+    ((_, again),) = desk.tick(PAUSE_S / 2)
+    assert (again.session, again.tokens, again.attempt) == ("audit-a", (*PROMPT, 10), 2)
+    desk.say(target, again, 11, 12)
+    assert desk.outcomes == {"equal": 1}
+
+
+def test_a_refusal_of_an_earlier_attempt_is_void():
+    desk = Desk("T")
+    target, request = desk.begin()
+    (sent,) = desk.say(target, request, 50)
+    desk.refuse(target, request)
+    assert desk.say(target, sent[1], 50, margin=3.0), "it is still there"
+
+
+def test_a_target_that_finds_fault_is_not_asked_again():
+    desk = Desk("T")
+    target, request = desk.begin()
+    desk.refuse(target, request, RefusalReason.INVALID)
+    assert (desk.tick(99.0), desk.outcomes) == ([], {"failed": 1})
+
+
+@pytest.mark.parametrize("malformed", [False, True])
+def test_an_audit_that_ends_targets_does_not_end_them_all(malformed):
+    desk = Desk("T")
+    target, request = desk.begin()
+    for _ in range(MAX_REOPENS):
+        if malformed:
+            assert desk.audits.unreadable(target, request.session) == [
+                (target, Close(request.session, request.attempt))
+            ]
+        else:
+            desk.audits.gone(target)
+        ((target, request),) = desk.tick()
+    desk.audits.gone(target)
+    assert (desk.tick(99.0), desk.outcomes) == ([], {"failed": 1})
+
+
+def test_others_that_go_or_speak_change_nothing():
+    desk = Desk()
+    target, request = desk.begin()
+    desk.audits.gone("T")
+    assert desk.say("T", request, *TEXT) == []
+    assert desk.audits.unreadable(target, "another") == []
+    desk.say(target, request, *TEXT)
+    assert desk.outcomes == {"equal": 1}
+
+
+def test_who_stops_audits_nothing_more():
+    desk = Desk()
+    target, request = desk.begin(name="a")
+    desk.ended("b")
+    assert desk.audits.stop() == [(target, Close("audit-a", request.attempt))]
+    assert (desk.tick(99.0), desk.outcomes) == ([], {"dropped": 2})
+    assert desk.audits.stop() == []
+
+
+# ---------------------------------------------------------------- what comes of it
+
+
+def a_difference(desk: Desk, margin: float) -> tuple[str, list[Any]]:
+    """As far as the answer to how near it was."""
+    target, request = desk.begin()
+    ((_, question),) = desk.say(target, request, 10, 50)
+    return target, desk.say(target, question, 50, margin=margin)
+
+
+def test_a_difference_is_counted_and_raises_the_alarm():
+    desk = Desk()
+    target, sent = a_difference(desk, 3.0)
+    assert desk.found == []
+    assert desk.say(target, sent[0][1], 51) == []
+    assert [(found.plain, found.committed, found.audited_by) for found in desk.found] == [((50, 51), (11, 12), "U")]
+    assert (desk.outcomes, desk.audits.state) == ({"differs": 1}, "differs")
+
+
+def test_near_ties_go_by_the_dtype_unless_the_config_says_otherwise():
+    for config, margin, outcome in (
+        ({}, 0.001, "near_tie"),
+        ({}, 0.003, "differs"),
+        ({"near_tie": 0.01}, 0.003, "near_tie"),
+    ):
+        desk = Desk(**config)
+        target, sent = a_difference(desk, margin)
+        desk.say(target, sent[0][1], 51 if outcome == "differs" else 12)
+        assert desk.outcomes == {outcome: 1}
+        assert (desk.audits.widest_near_tie == margin) == (outcome == "near_tie")
+
+
+@pytest.mark.parametrize("how", ["stopped", "lost"])
+def test_a_difference_whose_continuation_never_comes_is_a_difference(how):
+    desk = Desk("T")
+    target, _ = a_difference(desk, 3.0)
+    if how == "stopped":
+        desk.audits.stop()
+    for _ in range(MAX_REOPENS + 1 if how == "lost" else 0):
+        desk.audits.gone(target)
+        desk.tick()
+    assert [found.plain for found in desk.found] == [(50,)]
+    assert desk.outcomes == {"differs": 1}

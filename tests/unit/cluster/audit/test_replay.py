@@ -1,0 +1,158 @@
+"""One audit: what it asks of targets, and what it makes of their verdicts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.audit.replay import RECORDED_TOKENS, Progress, Replay, is_repeatable
+from cluster.routing.session import Generation
+from protos.messages import Acceptance, Finish, Open, Sampling, Verdict
+from protos.prefix import Prefix
+from tests.unit.cluster.samples import GREEDY, KEY
+
+PROMPT = (1, 2, 3)
+TEXT = (10, 11, 12, 13)
+NEAR_TIE = 0.1
+GENERATION = Generation("s", PROMPT, 99, (0,), GREEDY, 7, 8, 1, KEY, Acceptance.COUPLED, 4)
+ON, ANEW, ENDED = Progress
+
+
+def a_replay(committed: tuple[int, ...] = TEXT, **changes: Any) -> Replay:
+    return Replay(replace(GENERATION, **changes), committed, frozenset({"T"}), NEAR_TIE)
+
+
+def a_verdict(request: Open, *tokens: int, after: tuple[int, ...] = (), **changes: Any) -> Verdict:
+    """What a target says after the tokens that it was opened with and those `after` them."""
+    here = Prefix(KEY, request.tokens + after)
+    finish = Finish.LENGTH if len(here) + len(tokens) == request.max_len else Finish.NONE
+    return replace(Verdict(request.session, request.attempt, len(here), here.hash, tokens, 0, 0, finish), **changes)
+
+
+def test_it_is_the_same_request_without_drafts_and_no_longer_than_its_answer():
+    request = a_replay(sampling=Sampling(temperature=0.7)).open()
+    assert (request.tokens, request.prompt_len, request.max_len) == (PROMPT, 3, 7)
+    assert (request.sampling, request.seed, request.choice) == (Sampling(temperature=0.7), 7, 1)
+    assert (request.stop_ids, request.acceptance) == ((0,), Acceptance.COUPLED)
+    assert (request.audit, request.max_draft_tokens, request.rival) == (True, 0, None)
+    assert request.session != "s", "the request itself may still be open where its Close has not come"
+
+
+def test_an_honest_text_is_equal():
+    replay = a_replay()
+    request = replay.open()
+    seen = [replay.receive(a_verdict(request, token, after=TEXT[:i])) for i, token in enumerate(TEXT)]
+    assert seen == [ON, ON, ON, ENDED]
+    assert not replay.differs
+    assert replay.near_ties == []
+
+
+def test_what_is_void_for_a_ledger_is_void_here():
+    replay = a_replay()
+    request = replay.open()
+    for void in (
+        a_verdict(request, 10, attempt=0),
+        a_verdict(request, 11, after=(10,)),
+        a_verdict(request, 10, prefix_hash=0),
+    ):
+        assert replay.receive(void) is ON
+    assert replay.open().tokens == PROMPT
+
+
+def test_where_it_left_off_it_goes_on_under_a_new_attempt():
+    replay = a_replay()
+    first = replay.open()
+    replay.receive(a_verdict(first, 10))
+    again = replay.open()
+    assert (again.tokens, again.prompt_len, again.attempt) == ((*PROMPT, 10), 3, first.attempt + 1)
+    assert replay.receive(a_verdict(first, 11, after=(10,))) is ON, "of the attempt before"
+    assert replay.receive(a_verdict(again, 11, 12, 13)) is ENDED
+
+
+def asked_after(replay: Replay, *tokens: int) -> Open:
+    """What is asked once plain decoding has said these tokens, of which the last one is another than was committed."""
+    assert replay.receive(a_verdict(replay.open(), *tokens)) is ANEW
+    return replay.open()
+
+
+def test_another_token_is_asked_about():
+    question = asked_after(a_replay(), 10, 50)
+    assert (question.tokens, question.rival, question.max_len) == ((*PROMPT, 10), 11, 5)
+
+
+def test_a_near_tie_is_passed_on_the_committed_side():
+    replay = a_replay()
+    question = asked_after(replay, 10, 50)
+    assert replay.receive(a_verdict(question, 50, margin=0.05)) is ANEW
+    rest = replay.open()
+    assert (rest.tokens, rest.rival) == ((*PROMPT, 10, 11), None)
+    assert replay.receive(a_verdict(rest, 12, 13)) is ENDED
+    assert (replay.differs, replay.near_ties) == (False, [0.05])
+
+
+def test_behind_a_near_tie_a_difference_is_found_all_the_same():
+    replay = a_replay()
+    replay.receive(a_verdict(asked_after(replay, 10, 50), 50, margin=0.05))
+    question = asked_after(replay, 60)
+    assert replay.receive(a_verdict(question, 60, margin=3.0)) is ANEW
+    assert replay.difference("U").position == 2
+
+
+def test_a_near_tie_at_the_last_token_ends_it():
+    replay = a_replay()
+    assert replay.receive(a_verdict(asked_after(replay, 10, 11, 12, 50), 50, margin=0.05)) is ENDED
+    assert not replay.differs
+
+
+@pytest.mark.parametrize("margin", [NEAR_TIE, 3.0, None])
+def test_a_difference_ends_with_what_plain_decoding_says_next(margin):
+    replay = a_replay()
+    assert replay.receive(a_verdict(asked_after(replay, 10, 50), 50, margin=margin)) is ANEW
+    rest = replay.open()
+    assert (rest.tokens, rest.rival, rest.max_len) == ((*PROMPT, 10, 50), None, 7)
+    assert replay.receive(a_verdict(rest, 51)) is ON
+    assert replay.receive(a_verdict(rest, 52, after=(51,))) is ENDED
+    found = replay.difference("U")
+    assert (found.position, found.committed, found.plain, found.margin) == (1, (11, 12, 13), (50, 51, 52), margin)
+    assert (found.served_by, found.audited_by, found.seed, found.prompt_len) == (("T",), "U", 7, 3)
+
+
+def test_of_a_long_answer_some_tens_are_recorded():
+    replay = a_replay(committed=tuple(range(100, 300)))
+    replay.receive(a_verdict(asked_after(replay, 100, 50), 50, margin=3.0))
+    assert replay.open().max_len == len(PROMPT) + 1 + RECORDED_TOKENS
+    assert replay.difference("U").committed == tuple(range(101, 101 + RECORDED_TOKENS))
+
+
+@pytest.mark.parametrize(("committed", "plain"), [(TEXT[:2], 50), (TEXT, 0)], ids=["the answer's end", "a stop id"])
+def test_where_nothing_can_follow_a_difference_is_the_end(committed, plain):
+    replay = a_replay(committed=committed)
+    question = asked_after(replay, 10, plain)
+    assert replay.receive(a_verdict(question, plain, margin=3.0)) is ENDED
+    assert replay.difference("U").plain == (plain,)
+
+
+def test_where_plain_decoding_stands_alone_its_own_token_is_weighed():
+    """A target that computes the text anew says what was committed: then the audit's own cache was wrong."""
+    replay = a_replay()
+    question = asked_after(replay, 10, 50)
+    assert replay.receive(a_verdict(question, 11, margin=0.0)) is ANEW
+    again = replay.open()
+    assert (again.tokens, again.rival) == (question.tokens, 50)
+    assert replay.receive(a_verdict(again, 11, margin=4.0)) is ANEW
+    assert replay.differs
+
+
+def test_a_question_that_was_not_answered_is_asked_again():
+    replay = a_replay()
+    question = asked_after(replay, 10, 50)
+    assert not replay.differs, "nothing is known of the margin yet"
+    again = replay.open()
+    assert (again.tokens, again.rival) == (question.tokens, question.rival)
+
+
+def test_what_depends_on_the_drafts_cannot_be_repeated():
+    sampled = Sampling(temperature=0.7)
+    assert is_repeatable(replace(GENERATION, sampling=sampled))
+    assert is_repeatable(replace(GENERATION, acceptance=Acceptance.RATIO)), "greedy is greedy under both rules"
+    assert not is_repeatable(replace(GENERATION, sampling=sampled, acceptance=Acceptance.RATIO))
