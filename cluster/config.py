@@ -175,7 +175,7 @@ class SpeculationConfig(_Frozen):
 class AuditConfig(_Frozen):
     """Which ended requests a router has decided again plainly, where a target is idle, and compared."""
 
-    share: float = Field(0.0, ge=0, le=1, description="of the requests; 0: none, for audits cost energy if not time")
+    share: float = Field(0.0, ge=0, le=1, description="of the requests; 0: none")
     near_tie: float | None = Field(
         None, ge=0, description="margin in logits below which a difference is rounding; default: by model.dtype"
     )
