@@ -19,9 +19,9 @@ from cluster.costs import DraftCost, ForwardCost
 from cluster.dispatch import Send, stream_name
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
-from cluster.drafting.pass_timing import DraftTiming
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.timing.pass_timing import DraftTiming
 from cluster.telemetry import Timeline
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded

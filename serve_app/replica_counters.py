@@ -32,8 +32,8 @@ from ray.serve import metrics
 
 from actors.drafter import Drafter
 from actors.target import TargetReplica
-from cluster.sentinel.tally import AcceptanceTally
 from cluster.audit.audits import Audits
+from cluster.sentinel.tally import AcceptanceTally
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 """Values that only grow, by name of the family and cause, or by all labels of a family that has others."""

@@ -22,11 +22,11 @@ from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.block_draft import DraftedToken
-from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.timing.forward_time import ForwardTime
 from cluster.drafting.tree_growth import least_of, worth_a_limb
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early
 from cluster.drafting.outcomes import Outcome, accepted_chance, continuations, rejections
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
+from cluster.drafting.timing.forward_time import ForwardTime
 
 AHEAD_ROWS = 8  # most branches of a forward: this many, or ROWS_EACH for each session
 ROWS_EACH = 2

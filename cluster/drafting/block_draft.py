@@ -213,7 +213,9 @@ class BlockDraft:
     def proposal(self) -> Proposal:
         outcome = self.outcome
         at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
-        return Proposal(self.request.session, self.base_len, self.base_hash, self.tree, outcome, at_once, self._confidence)
+        return Proposal(
+            self.request.session, self.base_len, self.base_hash, self.tree, outcome, at_once, self._confidence
+        )
 
     @property
     def _least_of_tree(self) -> float:

@@ -13,7 +13,7 @@ from cluster.drafting.backpressure import Capacity
 from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_texts import NewsCollector
-from cluster.drafting.step_interval import StepIntervalEstimate
+from cluster.drafting.timing.step_interval import StepIntervalEstimate
 from cluster.sentinel.load_check import LoadCheck
 from protos.messages import (
     Attach,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.timing.forward_time import ForwardTime
 from cluster.simulation.workload import Workload
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after

@@ -12,10 +12,10 @@ from cluster.costs import DraftCost
 from cluster.dispatch import Send, stream_name
 from cluster.drafting.ahead import AheadSearch, proposals
 from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.forward_time import ForwardTime
 from cluster.drafting.method import tell
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.timing.forward_time import ForwardTime
 from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
 from cluster.simulation.oracle import OracleMethod
 from protos.messages import DraftRequest, Hello, Open

@@ -17,7 +17,7 @@ from tests.lossless.test_lock_step import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VO
 from tests.lossless.world import World, calm, near_patience, stormy
 
 BLOCK_LEN = 6
-FEW_PAGES = 22  # of all sessions together, where one may need 14
+FEW_PAGES = 18  # of all sessions together, where one may need 14
 LIKELY = TARGET.topk(2, dim=-1).indices.tolist()  # after each token
 
 

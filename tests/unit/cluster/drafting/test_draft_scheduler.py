@@ -15,7 +15,7 @@ from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_texts import SessionTexts
-from cluster.drafting.step_interval import StepIntervalEstimate
+from cluster.drafting.timing.step_interval import StepIntervalEstimate
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (
     Attach,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.drafting.step_interval import StepIntervalEstimate
+from cluster.drafting.timing.step_interval import StepIntervalEstimate
 
 
 def test_nothing_is_known_before_the_first_step():

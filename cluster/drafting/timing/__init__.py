@@ -1,0 +1,1 @@
+"""What forwards, passes and target steps take, as a drafter sees them."""
