@@ -27,7 +27,7 @@ def octave(count: int) -> int:
 class _AtLoad:
     """What is known of one load."""
 
-    brought: Pairs = Pairs()  # tokens that plain decoding would have brought meanwhile, and those of steps
+    brought: Pairs = Pairs()  # seconds that steps took, and those that plain decoding takes for as much
     steps: int = 0  # since plain ones were last made
     looks: int = 0  # at what plain steps cost
     off_for: int = 0  # steps that are still to be made without
@@ -75,7 +75,7 @@ class SpeculationGate:
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _AtLoad] = defaultdict(_AtLoad)
-        self._owed = 0.0  # rounds of any sessions that are still to pay for the latest trials
+        self._owed = 0.0  # rounds of any sessions that are still to pay for the latest trial
 
     def is_on(self, sessions: int) -> bool:
         """Whether drafts are to be asked for."""
@@ -90,21 +90,21 @@ class SpeculationGate:
         """Whether a session may begin to ask for blocks that should not pay."""
         return self._owed <= 0
 
-    def round(self, is_trial: bool) -> None:
-        """A session was decided about: of all sessions few try what does not pay, for all share what trials cost."""
-        self._owed = max(0.0, self._owed - 1) + is_trial / PRICE
+    def round(self, sessions: int, is_trial: bool) -> None:
+        """One of so many sessions was decided about. Its trial costs all of them: their step waits, and is longer."""
+        self._owed = max(0.0, self._owed - 1) + is_trial * sessions / PRICE
 
     def plain_step(self, sessions: int) -> None:
         """A step was made without, though there were requests for it."""
         at = self._at(sessions)
         at.off_for = max(0, at.off_for - 1)
 
-    def step(self, sessions: int, tokens: float, plain_tokens: float) -> None:
-        """A step with speculation brought `tokens`; plain decoding would have brought `plain_tokens` meanwhile."""
+    def step(self, sessions: int, plain_s: float, seconds: float) -> None:
+        """A step with speculation took `seconds`; plain decoding takes `plain_s` for what it did."""
         at = self._at(sessions)
         at.steps += 1
         if at.looks:
-            at.brought = at.brought.after(plain_tokens, tokens, MEMORY)
+            at.brought = at.brought.after(seconds, plain_s, MEMORY)
         if at.is_losing:
             at.pause = at.next_pause
             at.brought = Pairs()

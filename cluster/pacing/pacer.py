@@ -26,8 +26,9 @@ class StepShape:
 
     rows: int
     tokens: int  # of all rows
-    decoding: int  # sessions that it could have decided for: those in it, and those that waited
-    decides_all: bool = False  # whether it decides for all of its rows: none feeds a prompt
+    decoding: int  # sessions that it could have decided for: those in it past their prompts, and those that waited
+    prompts: int = 0  # rows that feed prompts
+    prompt_tokens: int = 0  # of them
     is_drafted_for: bool = False  # whether drafters were asked for blocks for it
     is_open_to_drafts: bool = False  # whether the request of any of its sessions allows drafts
 
@@ -43,14 +44,23 @@ class Pacer:
         self._chances = Chances()  # of all sessions' blocks
         # seconds over tokens, by octaves of sessions: they are drafted for together
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
-        self._busy_until = 0.0  # end of the latest step
+        self._was_drafted_for = False  # the latest step
 
-    def step_made(self, step: StepShape, committed: int, seconds: float, now: float) -> None:
-        """A step took so long and committed so many tokens; one that fed prompts says nothing of the rate."""
-        if step.decides_all:
-            took_s = now - max(self._busy_until, now - 2 * seconds)  # with the wait before it, if it was one
-            self._learn(step, committed, seconds, took_s or seconds)  # clocks may be too coarse to tell
-        self._busy_until = now
+    def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+        """A step computed for so long and committed so many tokens of sessions past their prompts.
+
+        `took_s` is from when it could have begun, the wait before it included. A step after one that was drafted for
+        is speculation's too: drafters may still be at work beside it.
+        """
+        speculates = step.is_drafted_for or self._was_drafted_for
+        self._was_drafted_for = step.is_drafted_for
+        took_s = took_s or seconds  # clocks may be too coarse to tell
+        if step.decoding and speculates:
+            self._speculated(step, committed, seconds, took_s)
+        elif step.decoding:
+            self._decoded_plainly(step, took_s)
+        if not step.is_drafted_for and step.is_open_to_drafts:
+            self._gate.plain_step(self.load.sessions)
 
     def block_verified(self, asked: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
         """Of a block of up to `asked` nodes these were accepted; the session's length limit left `room` for it."""
@@ -74,16 +84,29 @@ class Pacer:
         decision = self._policy.decide(stats, replica, limit, self.load, is_due)
         if speculates:
             stats.decided(decision.tokens > 0, decision.hold_step, decision.is_trial)
-        self._gate.round(decision.is_trial and is_left_off)
+        self._gate.round(sessions, decision.is_trial and is_left_off)
         return decision
 
-    def _learn(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+    def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+        """What the gate goes by: all that the step took, against what plain steps take for what it did."""
         load = self.load
-        if step.is_drafted_for:
-            if plain_s := load.step.plain_s(step.decoding):
-                self._gate.step(load.sessions, committed, took_s / plain_s * step.decoding)
-            self.load = replace(load, step=load.step.after_drafts(step.rows, step.tokens, seconds))
+        cost = load.step
+        token_s = cost.plain_s(step.decoding) / step.decoding
+        if plain_s := self._plain_s(step):
+            self._gate.step(load.sessions, plain_s + (committed - step.decoding) * token_s, took_s)
+        if not step.prompts:
+            self.load = replace(load, step=cost.after_drafts(step.rows, step.tokens, seconds))
+
+    def _decoded_plainly(self, step: StepShape, took_s: float) -> None:
+        cost = self.load.step
+        if step.prompts:
+            cost = cost.after_prompts(step.rows, step.tokens, took_s)
         else:
-            if step.is_open_to_drafts:
-                self._gate.plain_step(load.sessions)
-            self.load = replace(load, step=load.step.after_plain(step.rows, took_s))
+            cost = cost.after_plain(step.rows, took_s)
+        self.load = replace(self.load, step=cost)
+
+    def _plain_s(self, step: StepShape) -> float:
+        """A plain step that feeds the same prompts, and a token to each session past its own; 0: not known yet."""
+        if not step.prompts:
+            return self.load.step.plain_s(step.decoding)
+        return self.load.step.prompts_s(step.decoding + step.prompts, step.decoding + step.prompt_tokens)

@@ -31,6 +31,7 @@ class StepCost:
     shape: ForwardCost
     pace: Mean  # times the shape: of steps with drafts alone, without the wait before them
     plain: Mean = Mean()  # times that: of plain steps, from one step's end to the next's
+    prompts: Mean = Mean()  # the same of plain steps that feed prompts: a profile is of short rows
     plain_run: int = COMPARED  # plain steps since the last one with drafts
 
     @classmethod
@@ -46,6 +47,13 @@ class StepCost:
         plain = pace_after(self.plain, ratio / self.pace.value)
         return replace(self, plain=plain, plain_run=run)
 
+    def after_prompts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
+        """A step without drafts in which some rows feed prompts."""
+        if not self.pace.value:
+            return self  # it has nothing yet to be compared with
+        ratio = seconds / self.shape.seconds(rows, tokens) / self.pace.value
+        return replace(self, prompts=pace_after(self.prompts, ratio))
+
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
         """A step while there were drafters at work."""
         return replace(self, pace=pace_after(self.pace, seconds / self.shape.seconds(rows, tokens)), plain_run=0)
@@ -53,6 +61,10 @@ class StepCost:
     def plain_s(self, rows: int) -> float:
         """One token a row, with nobody drafting."""
         return self._plain_scale * self.pace.value * self.shape.seconds(rows, rows)
+
+    def prompts_s(self, rows: int, tokens: int) -> float:
+        """Prompts among the tokens, with nobody drafting; 0 while no such step was seen."""
+        return self.prompts.value * self.pace.value * self.shape.seconds(rows, tokens)
 
     def drafts_s(self, rows: int, tokens: float) -> float:
         """So many tokens in all, drafts among them."""

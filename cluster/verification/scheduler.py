@@ -127,7 +127,9 @@ class VerificationScheduler:
                 self._pages.truncate(name, session.cached_len)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
         if self._in_step:  # else the engine was only told who has come and gone
-            self._pacer.step_made(self._step_shape, sum(outcome.accepted + 1 for outcome in outcomes), seconds, now)
+            decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
+            committed = sum(outcome.accepted + 1 for outcome in decoded)
+            self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
         for session, _ in self._in_step:
             session.in_step = False
         self._in_step = []
@@ -233,11 +235,13 @@ class VerificationScheduler:
 
     def _shape(self) -> StepShape:
         """Of the step that is about to be made, for pacing to learn from its time."""
+        prompts = [row for _, row in self._in_step if row.feeds_prompt]
         return StepShape(
             rows=len(self._in_step),
             tokens=sum([len(row.tokens) for _, row in self._in_step]),
             decoding=sum([session.is_decoding for session in self._admission.running.values()]),
-            decides_all=all(row.decide and row.known == 1 for _, row in self._in_step),
+            prompts=len(prompts),
+            prompt_tokens=sum([len(row.tokens) for row in prompts]),
             is_drafted_for=any(session.asked for session, _ in self._in_step),
             is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in self._in_step),
         )

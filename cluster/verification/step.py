@@ -51,6 +51,11 @@ class Row:
         return len(self.tokens) - len(self.draft.tokens)
 
     @property
+    def feeds_prompt(self) -> bool:
+        """Whether its session is not past its prompt."""
+        return self.known > 1 or not self.decide
+
+    @property
     def base_len(self) -> int:
         """Tokens that were decided before, those in the cache among them."""
         return self.start + self.known

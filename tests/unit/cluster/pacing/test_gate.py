@@ -110,22 +110,24 @@ def test_loads_have_their_own_records():
 # ---------------------------------------------------------------- trials of single sessions
 
 
-def test_of_all_rounds_few_begin_trials_however_many_sessions_there_are():
-    """What a trial costs, all pay."""
+@pytest.mark.parametrize("sessions", [1, 32])
+def test_few_steps_have_a_trial_however_many_sessions_there_are(sessions):
+    """It holds all of them up: one in a hundred rounds was every third step of 32 sessions."""
     gate = SpeculationGate()
+    steps = 10_000
     trials = 0
-    for _ in range(10_000):
+    for _ in range(steps * sessions):
         is_trial = gate.may_try
-        gate.round(is_trial)
+        gate.round(sessions, is_trial)
         trials += is_trial
-    assert 0.5 * PRICE * 10_000 < trials <= PRICE * 10_000 + 1
+    assert 0.5 * PRICE * steps < trials <= PRICE * steps + 1
 
 
 def test_a_trial_has_to_be_paid_for_before_the_next_begins():
     gate = SpeculationGate()
     for _ in range(2):
-        gate.round(is_trial=True)
+        gate.round(1, is_trial=True)
     for _ in range(int(2 / PRICE) - 1):
         assert not gate.may_try
-        gate.round(is_trial=False)
+        gate.round(1, is_trial=False)
     assert gate.may_try

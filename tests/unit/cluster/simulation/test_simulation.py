@@ -221,8 +221,9 @@ def test_an_overloaded_drafter_says_so_and_costs_little(drafters):
     setting = Setting(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
     report = World(setting).run()
     plain = World(replace(setting, fleet=Fleet(drafters=0))).run()
-    assert report.causes["given_up"] > 0
-    assert report.tokens_per_s > 0.93 * plain.tokens_per_s
+    is_asked_for_nothing = report.causes["passes"] < 0.05 * report.steps  # one alone is soon switched off
+    assert report.causes["given_up"] > 0 or is_asked_for_nothing
+    assert report.tokens_per_s > 0.97 * plain.tokens_per_s
 
 
 def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> FaultPlan:
