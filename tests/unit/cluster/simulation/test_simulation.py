@@ -254,7 +254,10 @@ def test_where_all_drafters_turn_to_noise_sessions_go_on_plainly(mode, drafters)
     report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
     plain = run(0.8, 0, mode, EIGHT)
     assert (report.sessions, report.failed) == (32, 0)
-    assert report.causes["bad: plain"] >= 1
+    assert report.causes["bad: resynced"] >= 1
+    assert report.causes["bad: plain"] >= 1 or mode is Mode.DRAFT_AHEAD, (
+        "pacing may ask for nothing before it comes to that"
+    )
     assert report.tokens_per_s > 0.9 * plain.tokens_per_s
 
 
