@@ -321,8 +321,9 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
             if (bad, "given up") in steps:
                 break
         assert all(tokens == plain_greedy(g.prompt, 498) for g, tokens in texts)
-        assert steps[bad, "resynced"] >= 3
-        assert steps[bad, "replaced"] >= 3
+        left = [steps.get((bad, step), 0) for step in ("replaced", "plain")]  # whether or not the other takes any
+        assert steps[bad, "resynced"] >= 1
+        assert sum(left) >= 3, "one bad session could be that session's fault"
         assert steps[bad, "given up"] == 1
         assert not [step for drafter, step in steps if drafter == good]
         assert f"drafter {bad} has something accepted of 0 % of its blocks" in caplog.text
