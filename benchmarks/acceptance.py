@@ -178,6 +178,9 @@ def main() -> None:
         for arm in track(arms, f"temperature {temperature}", console=console):
             one, said = pair.run(arm, temperature, prompts, arguments.tokens)
             found.append(one)
+            console.print(
+                f"{one.arm}, {one.nodes} nodes: {one.first:.3f} right, {one.tokens_a_verify:.3f} tokens a verify"
+            )
             if arm.acceptance is Acceptance.COUPLED:
                 texts[arm.name + str(arm.nodes)] = "".join(said)
         different = len(set(texts.values()))

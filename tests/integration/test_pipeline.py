@@ -324,7 +324,7 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
         left = [steps.get((bad, step), 0) for step in ("replaced", "plain")]  # whether or not the other takes any
         assert steps[bad, "resynced"] >= 1
         assert sum(left) >= 3, "one bad session could be that session's fault"
-        assert steps[bad, "given up"] == 1
+        assert steps[bad, "given up"] >= 1
         assert not [step for drafter, step in steps if drafter == good]
         assert f"drafter {bad} has something accepted of 0 % of its blocks" in caplog.text
 
