@@ -12,7 +12,7 @@ from protos.values import value
 
 HOPE = 0.5  # chance of the token after a likely one, about
 LIMBS = 3  # of a block, that are begun at once
-SIBLINGS = 4  # choices of a place that are looked at: the target's token is the fifth at 2 of 100 places
+SIBLINGS = 4  # choices of a place that are looked at: even the fourth is the target's token at 2 of 100 places only
 
 Path = tuple[int, ...]
 

@@ -20,7 +20,8 @@ from cluster.drafting.outcomes import Choices
 from protos.draft_tree import NO_TREE
 from protos.messages import Sampling
 
-CONSIDERED = 64  # tokens of a position that may be drafted: further ones bring nothing, measured up to 2048
+# Tokens of a position that may be drafted. Of 2048 the first choice is right no more often, a third one by 0.02 at 1.
+CONSIDERED = 64
 CHOICES = 16  # of them, that are thought of as outcomes
 LEAST_LOG_PROB = -30.0
 
