@@ -1,10 +1,12 @@
 """Two checkouts of this repository side by side: is a change as fast as what was there before it?
 
     python benchmarks/versions.py --before ../older [--concurrency 1,4,16] [--rounds 5] [--tokens 64] [--json OUT]
+    python benchmarks/versions.py --before ../older --temperature 1 --plain
 
 Each checkout serves the demo pair with its own code, config and draft, from its own Ray cluster; target and drafter are
 pinned to one core each, as in `pipeline.py`. Both are asked the same prompts over HTTP, one right after the other, and
-who is first takes turns. An interval of the ratio that reaches 1 means that no difference was found.
+who is first takes turns. An interval of the ratio that reaches 1 means that no difference was found. With `--plain`,
+the newer one is also asked for plain decoding.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from serve_app.bench.tables import speedups_table
 from serve_app.demo_data import BENCH_PROMPTS
 
 ARMS = ("after", "before")
+PLAIN = "plain"  # the newer one without drafts
 CONFIGS = ("serve_app/demo_data/smollm2.yaml", "examples/smollm2.yaml")  # where a checkout keeps the demo's
 START_S = 300.0
 TURNOVER = 3  # prompts of a batch for each that is asked at once
@@ -71,15 +74,23 @@ def served(checkout: Path) -> Iterator[str]:
 
 
 async def batch_of(
-    endpoint: ChatEndpoint, arm: str, prompts: Sequence[Prompt], at_once: int, tokens: int, index: int, number: int
+    endpoint: ChatEndpoint,
+    arm: str,
+    prompts: Sequence[Prompt],
+    at_once: int,
+    tokens: int,
+    temperature: float,
+    index: int,
+    number: int,
 ) -> Batch:
     model = await endpoint.model()
     places = asyncio.Semaphore(at_once)
+    most = 0 if arm == PLAIN else None
     began = time.perf_counter()
 
     async def ask(prompt: Prompt) -> TimedAnswer:
         async with places:
-            return await endpoint.ask(model, ChatQuestion(prompt.prompt, tokens, ignore_eos=True))
+            return await endpoint.ask(model, ChatQuestion(prompt.prompt, tokens, True, most, temperature))
 
     answers = await asyncio.gather(*map(ask, prompts))
     seconds = time.perf_counter() - began
@@ -90,10 +101,12 @@ async def batch_of(
 async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Batch]:
     """All rounds at all concurrencies, both checkouts one right after the other."""
     batches: list[Batch] = []
+    asked = (arguments.tokens, arguments.temperature)
+    arms = arms_of(arguments)
     async with AsyncExitStack() as stack:
         endpoints = {arm: await stack.enter_async_context(ChatEndpoint.at(url)) for arm, url in urls.items()}
         for arm, endpoint in endpoints.items():
-            await batch_of(endpoint, arm, prompts, len(prompts), WARM_UP_TOKENS, 0, -1)
+            await batch_of(endpoint, arm, prompts, len(prompts), WARM_UP_TOKENS, arguments.temperature, 0, -1)
         for number in range(arguments.rounds):
             for at_once in arguments.concurrency:
                 order = random.Random(number).sample(list(prompts), len(prompts))
@@ -102,20 +115,25 @@ async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompt
                     track(parts, f"Round {number + 1}, {at_once}", console=Console(stderr=True))
                 ):
                     index = place if at_once == 1 else number * len(parts) + place
-                    for arm in ARMS if (number + place) % 2 else ARMS[::-1]:
-                        batch = await batch_of(endpoints[arm], arm, part, at_once, arguments.tokens, index, number)
-                        batches.append(batch)
+                    first = (number + place) % len(arms)
+                    for arm in arms[first:] + arms[:first]:
+                        endpoint = endpoints["after" if arm == PLAIN else arm]
+                        batches.append(await batch_of(endpoint, arm, part, at_once, *asked, index, number))
                 show(arguments, batches)
     return batches
 
 
+def arms_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return (*ARMS, PLAIN) if arguments.plain else ARMS
+
+
 def speedups(arguments: argparse.Namespace, batches: Sequence[Batch]) -> list[Speedup]:
-    """Tokens a second after the change over before it, at every concurrency."""
+    """Tokens a second after the change over before it, and over plain decoding, at every concurrency."""
     found = []
     for at_once in arguments.concurrency:
-        after, before = ([b for b in batches if (b.arm, b.concurrency) == (arm, at_once)] for arm in ARMS)
-        if len({batch.index for batch in after}) > 1:
-            found.append(speedup(after, before))
+        of = {arm: [b for b in batches if (b.arm, b.concurrency) == (arm, at_once)] for arm in arms_of(arguments)}
+        if len({batch.index for batch in of["after"]}) > 1:
+            found += [speedup(of["after"], of[base]) for base in arms_of(arguments)[1:]]
     return found
 
 
@@ -134,6 +152,8 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,4,16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--plain", action="store_true", help="compare with plain decoding, too")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     parser.add_argument(
         "--json", type=Path, metavar="OUT", help="write all measurements here, after every part of a round"
