@@ -1,27 +1,34 @@
-"""Prompt lookup: the continuation of the latest earlier occurrence of the text's own end.
+"""Prompt lookup: what followed earlier occurrences of the text's own end.
 
-Needs no model and no GPU (Saxena 2023). Its tokens are point masses: under ratio acceptance they stand with
-their target probability.
+Needs no model and no GPU (Saxena 2023). Where trees may be offered, all continuations that the text knows are
+candidates, the likeliest paths first. A chain is the continuation of the latest occurrence of the longest suffix. Its
+tokens are point masses: under ratio acceptance they stand with their target probability.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from actors.methods.lookup_calibration import LookupCalibration
+from actors.methods.occurrences import Continuations, GrowingText
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.ahead import draft_ahead, proposals
-from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.block_draft import BlockDraft, DraftedToken
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
-from protos.draft_tree import NO_TREE
+from cluster.drafting.tree_growth import Path, grown_paths, tree_of
+from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
+OUTCOMES = 4  # that are drafted for each time that a root tells of some
+ROOTS = 4  # draft tokens beside the trunk whose continuations are drafted ahead
 
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
@@ -49,85 +56,167 @@ def create(draft: DraftPool, setup: DraftSetup) -> "PromptLookup":
     return PromptLookup(options.max_ngram, options.min_ngram)
 
 
-class PromptLookup:
-    """The method around `look_up`."""
+@dataclass(kw_only=True, eq=False)
+class LookupDraft(BlockDraft):
+    """A block that a text's own continuations make; of a tree, `drafted` is the trunk."""
 
-    shapes = frozenset({Shape.CHAIN})
+    known: Continuations  # after the outcome
+    nodes: list[tuple[Path, float]] = field(default_factory=list)  # of a tree, with chances, which fall
+
+    @property
+    def paths(self) -> list[tuple[Path, float]]:
+        return self.nodes
+
+    @property
+    def confidence(self) -> None:
+        """The draft's maker promises nothing of lookups."""
+
+
+class PromptLookup:
+    """The method around `look_up` and the text's continuations."""
+
+    shapes = frozenset(Shape)
     tokens_per_forward = 1
-    outcomes = 1  # the text goes on as it did before
+    outcomes = OUTCOMES
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest = longest
         self._shortest = shortest
         self._texts = SessionTexts()
+        self._arrays: dict[str, GrowingText] = {}  # the same texts
+        self._calibration = LookupCalibration()
 
     def open(self, request: Open) -> None:
         self._texts.open(request)
+        self._arrays[request.session] = GrowingText(request.tokens)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._texts.committed(session, tokens)
+        self._arrays[session].extend(tokens)
+        self._calibration.decided(session, self._texts[session].tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
         self._texts.close(sessions)
+        self._calibration.close(sessions)
+        for session in sessions:
+            self._arrays.pop(session, None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        drafts = [self._begin(request, request.max_tokens) for request in requests]
+        drafts = [self._begin(request, (), 1.0, request.max_tokens) for request in requests]
         self.extend(drafts)
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Takes no time that counts, so nothing ends it. A target that goes on without a block is told of none."""
-        drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=lambda: False, early=dismiss)
+        """Takes hardly any time, so no verdict comes before its end. A target that goes on without a block is told of
+        none."""
+        drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=interrupted, early=dismiss)
         found = proposals(drafts)
         served = {proposal.session for proposal in found}
         waiting = [each for each in requests if not len(each.unverified) and each.session not in served]
         return found + [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
-    def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
-        text = self._texts[request.session]
-        return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
-
-    # ------------------------------------------------------------ what the search ahead goes by
-
-    def roots(self, request: AheadRequest) -> list[BlockDraft]:
-        """All of the block is expected to be accepted."""
-        block = request.unverified.trunk
-        root = self._begin(request, len(block) + 1)
-        root.unverified = block
-        for token in block:
-            root.append(token, _sure(token))
-        root.settle()
-        return [root]
-
-    def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
-        return BlockDraft(
-            request=root.request,
-            text=root.text,
-            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+    def _begin(
+        self, request: DraftRequest | AheadRequest, outcome: tuple[int, ...], chance: float, max_tokens: int
+    ) -> LookupDraft:
+        return LookupDraft(
+            request=request,
+            text=self._texts[request.session],
+            base_hash=hashes_after(request.prefix_hash, outcome)[-1] if outcome else request.prefix_hash,
             max_tokens=max_tokens,
             outcome=outcome,
             chance=chance,
+            known=Continuations(self._arrays[request.session], outcome, self._longest, self._shortest),
         )
 
-    def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, request: AheadRequest) -> list[LookupDraft]:
+        """The trunk, and every token beside it; under ratio all of the block is expected to be accepted."""
+        tree = request.unverified
+        trunk = tree.trunk
+        paths = [tuple([tree.tokens[node] for node in nodes]) for nodes in ([] if tree.is_chain else tree.paths)]
+        beside = [path for path in paths if path != trunk[: len(path)]]
+        return [self._root(request, path) for path in (trunk, *beside[:ROOTS])]
+
+    def _root(self, request: AheadRequest, path: Path) -> LookupDraft:
+        """It reads these tokens, of which each may be another where the text knows one."""
+        root = self._begin(request, (), 1.0, len(path) + 1)
+        root.unverified = path
+        for token in path:
+            there = _sure(token) if root.ratio else self._choices(root, root.tokens)
+            there = there.including(token, request.claim((*root.tokens, token)))
+            root.drafted.append(DraftedToken(token, there, root.p_accepted * there.chance_of(token)))
+        root.settle()
+        return root
+
+    def fork(self, root: LookupDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> LookupDraft:
+        return self._begin(root.request, outcome, chance, max_tokens)
+
+    def preview(self, drafts: Sequence[LookupDraft], interrupted: Callable[[], bool]) -> None:
         """A lookup is as quick as any preview."""
 
-    def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
+    def extend(
+        self, drafts: Sequence[LookupDraft], interrupted: Callable[[], bool] = lambda: False
+    ) -> list[LookupDraft]:
         """As far as the text goes on: those that it has more tokens for."""
         return [draft for draft in drafts if self._extend(draft)]
 
-    def _extend(self, draft: BlockDraft) -> bool:
-        text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
-        found = look_up(text, draft.missing, self._longest, self._shortest)
-        for token in found:
-            draft.append(token, _sure(token))
+    def _extend(self, draft: LookupDraft) -> bool:
+        before = len(draft.drafted)
+        if draft.ratio or not (draft.takes_trees or draft.is_root):
+            self._follow(draft)
+        elif draft.is_root:
+            self._end(draft)
+        else:
+            self._grow(draft)
         draft.settle()
         draft.is_cut = True
-        return bool(found)
+        return len(draft.drafted) > before
+
+    def _follow(self, draft: LookupDraft) -> None:
+        """One continuation."""
+        text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
+        for token in look_up(text, draft.missing, self._longest, self._shortest):
+            draft.append(token, _sure(token) if draft.ratio else _first(token, self._choices(draft, draft.tokens)))
+
+    def _end(self, root: LookupDraft) -> None:
+        """What may come after all of its tokens and is no draft token that is under verification itself."""
+        path = root.tokens
+        expected = _children(root.ahead.unverified, path)
+        others = [choice for choice in self._choices(root, path) if choice[0] not in expected]
+        if others:
+            there = Choices([token for token, _ in others], [chance for _, chance in others])
+            root.drafted.append(DraftedToken(there.tokens[0], there, root.p_accepted * there.chances[0]))
+
+    def _grow(self, draft: LookupDraft) -> None:
+        """All continuations that are likely enough."""
+        draft.nodes = grown_paths(lambda path: self._choices(draft, path), draft.max_tokens, draft.least_chance)
+        chances = dict(draft.nodes)
+        trunk = tree_of(draft.nodes).trunk
+        for depth, token in enumerate(trunk, 1):
+            draft.drafted.append(DraftedToken(token, _sure(token), chances[trunk[:depth]]))
+
+    def _choices(self, draft: LookupDraft, path: Path) -> Choices:
+        """That may come after these tokens of the block."""
+        place = (draft.request.base_len, (*draft.outcome, *path))
+        return self._calibration.consider(draft.request.session, place, draft.known.at(path))
 
 
 def _sure(token: int) -> Choices:
-    """The text knows no other."""
+    """No other is looked at."""
     return Choices((token,), (1.0,))
+
+
+def _first(token: int, there: Choices) -> Choices:
+    """The token that is drafted before all others."""
+    others = [choice for choice in there if choice[0] != token]
+    tokens = (token, *[other for other, _ in others])
+    return Choices(tokens, (there.chance_of(token), *[chance for _, chance in others]))
+
+
+def _children(tree: DraftTree, path: Path) -> tuple[int, ...]:
+    """Tokens that are drafted after this path of the tree."""
+    nodes = tree.along(path)
+    return tree.children(nodes[-1] if nodes else -1)

@@ -7,7 +7,7 @@ from typing import Any
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionText
-from cluster.drafting.tree_growth import Limb, least_of, likeliest_paths, likeliest_tree
+from cluster.drafting.tree_growth import Limb, least_of, likeliest_paths, tree_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, DraftRequest, Shape
 from protos.prefix import hashes_after
@@ -164,7 +164,7 @@ class BlockDraft:
     def tree(self) -> DraftTree:
         """What is offered."""
         if self.takes_trees and self.drafted:
-            return likeliest_tree(self._limbs(), self.max_tokens, self.least_chance)
+            return tree_of(self.paths)
         probs = None
         drafted = self.drafted
         if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
@@ -193,6 +193,7 @@ class BlockDraft:
             return
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
             token = self.unverified[len(self.drafted)]
+            choices = choices.including(token, self.ahead.claim((*self.tokens, token)))
         p_accepted = self.p_accepted * choices.chances[0]
         if p_accepted < max(self.least_chance, self._least_of_tree):
             self.is_cut = True
@@ -211,20 +212,32 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def proposal(self) -> Proposal:
-        outcome = self.outcome
-        at_once = not outcome and bool(self.drafted) and self.drafted[0].by_head
+        is_tree = self.takes_trees and bool(self.drafted)
+        paths = self.paths if is_tree else []
         return Proposal(
-            self.request.session, self.base_len, self.base_hash, self.tree, outcome, at_once, self._confidence
+            session=self.request.session,
+            base_len=self.base_len,
+            prefix_hash=self.base_hash,
+            tree=tree_of(paths) if is_tree else self.tree,
+            outcome=self.outcome,
+            is_at_once=not self.outcome and bool(self.drafted) and self.drafted[0].by_head,
+            confidence=self.confidence,
+            chances=tuple([chance for _, chance in paths]) if is_tree else self._chain_chances,
+            chance=self.chance,
         )
+
+    @property
+    def confidence(self) -> float | None:
+        """Chance of the first token, if it was estimated: where no other was thought of, it was not."""
+        if not self.drafted or len(self.drafted[0].choices.tokens) == 1:
+            return None
+        return self.drafted[0].choices.chance_of(self.drafted[0].token)
+
+    @property
+    def _chain_chances(self) -> tuple[float, ...]:
+        return () if self.ratio else tuple([token.p_accepted for token in self.drafted])
 
     @property
     def _least_of_tree(self) -> float:
         """Chance that the next token must have, or others are offered in its place."""
         return least_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0
-
-    @property
-    def _confidence(self) -> float | None:
-        """Chance of the first token; a lookup, which knows of no other, has not estimated any."""
-        if not self.drafted or len(self.drafted[0].choices.tokens) == 1:
-            return None
-        return self.drafted[0].choices.chance_of(self.drafted[0].token)

@@ -23,6 +23,7 @@ class DraftedSession:
     passed_len: int | None = None  # length after which the target went on without waiting for a block
     sent_len: int | None = None  # base length of the latest block that was sent
     unverified: DraftTree | None = None  # drafts of the step under way, until something was drafted beyond it
+    chances: tuple[float, ...] = ()  # of these drafts, as far as their method gave any
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     first: tuple[int, float] | None = (
         None  # token of the block for the current length, and how sure its method is of it
@@ -92,6 +93,7 @@ class DraftedSession:
             self.step_began_s = decided_s if self.asked else None
             if not is_served and goes_ahead:
                 self.unverified = NO_TREE
+                self.chances = ()
                 self.passed_len = self.prefix.length
 
     def sent(self, proposal: Proposal) -> None:
@@ -99,4 +101,5 @@ class DraftedSession:
         self.served_len = proposal.base_len
         self.sent_len = proposal.base_len
         self.unverified = proposal.tree
+        self.chances = proposal.chances
         self.first = None if proposal.confidence is None else (proposal.tokens[0], proposal.confidence)

@@ -21,6 +21,12 @@ class Choices:
         """0 for one that was not thought of."""
         return self.chances[self.tokens.index(token)] if token in self.tokens else 0.0
 
+    def including(self, token: int, chance: float) -> "Choices":
+        """With a token that was not thought of, and what somebody else gives for it."""
+        if token in self.tokens:
+            return self
+        return Choices((*self.tokens, token), (*self.chances, chance))
+
     def __iter__(self) -> Iterator[tuple[int, float]]:
         return zip(self.tokens, self.chances, strict=True)
 

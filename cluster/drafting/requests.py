@@ -28,6 +28,15 @@ class AheadRequest:
     until: float = math.inf
     least_chance: float = 0.0
     shape: Shape = Shape.CHAIN  # that the target can verify
+    chances: tuple[float, ...] = field(default=(), compare=False)  # of the draft tokens, each with all before it
+
+    def claim(self, path: tuple[int, ...]) -> float:
+        """Chance of the last of these draft tokens if those before it stand, as its drafter saw it; 0 if unknown."""
+        nodes = self.unverified.along(path)
+        if not self.chances or len(nodes) < len(path):
+            return 0.0
+        before = self.chances[nodes[-2]] if len(nodes) > 1 else 1.0
+        return self.chances[nodes[-1]] / before if before else 0.0
 
 
 @value
@@ -44,7 +53,13 @@ class Proposal:
     tree: DraftTree
     outcome: tuple[int, ...] = ()
     is_at_once: bool = False  # made without a forward, so that it says nothing of what drafting costs
-    confidence: float | None = field(default=None, compare=False)  # chance of the first token, where that was estimated
+    confidence: float | None = field(
+        default=None, compare=False
+    )  # of the first token, if the draft can be judged by it
+    chances: tuple[float, ...] = field(
+        default=(), compare=False
+    )  # of its tokens, each with all before it; not of ratio's
+    chance: float = field(default=1.0, compare=False)  # that the outcome comes
 
     @property
     def tokens(self) -> tuple[int, ...]:

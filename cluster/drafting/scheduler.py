@@ -157,6 +157,7 @@ class DraftScheduler:
             until=self._sessions.verdict_due(session),
             least_chance=session.least_chance,
             shape=self._shape(session),
+            chances=session.chances,
         )
 
     def _shape(self, session: DraftedSession) -> Shape:

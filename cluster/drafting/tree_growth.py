@@ -4,7 +4,8 @@
 falling order of chance, any number of first nodes is the best tree of that size. Pure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 
 from cluster.drafting.outcomes import Choices
 from protos.draft_tree import DraftTree
@@ -29,9 +30,13 @@ class Limb:
 
 def likeliest_tree(limbs: Iterable[Limb], most: int, least_chance: float) -> DraftTree:
     """At most so many nodes, the likeliest first; the very first is there however unlikely it is."""
-    found = likeliest_paths(limbs, most, least_chance)
-    places = {path: node for node, (path, _) in enumerate(found)} | {(): -1}
-    return DraftTree(tuple([path[-1] for path, _ in found]), tuple([places[path[:-1]] for path, _ in found]))
+    return tree_of(likeliest_paths(limbs, most, least_chance))
+
+
+def tree_of(paths: Sequence[tuple[Path, float]]) -> DraftTree:
+    """Of which these are the nodes, in this order; each comes after the path that it goes on from."""
+    places = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}
+    return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([places[path[:-1]] for path, _ in paths]))
 
 
 def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> list[tuple[Path, float]]:
@@ -45,8 +50,34 @@ def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> li
                 chances[(*path, other)] = reached * chance
             reached = chances.setdefault((*path, token), reached * there.chance_of(token))
             path = (*path, token)
+    return likeliest_of(chances, most, least_chance)
+
+
+def likeliest_of(chances: Mapping[Path, float], most: int, least_chance: float) -> list[tuple[Path, float]]:
+    """Of paths none of which is likelier than the one that it goes on from."""
     ranked = sorted(chances.items(), key=lambda node: (-node[1], len(node[0])))[:most]
     return [node for rank, node in enumerate(ranked) if rank == 0 or node[1] >= least_chance]
+
+
+def grown_paths(after: Callable[[Path], Choices], most: int, least_chance: float) -> list[tuple[Path, float]]:
+    """The likeliest paths, where what follows any path is known without a forward; none below `least_chance`.
+
+    What follows is asked for the likeliest path first, so that `after` is called `most` times at most.
+    """
+    found: list[tuple[Path, float]] = []
+    ahead: list[tuple[float, int, Path]] = []  # the chance with its sign changed, depth, path
+    path: Path = ()
+    reached = 1.0
+    while len(found) < most:
+        for token, chance in after(path):
+            if reached * chance >= least_chance:
+                heappush(ahead, (-reached * chance, len(path) + 1, (*path, token)))
+        if not ahead:
+            break
+        below, _, path = heappop(ahead)
+        reached = -below
+        found.append((path, reached))
+    return found
 
 
 def least_of(paths: Sequence[tuple[Path, float]], most: int) -> float:

@@ -13,13 +13,13 @@ requests have no noise, and the same fit tells what the draft's own probabilitie
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.drafting.open_places import OpenPlaces, Place
 from protos.messages import Sampling
 from protos.values import value
 
@@ -107,16 +107,12 @@ class Candidates:
         return chances
 
 
-Place = tuple[int, tuple[int, ...]]
-"""Tokens decided before, and those taken for granted after them."""
-
-
 class Calibration:
     """All fits of a drafter, and what was thought of places that the target has yet to decide."""
 
     def __init__(self) -> None:
         self._fits: dict[DraftKind, _Fit] = {}
-        self._open: defaultdict[str, dict[Place, tuple[DraftKind, Candidates]]] = defaultdict(dict)  # by session
+        self._open: OpenPlaces[tuple[DraftKind, Candidates]] = OpenPlaces()
 
     def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
         """(count + 1,): of each to be the target's token; the last is of all others together."""
@@ -124,25 +120,15 @@ class Calibration:
 
     def note(self, session: str, place: Place, kind: DraftKind, candidates: Candidates) -> None:
         """These were considered there."""
-        self._open[session][place] = (kind, candidates)
+        self._open.note(session, place, (kind, candidates))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """The session's text is known up to here: learns from the places that it has reached, and forgets others."""
-        still_open = {}
-        for (base_len, path), (kind, candidates) in self._open.pop(session, {}).items():
-            end = base_len + len(path)
-            known = tuple(tokens[base_len:end])
-            if path[: len(known)] != known:
-                continue
-            if end < len(tokens):
-                self._learn(kind, candidates, tokens[end])
-            else:
-                still_open[base_len, path] = (kind, candidates)
-        if still_open:
-            self._open[session] = still_open
+        """The session's text is known up to here: learns from the places that it has reached."""
+        for (kind, candidates), token in self._open.decided(session, tokens):
+            self._learn(kind, candidates, token)
 
     def close(self, session: str) -> None:
-        self._open.pop(session, None)
+        self._open.close(session)
 
     def _learn(self, kind: DraftKind, candidates: Candidates, token: int) -> None:
         """The target's token at that position is known."""

@@ -1,0 +1,111 @@
+"""What a text knows to follow its own end: earlier occurrences of its suffixes, and the tokens that came after them.
+
+Pure. One search finds the occurrences of all suffixes; what follows further tokens is read off these, and another search
+is made where none of them goes on (after REST: He et al. 2023, arXiv 2311.08252).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Places = NDArray[np.int64]
+
+MOST = 32  # occurrences that are looked at: of the longest suffixes, and of those the latest
+OF_LENGTH = 4.0  # times as much as an occurrence whose suffix is a token shorter does one count
+OF_AGE = 0.9  # times as much as the next later one of those looked at
+
+
+class GrowingText:
+    """A text's tokens as an array, which contexts of 100 000 tokens would take long to be made into each time."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._room = np.array(tokens, dtype=np.int32)
+        self._length = len(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        end = self._length + len(tokens)
+        if end > len(self._room):
+            room = np.empty(2 * end, dtype=np.int32)
+            room[: self._length] = self.tokens
+            self._room = room
+        self._room[self._length : end] = tokens
+        self._length = end
+
+    @property
+    def tokens(self) -> Ids:
+        """(length,); a view, which further tokens leave as it is."""
+        return self._room[: self._length]
+
+    def followed_by(self, tokens: Sequence[int]) -> Ids:
+        """(length + tokens,)."""
+        return np.concatenate((self.tokens, np.array(tokens, dtype=np.int32))) if tokens else self.tokens
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Occurrences:
+    """Earlier places of a text at which it read as it does at its end."""
+
+    tokens: Ids  # of the text
+    ends: Places  # (count,): indices of the tokens that followed; earlier ones first
+    sizes: Places  # (count,): tokens before that are the same, as far as they were compared
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def size(self) -> int:
+        """The most tokens that are the same."""
+        return int(self.sizes.max())
+
+    def shares(self) -> Mapping[int, float]:
+        """Of each token that followed, by how often, how late, and after how long a suffix it did; largest first."""
+        ages = np.arange(len(self))[::-1]
+        weights = OF_LENGTH ** (self.sizes - self.size) * OF_AGE**ages
+        found: dict[int, float] = {}
+        for token, weight in zip(self.tokens[self.ends].tolist(), (weights / weights.sum()).tolist(), strict=True):
+            found[token] = found.get(token, 0.0) + weight
+        return dict(sorted(found.items(), key=lambda share: -share[1]))
+
+    def after(self, token: int) -> "Occurrences":
+        """Those that this token followed, and more of the text after it."""
+        kept = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
+        return Occurrences(self.tokens, self.ends[kept] + 1, self.sizes[kept] + 1)
+
+
+def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
+    """Of the suffixes of `shortest` to `longest` tokens, each place once, with the longest of them."""
+    end = len(tokens)
+    is_same = np.ones(max(0, end - shortest), dtype=np.bool_)  # by index of the token after, from `shortest` on
+    for back in range(1, shortest + 1):
+        is_same &= tokens[shortest - back : end - back] == tokens[end - back]
+    ends = np.flatnonzero(is_same) + shortest
+    sizes = np.full(len(ends), shortest)
+    for size in range(shortest + 1, longest + 1):
+        reaches = (sizes == size - 1) & (ends >= size)
+        sizes[reaches] += tokens[ends[reaches] - size] == tokens[end - size] if end >= size else 0
+    best = np.sort(np.lexsort((ends, sizes))[-MOST:])
+    return Occurrences(tokens, ends[best], sizes[best])
+
+
+class Continuations:
+    """What may follow each path of further tokens after a text; remembered for as long as a block is made."""
+
+    def __init__(self, text: GrowingText, outcome: Sequence[int], longest: int, shortest: int) -> None:
+        self._text = text
+        self._outcome = tuple(outcome)
+        self._longest = longest
+        self._shortest = shortest
+        self._known: dict[tuple[int, ...], Occurrences] = {}
+
+    def at(self, path: tuple[int, ...]) -> Occurrences:
+        """None where the text has nothing."""
+        if path not in self._known:
+            gone_on = self.at(path[:-1]).after(path[-1]) if path else None
+            self._known[path] = gone_on or self._search(path)
+        return self._known[path]
+
+    def _search(self, path: tuple[int, ...]) -> Occurrences:
+        return occurrences(self._text.followed_by((*self._outcome, *path)), self._longest, self._shortest)
