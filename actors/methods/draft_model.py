@@ -35,8 +35,8 @@ FEW = 4  # decided tokens that are fed once more for each token beside the trunk
 LIMB_TOKENS = 2  # that a limb has, at most: what is further off is seldom among a block's likeliest
 SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
 
-_Considered = dict[tuple[int, tuple[int, ...]], list[DraftedToken]]
-"""By hash of what a block comes after, and its tokens: what the model thought of at its first positions."""
+_Considered = dict[int, list[DraftedToken]]
+"""By hash of what a block comes after: what the model thought of at its first positions."""
 
 
 class DraftModel:
@@ -116,7 +116,7 @@ class DraftModel:
             self._head.go_on([limb for draft in drafts for limb in self._branch_off(draft)], LIMB_TOKENS, never)
         for draft in drafts:
             self._cache.publish(draft.branch, draft.request.base_len)
-            self._considered[draft.request.session] = {draft.address: draft.by_model}
+            self._considered[draft.request.session] = {draft.base_hash: draft.by_model}
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
@@ -126,7 +126,7 @@ class DraftModel:
         guesses = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
         self._considered |= {request.session: {} for request in requests}
         for draft in guesses:
-            self._considered[draft.request.session][draft.address] = draft.by_model
+            self._considered[draft.request.session][draft.base_hash] = draft.by_model
         return proposals(guesses)
 
     def _begin(self, request: DraftRequest | AheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
@@ -182,11 +182,10 @@ class DraftModel:
         Where a head, or a lookup, drafted some of the block, the model reads it first.
         """
         block = request.unverified.trunk
-        known = self._considered.get(request.session, {}).get((request.prefix_hash, block), [])
+        considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
         root = self._begin(request, block, len(block) + 1)
         root.unverified = block
-        root.drafted = list(known)
-        root.settled = len(known)
+        root.recall(considered)
         while root.missing > len(root.pending):  # it is cached what the model would have to read
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))

@@ -1,17 +1,25 @@
-"""Prompt lookup where the text repeats itself, the draft model elsewhere.
+"""Prompt lookup where the text repeats itself, the draft model elsewhere, and a tree of both where trees are taken.
 
-Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Which of
-the two drafts depends on tokens before the block alone, so ratio acceptance stays exact.
+Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Where the
+target takes trees it gets the likeliest candidates of both, and the model is spared where the text is sure. Elsewhere
+one of them drafts, and which one depends on tokens before the block alone, so ratio acceptance stays exact.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from actors.methods import loading, prompt_lookup
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
+from cluster.drafting.merge import merged
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from protos.messages import DraftRequest, Open, Shape
+
+AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
+
+SURE = 0.5  # share of the tokens asked for that a lookup must expect to be accepted, to do without the model
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
@@ -19,11 +27,12 @@ def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
 
 
 class LookupFirst:
-    """Two methods as one: `model` drafts what `lookup` has nothing to offer for."""
+    """Two methods as one: `model` is asked where `lookup` has nothing to offer, or is in doubt and may be added to."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         self._lookup = lookup
         self._model = model
+        self._open: dict[str, Open] = {}
 
     @property
     def shapes(self) -> frozenset[Shape]:
@@ -34,6 +43,7 @@ class LookupFirst:
         return self._model.tokens_per_forward
 
     def open(self, request: Open) -> None:
+        self._open[request.session] = request
         self._lookup.open(request)
         self._model.open(request)
 
@@ -43,18 +53,56 @@ class LookupFirst:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         found = [proposal for proposal in self._lookup.draft(requests) if proposal.tokens]
-        served = {proposal.session for proposal in found}
-        rest = [request for request in requests if request.session not in served]
-        return found + (self._model.draft(rest) if rest else [])
+        rest = self._in_doubt(requests, found)
+        return self._both(rest, found, self._model.draft(rest)) if rest else found
 
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         found = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
-        served = {proposal.session for proposal in found}
-        rest = [request for request in requests if request.session not in served]
-        return found + (self._model.draft_ahead(rest, interrupted, early) if rest else [])
+        rest = self._in_doubt(requests, found)
+        if not rest:
+            return found
+        early(found)
+        drafted = self._model.draft_ahead(rest, interrupted, lambda so_far: early(self._both(rest, found, so_far)))
+        return self._both(rest, found, drafted)
 
     def close(self, sessions: Sequence[str]) -> None:
+        for session in sessions:
+            self._open.pop(session, None)
         self._lookup.close(sessions)
         self._model.close(sessions)
+
+    # ------------------------------------------------------------ helpers
+
+    def _in_doubt(self, requests: Sequence[AnyRequest], found: Iterable[Proposal]) -> list[AnyRequest]:
+        """Those that the model is asked for too."""
+        expected: defaultdict[str, float] = defaultdict(float)  # tokens that are accepted, by session
+        for proposal in found:
+            expected[proposal.session] += proposal.chance * sum(proposal.chances)
+        served = {proposal.session for proposal in found}
+        return [
+            request
+            for request in requests
+            if request.session not in served
+            or (self._takes_both(request) and expected[request.session] < SURE * request.max_tokens)
+        ]
+
+    def _takes_both(self, request: DraftRequest | AheadRequest) -> bool:
+        return request.shape is Shape.TREE and self._open[request.session].takes_trees
+
+    def _both(
+        self, requests: Sequence[DraftRequest | AheadRequest], found: Iterable[Proposal], drafted: Iterable[Proposal]
+    ) -> list[Proposal]:
+        """Everything, likeliest outcomes first; one block where there are two for the same tokens."""
+        asked = {request.session: request for request in requests}
+        together: dict[tuple[str, int, int], Proposal] = {}
+        for proposal in (*found, *drafted):
+            address = (proposal.session, proposal.base_len, proposal.prefix_hash)
+            known = together.get(address)
+            together[address] = proposal if known is None else self._merged(known, proposal, asked[proposal.session])
+        return sorted(together.values(), key=lambda proposal: -proposal.chance)
+
+    def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | AheadRequest) -> Proposal:
+        most = min(request.max_tokens, max_block_len(self._open[request.session], one.base_len))
+        return merged(one, other, most, request.least_chance)

@@ -1,7 +1,7 @@
 """What a text knows to follow its own end: earlier occurrences of its suffixes, and the tokens that came after them.
 
-Pure. One search finds the occurrences of all suffixes; what follows further tokens is read off these, and another search
-is made where none of them goes on (after REST: He et al. 2023, arXiv 2311.08252).
+One search finds the occurrences of all suffixes. What follows further tokens is read off these, and another search is
+made where none of them goes on (after REST: He et al. 2023, arXiv 2311.08252). Pure.
 """
 
 from collections.abc import Mapping, Sequence

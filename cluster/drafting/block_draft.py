@@ -1,6 +1,7 @@
 """One block while it is being drafted: which tokens are final, which may be replaced, what a forward is worth."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -151,11 +152,6 @@ class BlockDraft:
         return self.request.base_len, self.outcome + self.tokens
 
     @property
-    def address(self) -> tuple[int, tuple[int, ...]]:
-        """Hash of what it comes after and trunk, of what is offered."""
-        return self.base_hash, self.tree.trunk
-
-    @property
     def takes_trees(self) -> bool:
         """Whether tokens may be offered beside its own."""
         return self.request.shape is Shape.TREE and not self.is_root and not self.ratio
@@ -201,6 +197,16 @@ class BlockDraft:
         by_head = self.is_guessed
         self.drafted.append(DraftedToken(token, choices, p_accepted, ids, weights, by_head, state))
         self.is_cut = p_accepted < self.min_confidence
+
+    def recall(self, considered: Iterable[DraftedToken]) -> None:
+        """Of a root: what was thought of at its first places, up to the first token that was drafted by another."""
+        for thought, token in zip(considered, self.unverified or (), strict=False):
+            there = thought.choices.including(token, self.ahead.claim((*self.tokens, token)))
+            p_accepted = self.p_accepted * there.chance_of(token)
+            self.drafted.append(replace(thought, token=token, choices=there, p_accepted=p_accepted))
+            if token != thought.token:
+                break
+        self.settled = len(self.drafted)
 
     def forget_guesses(self) -> None:
         """The model has read on: what the draft head made of it is drafted anew."""

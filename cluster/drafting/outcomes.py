@@ -23,7 +23,7 @@ class Choices:
 
     def including(self, token: int, chance: float) -> "Choices":
         """With a token that was not thought of, and what somebody else gives for it."""
-        if token in self.tokens:
+        if token in self.tokens or not chance:
             return self
         return Choices((*self.tokens, token), (*self.chances, chance))
 

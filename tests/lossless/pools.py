@@ -16,6 +16,7 @@ from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.methods.prompt_lookup import PromptLookup
 from cluster.dispatch import Send
+from cluster.drafting.method import DraftingMethod
 from cluster.lock_step import ROUTER
 from cluster.routing.session import Phase
 from protos.messages import Acceptance, Block, DraftRequest, Hello, LiveSession, Message
@@ -38,6 +39,7 @@ class Pools:
     lost_targets: int = 0  # a session is given up with its third
     lost_drafters: int = 0
     lookup_first: bool = False
+    lookup_alone: bool = False
 
 
 class PoolWorld(World):
@@ -72,7 +74,11 @@ class PoolWorld(World):
             clock=lambda: self._now,
         )
         lookup = PromptLookup(longest=3, shortest=1)
-        method = LookupFirst(lookup, model) if self._pools.lookup_first else model
+        method: DraftingMethod = model
+        if self._pools.lookup_first:
+            method = LookupFirst(lookup, model)
+        elif self._pools.lookup_alone:
+            method = lookup
         return ToyDrafter(a_draft_scheduler(self._setting, self._count), method, model)
 
     # ------------------------------------------------------------ losses

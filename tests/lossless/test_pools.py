@@ -12,7 +12,7 @@ from cluster.costs import ForwardCost
 from cluster.routing.session import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
-from tests.lossless.history import disturbed, drawn_by_history
+from tests.lossless.history import NextLogits, disturbed, drawn_by_history
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
@@ -41,12 +41,12 @@ FEW_TARGET = drawn_by_history(FEW, seed=3, scale=1.5)
 FEW_DRAFT = disturbed(FEW_TARGET, drawn_by_history(FEW, seed=4, scale=0.5))
 
 
-def plainly(generation: Generation) -> tuple[int, ...]:
+def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, ...]:
     """The target's own text, one token after the other, with no scheduler."""
     tokens = list(generation.prompt)
     while len(tokens) < generation.max_len and (tokens[-1] != EOS or len(tokens) == len(generation.prompt)):
         generated = tokens[len(generation.prompt) :]
-        logits = process(TARGET(tuple(tokens)).unsqueeze(0), generation.sampling, generated, ())
+        logits = process(target(tuple(tokens)).unsqueeze(0), generation.sampling, generated, ())
         at = DrawAddress(generation.seed, generation.choice, len(tokens))
         tokens.append(
             accept(Acceptance.COUPLED, generation.sampling.greedy, logits, DraftTree.chain(()), at).next_token

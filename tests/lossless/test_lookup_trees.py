@@ -1,0 +1,84 @@
+"""Trees of a text's own continuations, alone and merged with a draft model's, give the text of plain decoding.
+
+The models' texts repeat themselves and turn elsewhere now and then, so that a text knows several continuations.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.methods import lookup_first
+from cluster.drafting.requests import Proposal
+from protos.messages import Acceptance, Sampling
+from tests.lossless.history import NextLogits, disturbed, drawn_by_history
+from tests.lossless.parts import EOS, Setting
+from tests.lossless.pools import Pools, PoolWorld
+from tests.lossless.test_pools import AT_ONCE, DEAR, UNUSED, VOCABULARY, WORLDS, plainly
+from tests.lossless.world import calm, near_patience, stormy
+
+NEW_TOKENS = 60
+NODES = 6
+
+
+def repeating(vocabulary: int, seed: int) -> NextLogits:
+    """What follows depends on the last token, and less on all before: a wrong page still shows. Hardly any text ends."""
+    mostly = drawn_by_history(vocabulary, seed, scale=2.0)
+    rest = drawn_by_history(vocabulary, seed + 1, scale=0.5)
+    never = torch.zeros(vocabulary)
+    never[EOS] = -6.0
+    return lambda tokens: mostly(tokens[-1:]) + rest(tokens) + never
+
+
+TARGET = repeating(VOCABULARY, seed=11)
+DRAFT = disturbed(TARGET, drawn_by_history(VOCABULARY, seed=13, scale=1.0))
+SETTING = Setting(UNUSED, UNUSED, Acceptance.COUPLED, calm, NODES, NEW_TOKENS, ahead=4, interruption=0.1)
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "coupled": Sampling(temperature=0.7),
+    "penalties": Sampling(temperature=0.7, top_p=0.9, frequency_penalty=0.1),
+}
+
+
+def worlds(setting: Setting, pools: Pools) -> list[PoolWorld]:
+    """Run, and equal to plain decoding, each with a prompt and seeds of its own."""
+    made = [PoolWorld(replace(setting, prompt=(1, 2, 3 + seed)), pools, AT_ONCE, seed) for seed in range(WORLDS)]
+    for world in made:
+        assert world.run() == [plainly(session.generation, TARGET) for session in world.sessions.values()]
+    return made
+
+
+@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=list(SAMPLINGS))
+def test_trees_of_continuations_decide_what_plain_decoding_does(sampling, schedule):
+    pools = Pools(TARGET, DRAFT, lookup_alone=True)
+    made = worlds(replace(SETTING, schedule=schedule, sampling=sampling), pools)
+    assert sum(world.branches_accepted for world in made) > 1, "no trees: this showed nothing"
+    assert sum(s.counts.accepted for world in made for s in world.sessions.values()) > AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step_cost"),
+    [
+        pytest.param(calm, None, id="calm"),
+        pytest.param(stormy, None, id="stormy"),
+        pytest.param(near_patience, DEAR, id="near patience, verification dear"),
+    ],
+)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=list(SAMPLINGS))
+def test_merged_trees_decide_what_plain_decoding_does(monkeypatch, sampling, schedule, step_cost):
+    of_both: list[bool] = []
+
+    def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:
+        found = merge(one, other, most, least_chance)
+        nodes = {found.tree.trunk, *found.tree.off_trunk}
+        of_both.append(not any(nodes <= {each.tree.trunk, *each.tree.off_trunk} for each in (one, other)))
+        return found
+
+    merge = lookup_first.merged
+    monkeypatch.setattr(lookup_first, "merged", merged)
+    pools = Pools(TARGET, DRAFT, lost_targets=1, lost_drafters=1, lookup_first=True)
+    made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, step_cost=step_cost), pools)
+    assert sum(of_both) > AT_ONCE, "hardly any tree had candidates of both"
+    assert sum(world.branches_accepted for world in made) > 1
+    assert sum(s.counts.accepted for world in made for s in world.sessions.values()) > AT_ONCE * WORLDS
