@@ -127,7 +127,8 @@ class DraftPool(_Frozen):
     """
 
     method: Literal["draft_model", "prompt_lookup", "lookup_first"] = Field(
-        "draft_model", description="lookup_first looks the continuation up in the text and else asks the model"
+        "draft_model",
+        description="lookup_first looks continuations up in the text, and asks the model where these are in doubt",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()

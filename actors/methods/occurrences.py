@@ -78,7 +78,10 @@ class Occurrences:
 def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
     """Of the suffixes of `shortest` to `longest` tokens, each place once, with the longest of them."""
     end = len(tokens)
-    is_same = np.ones(max(0, end - shortest), dtype=np.bool_)  # by index of the token after, from `shortest` on
+    if end <= shortest:
+        nowhere = np.empty(0, dtype=np.int64)
+        return Occurrences(tokens, nowhere, nowhere)
+    is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after, from `shortest` on
     for back in range(1, shortest + 1):
         is_same &= tokens[shortest - back : end - back] == tokens[end - back]
     ends = np.flatnonzero(is_same) + shortest

@@ -173,6 +173,26 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
     assert len(runner.fed[0]) == 1 < len(runner.fed[1])
 
 
+def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is_read():
+    """As it is after a merge; the other's token counts for what the other gave for it."""
+    runner = SpyRunner()
+    method = a_method(runner)
+    want = a_want((1, 2), 3)
+    (own,) = propose(method, [want], never)
+    other = next(token for token in range(VOCABULARY) if token not in own.tokens)
+    trunk = (own.tokens[0], other)
+    under_way = replace(want, unverified=DraftTree.chain(trunk))
+    request = replace(under_way.ahead, chances=(own.chances[0], own.chances[0] * 0.9))
+    runner.fed.clear()
+    found = method.draft_ahead([request], never)
+    (reading,) = [row for row in runner.fed[0] if (row.start, row.tokens) == (3, (other,))]
+    assert reading.logits == 1, "what may come in the place of its tokens is known"
+    outcomes = [proposal.outcome for proposal in found]
+    assert any(outcome[:2] == trunk and len(outcome) == 3 for outcome in outcomes)
+    assert any(len(outcome) == 1 for outcome in outcomes)
+    assert (own.tokens[0], own.tokens[1]) in outcomes, "the model's own token comes if the other's is rejected"
+
+
 def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_there():
     """All before it is cached, the logits are gone."""
     method = a_method(PrefixRunner())

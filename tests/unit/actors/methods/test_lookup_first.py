@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.prompt_lookup import PromptLookup
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import DraftRequest, Open, Shape
+from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
+from protos.prefix import Prefix
 from tests.unit.actors.methods.asking import Want, never, propose
-from tests.unit.cluster.samples import an_open
+from tests.unit.cluster.samples import KEY, an_open
 
 REPEATING = (5, 6, 7, 5, 6)
 NEW = (1, 2, 3, 4, 5)
@@ -101,3 +103,66 @@ def test_what_becomes_of_sessions_reaches_both() -> None:
     assert found.tokens == (4, 5)
     method.close(["s"])
     assert model.closed == ["s"]
+
+
+class Chanced(Asked):
+    """A model that thinks 9 likely, and 8 after it, after whatever is decided."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [replace(each, tree=TREE, chances=CHANCES) for each in super().draft(requests)]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        super().draft_ahead(requests, interrupted)
+        found = [
+            Proposal(each.session, each.base_len + 1, Prefix(KEY, (*REPEATING, 7)).hash, TREE, (7,), chances=CHANCES)
+            for each in requests
+        ]
+        early(found)
+        return found
+
+
+TREE = DraftTree.chain((9, 8))
+CHANCES = (0.4, 0.2)
+
+
+def a_tree_want(tokens: tuple[int, ...], most: int = 3, **changes: Any) -> Want:
+    return Want(an_open(tokens=tokens, **changes), tokens, Prefix(KEY, tokens).hash, most, shape=Shape.TREE)
+
+
+def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
+    model = Chanced()
+    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [a_tree_want(REPEATING)], never)
+    assert {7, 9} == set(found.tree.children(-1))
+    assert len(found.tokens) == 3
+    assert found.chances == tuple(sorted(found.chances, reverse=True))
+    assert model.sessions == ["s"]
+
+
+def test_where_the_text_is_sure_the_model_is_spared() -> None:
+    model = Chanced()
+    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [a_tree_want(REPEATING * 6)], never)
+    assert found.tokens == (5, 6, 7)
+    assert model.sessions == []
+
+
+def test_under_ratio_one_of_them_drafts_though_trees_are_taken() -> None:
+    model = Chanced()
+    drawn = Sampling(temperature=1.0)
+    want = a_tree_want(REPEATING, acceptance=Acceptance.RATIO, sampling=drawn)
+    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [want], never)
+    assert found.tree == DraftTree.chain((7, 5, 6))
+    assert model.sessions == []
+
+
+def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_early() -> None:
+    told: list[list[Proposal]] = []
+    model = Chanced()
+    want = replace(a_tree_want(REPEATING, max_draft_tokens=8), unverified=NO_TREE)
+    found = propose(LookupFirst(PromptLookup(3, 2), model), [want], never, told.append)
+    assert [proposal.outcome for proposal in told[0]] == [(7,)], "the text's own, before the model is asked"
+    assert 9 not in told[0][0].tree.children(-1)
+    (both,) = [proposal for proposal in found if proposal.outcome == (7,)]
+    assert set(both.tree.children(-1)) == {5, 9}
+    assert told[-1] == found

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.drafting.outcomes import Choices
-from cluster.drafting.tree_growth import SIBLINGS, Limb, least_of, likeliest_paths, likeliest_tree, worth_a_limb
+from cluster.drafting.tree_growth import (
+    SIBLINGS,
+    Limb,
+    grown_paths,
+    least_of,
+    likeliest_paths,
+    likeliest_tree,
+    worth_a_limb,
+)
 from protos.draft_tree import DraftTree
 
 AT_FIRST = Choices((4, 5, 6, 7), (0.5, 0.3, 0.15, 0.05))
@@ -64,3 +72,17 @@ def test_limbs_begin_where_what_follows_may_be_among_the_likeliest():
         (4, 2),
     ]
     assert least_of(paths, 5) == 0.0, "there is room for more"
+
+
+@pytest.mark.parametrize("most", range(1, 7))
+def test_grown_at_once_a_tree_has_the_likeliest_paths_and_asks_for_no_more_than_it_has(most):
+    asked: list[tuple[int, ...]] = []
+
+    def after(path: tuple[int, ...]) -> Choices:
+        asked.append(path)
+        return {(): AT_FIRST, (4,): THEN}.get(path, Choices((), ()))
+
+    assert grown_paths(after, most, 0.0) == likeliest_paths([TRUNK], most, 0.0)
+    assert len(asked) == most
+    assert grown_paths(after, most, 0.2) == likeliest_paths([TRUNK], most, 0.2)
+    assert grown_paths(after, most, 0.9) == [], "not even the first"
