@@ -8,7 +8,7 @@ import re
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +59,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         with _opened(path) as shard:
             found |= {key: Stored(path, tuple(shard.get_slice(key).get_shape())) for key in list(shard.keys())}
     return found
+
+
+def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of one file, on the CPU: those of these names, or all."""
+    with _opened(path) as shard:
+        return {name: shard.get_tensor(name) for name in (list(shard.keys()) if names is None else names)}
 
 
 def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:

@@ -1,0 +1,135 @@
+"""What a draft head's folder holds, whoever published it: its configuration and its tensors, and those it borrows.
+
+Which method a folder holds is for its loader to tell, by the keys of the configuration and the names of the tensors.
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.models.weights import read_tensors, stored_tensors
+from cluster.errors import ModelError
+
+PICKLES = ("*.bin", "*.pt", "*.pth")
+EMBEDDING = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "transformer.wte.weight",
+)
+HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # tied heads are stored as the embedding
+
+Aliases = Sequence[tuple[str, str]]
+"""Pairs of a regular expression for the beginning of a tensor's name, and what takes its place."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadFiles:
+    """A head's folder."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]  # on the CPU, in the types that they were stored in
+
+    def renamed(self, aliases: Aliases) -> "HeadFiles":
+        """With the names that others give the same tensors replaced; each name by the first alias that fits.
+
+        Raises ModelError where two tensors would have one name.
+        """
+        found: dict[str, Tensor] = {}
+        for stored, tensor in self.tensors.items():
+            name = _renamed(stored, aliases)
+            if name in found:
+                raise ModelError(f"{self.folder} holds the tensor {name} under two names, one of them {stored}")
+            found[name] = tensor
+        return replace(self, tensors=found)
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """One tensor. Raises ModelError where there is none, or where it has another shape."""
+        found = self.tensors.get(name)
+        if found is None:
+            raise ModelError(f"{self.folder} holds no tensor {name}; it holds {_listed(self.tensors)}")
+        if shape is not None and tuple(found.shape) != shape:
+            raise ModelError(f"{name} in {self.folder} has shape {tuple(found.shape)}, expected {shape}")
+        return found
+
+
+def read_head(folder: Path) -> HeadFiles:
+    """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors where there are both.
+
+    Pickles are read as tensors and nothing else, so that no code of theirs runs. Raises ModelError where the folder
+    holds no head.
+    """
+    config = _read_config(folder / "config.json")
+    tensors = _read_safetensors(folder) or _read_pickles(folder)
+    if not tensors:
+        raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
+    return HeadFiles(folder, config, tensors)
+
+
+def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
+    """The first of these tensors that the target's checkpoint holds, such as `EMBEDDING`; nothing else is read.
+
+    Raises ModelError where it holds none of them.
+    """
+    stored = stored_tensors(target_folder)
+    name = next((name for name in names if name in stored), None)
+    if name is None:
+        raise ModelError(
+            f"the head borrows a tensor of the target, but {target_folder} holds none of {', '.join(names)}"
+        )
+    return read_tensors(stored[name].path, [name])[name]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"there is no {path}; a draft head's folder has a config.json")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no object of JSON, but {type(config).__name__}")
+    return config
+
+
+def _read_safetensors(folder: Path) -> dict[str, Tensor]:
+    """Of the shards that an index names, or else of all files."""
+    paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
+
+
+def _read_pickles(folder: Path) -> dict[str, Tensor]:
+    paths = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
+    return {name: tensor for path in paths for name, tensor in _read_pickle(path).items()}
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
+    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise ModelError(f"{path} holds something else than tensors by name; convert it to safetensors")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _renamed(name: str, aliases: Aliases) -> str:
+    for pattern, replacement in aliases:
+        renamed, count = re.subn(f"^(?:{pattern})", replacement, name)
+        if count:
+            return renamed
+    return name
+
+
+def _listed(tensors: Mapping[str, Tensor]) -> str:
+    names = sorted(tensors)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
