@@ -5,7 +5,7 @@ models.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class FeedRow:
     logits: int
     pages: tuple[int, ...]  # that hold places 0 to the row's end, in order
     parents: tuple[int, ...] = ()  # as in `DraftTree`; none also where the nodes are a chain
+    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden) that a draft head reads beside them
 
     @property
     def end(self) -> int:

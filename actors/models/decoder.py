@@ -6,7 +6,7 @@ operations over packed weights.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -99,15 +99,62 @@ class Layer:
     window: int | None
 
 
+class Rotation(NamedTuple):
+    """Of every token, (total, 1, head dim), for x cos + roll(x) sin: rotate_half's sign is in the sin."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """Those of a layer."""
+
+    queries: int
+    keys: int
+    dim: int
+
+    def attend(
+        self, layer: Layer, index: int, inputs: Tensor, residual: Tensor, rotation: Rotation, batch: RaggedBatch
+    ) -> Tensor:
+        """A layer's attention over `inputs`, normed already, plus `residual`; both have the batch's rows or more."""
+        rotated = self.queries + self.keys
+        qkv = layer.qkv(inputs).view(len(inputs), rotated + self.keys, self.dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            qkv[:, : self.queries] = layer.query_norm(qkv[:, : self.queries])
+            qkv[:, self.queries : rotated] = layer.key_norm(qkv[:, self.queries : rotated])
+        turning = qkv[:, :rotated]
+        torch.addcmul(turning * rotation.cos, turning.roll(self.dim // 2, -1), rotation.sin, out=turning)
+        total = len(batch.tokens)
+        query = qkv[:total, : self.queries]
+        key_value = qkv[:total, self.queries :]
+        attended = batch.attend(index, query, key_value, layer.scaling, layer.window)
+        return layer.attention_out.plus(F.pad(attended, (0, 0, 0, len(inputs) - total)), residual)
+
+
+def gated_mlp(layer: Layer, hidden: Tensor) -> Tensor:
+    """A layer's second half, residual included."""
+    gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+    return layer.down.plus(F.silu(gate) * up, hidden)
+
+
+def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
+    """At positions (total,), by transformers' module; in the type of `like`."""
+    cos, sin = rotary(like, position_ids=positions.unsqueeze(0))
+    cos = cos[0].unsqueeze(1)
+    sin = sin[0].unsqueeze(1)
+    sin[..., : sin.shape[-1] // 2].neg_()
+    return Rotation(cos, sin)
+
+
 class LlamaDecoder:
     """Llama, Mistral, Qwen2 and Qwen3, with their own weights in fewer operations."""
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         body = model.get_decoder()
         first = body.layers[0].self_attn
-        self._head_dim = int(first.head_dim)
-        self._heads = first.q_proj.weight.shape[0] // self._head_dim
-        self._kv_heads = first.k_proj.weight.shape[0] // self._head_dim
+        dim = int(first.head_dim)
+        self._heads = AttentionHeads(first.q_proj.weight.shape[0] // dim, first.k_proj.weight.shape[0] // dim, dim)
         self._embedding = body.embed_tokens.weight.detach()
         self._rotary: nn.Module = body.rotary_emb
         self._layers = [_layer(module, product) for module in body.layers]
@@ -127,37 +174,11 @@ class LlamaDecoder:
         """What the head reads at the batch's wanted places, (places, hidden)."""
         padding = (0, max(0, self._least_rows - len(batch.tokens)))
         hidden = self.embed(F.pad(batch.tokens, padding))
-        cos, sin = _rotation(self._rotary, hidden, F.pad(batch.positions, padding))
+        rotation = rotation_of(self._rotary, hidden, F.pad(batch.positions, padding))
         for index, layer in enumerate(self._layers):
-            hidden = self._attention(layer, index, hidden, cos, sin, batch)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-            hidden = layer.down.plus(F.silu(gate) * up, hidden)
+            hidden = self._heads.attend(layer, index, layer.attention_norm(hidden), hidden, rotation, batch)
+            hidden = gated_mlp(layer, hidden)
         return self._norm(hidden.index_select(0, batch.logit_at))
-
-    def _attention(
-        self, layer: Layer, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch
-    ) -> Tensor:
-        rotated = self._heads + self._kv_heads
-        qkv = layer.qkv(layer.attention_norm(hidden)).view(len(hidden), rotated + self._kv_heads, self._head_dim)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            qkv[:, : self._heads] = layer.query_norm(qkv[:, : self._heads])
-            qkv[:, self._heads : rotated] = layer.key_norm(qkv[:, self._heads : rotated])
-        turning = qkv[:, :rotated]
-        torch.addcmul(turning * cos, turning.roll(self._head_dim // 2, -1), sin, out=turning)
-        total = len(batch.tokens)
-        query = qkv[:total, : self._heads]
-        key_value = qkv[:total, self._heads :]
-        attended = batch.attend(index, query, key_value, layer.scaling, layer.window)
-        return layer.attention_out.plus(F.pad(attended, (0, 0, 0, len(hidden) - total)), hidden)
-
-
-def _rotation(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, (total, 1, head dim), for x cos + roll(x) sin: rotate_half's sign is in the sin."""
-    cos, sin = rotary(like, position_ids=positions.unsqueeze(0))
-    cos = cos[0].unsqueeze(1)
-    sin = sin[0].unsqueeze(1)
-    sin[..., : sin.shape[-1] // 2].neg_()
-    return cos, sin
 
 
 def norm_of(weight: Tensor, eps: float) -> Norm:

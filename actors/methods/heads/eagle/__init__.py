@@ -1,0 +1,1 @@
+"""EAGLE heads of all generations, in every layout that they are published in."""

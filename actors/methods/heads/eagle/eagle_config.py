@@ -1,0 +1,94 @@
+"""What an EAGLE head is, resolved from its files and the target's shape into one value that can be printed.
+
+(EAGLE: Li et al. 2024, arXiv 2401.15077; EAGLE-2: arXiv 2406.16858; EAGLE-3: Li et al. 2025, arXiv 2503.01840.)
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from actors.methods.heads.eagle.eagle_layer_ids import LayerIdMeaning
+from actors.methods.heads.head_rope import Rope
+from protos.states import StatesNeeded
+
+
+class EagleKind(Enum):
+    """What a head's first layer reads."""
+
+    EAGLE = "EAGLE-1/2"  # a projection of embedding and state, which is the target's final one
+    EAGLE3 = "EAGLE-3"  # embedding and state side by side
+
+
+class FeatureNorm(Enum):
+    """What is normed before the projection of the target's states."""
+
+    NOTHING = "nothing"
+    ALL = "all states as one row"  # input_norm, by norm_before_fc
+    EACH = "each state by itself"  # fc_norm
+
+
+class OutputNorm(Enum):
+    """What the norm after the last layer is for."""
+
+    NOTHING = "nothing"
+    LOGITS = "logits"  # recycled states are what goes into the norm
+    BOTH = "logits and recycled states"  # norm_output: EAGLE 3.1
+
+
+class WeightSource(Enum):
+    """Where the embedding or the LM head comes from."""
+
+    HEAD = "the head"
+    EMBEDDING = "the head's embedding"
+    TARGET = "the target"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleOverrides:
+    """What a user knows better than the head's configuration; None: it is as configured."""
+
+    states: tuple[int, ...] | None = None  # of the target that are read
+    layer_ids: LayerIdMeaning | None = None
+    output_norm: OutputNorm | None = None  # SpecForge's norm_output meant something else before September 2026
+    max_positions: int | None = None  # published configurations often say 2048, whatever the head was trained for
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """A head's sizes and conventions."""
+
+    kind: EagleKind
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float  # of the norms
+    rope: Rope
+    max_positions: int
+    vocabulary: int  # the target's
+    columns: int  # of the logits: the draft vocabulary
+    target_hidden: int
+    needs: StatesNeeded
+    projects: bool  # the target's states, once, before they are fed: by `fc`, for EAGLE-3
+    feature_norm: FeatureNorm
+    norm_before_residual: bool
+    output_norm: OutputNorm
+    embedding: WeightSource
+    lm_head: WeightSource
+
+    def describe(self) -> list[str]:
+        """One line a fact, for whoever wants to know how a head was understood."""
+        first = f"{self.kind.value} head: {self.layers} layer(s) of {self.hidden}, MLP {self.intermediate}"
+        lines = [
+            f"{first}, {self.heads} heads, {self.kv_heads} key-value heads of {self.head_dim}, eps {self.eps:g}",
+            f"reads the target's states {list(self.needs.layers)} (k: after k layers), {self.needs.width} elements",
+            f"positions up to {self.max_positions}, {self.rope}",
+            f"proposes {self.columns} of {self.vocabulary} tokens",
+            f"embedding of {self.embedding.value}, LM head of {self.lm_head.value}",
+            f"norm after the last layer: {self.output_norm.value}",
+        ]
+        if self.kind is EagleKind.EAGLE3:
+            residual = "normed" if self.norm_before_residual else "as they come"
+            lines.append(f"norm before fc: {self.feature_norm.value}; states enter the residual {residual}")
+        return lines

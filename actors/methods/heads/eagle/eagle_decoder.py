@@ -1,0 +1,69 @@
+"""The forward of an EAGLE head over a ragged batch: from tokens and the states before them to logits and states.
+
+Place i of a head's cache holds token i + 1 of the text and state i, at position i: a step reads what the target, or the
+head itself, made of all tokens up to i, and the token that was taken after them. It predicts the token after that.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from actors.attention.batch import RaggedBatch
+from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleKind, OutputNorm
+from actors.methods.heads.eagle.eagle_weights import EagleWeights
+from actors.models.decoder import AttentionHeads, gated_mlp, rotation_of
+from actors.models.forward_output import ForwardOutput
+
+
+class EagleDecoder:
+    """All generations; `config` says how they differ."""
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, rotary: nn.Module) -> None:
+        self._config = config
+        self._weights = weights
+        self._rotary = rotary
+        self._heads = AttentionHeads(config.heads, config.kv_heads, config.head_dim)
+
+    def project(self, raw: Tensor) -> Tensor:
+        """What a step is fed, (rows, hidden), of the target's states as `config.needs` has them, (rows, width)."""
+        weights = self._weights
+        if not self._config.projects:
+            return raw
+        assert weights.fc is not None, "a head that projects has a projection"
+        if weights.feature_norms:
+            parts = raw.chunk(len(weights.feature_norms), dim=-1)
+            raw = torch.cat([norm(part) for norm, part in zip(weights.feature_norms, parts, strict=True)], dim=-1)
+        return weights.fc(raw)
+
+    def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
+        """Logits and the states to feed next, at the batch's wanted places; `states`, (total, hidden), are projected
+        ones of the target or earlier ones of the head."""
+        weights = self._weights
+        embedded = weights.embedding_norm(F.embedding(batch.tokens, weights.embedding))
+        rotation = rotation_of(self._rotary, embedded, batch.positions)
+        first, *others = weights.layers
+        inputs, residual = self._entry(embedded, states)
+        hidden = gated_mlp(first, self._heads.attend(first, 0, first.attention_norm(inputs), residual, rotation, batch))
+        for index, layer in enumerate(others, start=1):
+            inputs = layer.attention_norm(hidden)
+            hidden = gated_mlp(layer, self._heads.attend(layer, index, inputs, hidden, rotation, batch))
+        return self._output(hidden.index_select(0, batch.logit_at))
+
+    def _entry(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer attends over, before its own norm, and its residual."""
+        weights = self._weights
+        if self._config.kind is EagleKind.EAGLE:
+            assert weights.fc is not None, "a head of the first kind has a projection"
+            fused = weights.fc(torch.cat((embedded, states), dim=-1))
+            return fused, fused
+        normed = weights.state_norm(states)
+        residual = normed if self._config.norm_before_residual else states
+        return torch.cat((embedded, normed), dim=-1), residual
+
+    def _output(self, hidden: Tensor) -> ForwardOutput:
+        weights = self._weights
+        if weights.norm is None:
+            return ForwardOutput(weights.lm_head(hidden), hidden)
+        normed = weights.norm(hidden)
+        recycled = normed if self._config.output_norm is OutputNorm.BOTH else hidden
+        return ForwardOutput(weights.lm_head(normed), recycled)

@@ -1,0 +1,52 @@
+"""Loads an EAGLE head: its files, what it borrows of the target, and what both are understood to be."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.compute.linear import Product, projection
+from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleOverrides
+from actors.methods.heads.eagle.eagle_decoder import EagleDecoder
+from actors.methods.heads.eagle.eagle_names import canonical
+from actors.methods.heads.eagle.eagle_resolution import resolve
+from actors.methods.heads.eagle.eagle_weights import WeightReader
+from actors.methods.heads.head_files import read_head
+from actors.methods.heads.head_rope import rotary_of
+from actors.methods.heads.target_shape import target_shape
+
+AS_CONFIGURED = EagleOverrides()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleHead:
+    """A loaded head."""
+
+    config: EagleConfig
+    decoder: EagleDecoder
+    token_ids: Tensor  # (columns,) of the target, by column of the logits
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_eagle(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    overrides: EagleOverrides = AS_CONFIGURED,
+    proposable: Collection[int] | None = None,
+    product: Product = projection,
+) -> EagleHead:
+    """A published head, as it is on disk, for a target; tokens that are not `proposable` are left out.
+
+    Raises ModelError where the head does not fit the target, or is none that is known here.
+    """
+    files = canonical(read_head(folder))
+    config = resolve(files, target_shape(target_folder), overrides)
+    reader = WeightReader(files, target_folder, config, dtype, device, product)
+    weights = reader.weights(proposable)
+    rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
+    return EagleHead(config, EagleDecoder(config, weights, rotary), weights.token_ids, dtype, device)

@@ -1,0 +1,49 @@
+"""One EAGLE head, one cache, one forward over ragged rows that carry states beside their tokens."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch, never
+from actors.attention.choice import choose_attention
+from actors.attention.shape import AttentionShape
+from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.methods.heads.eagle.eagle_loading import EagleHead
+from actors.models.forward_output import ForwardOutput
+from cluster.page_allocator import PageCopy
+
+
+class EagleRunner:
+    """An `InterruptibleRunner` whose rows have `states`, (tokens, hidden).
+
+    `hidden` of what a forward returns are the states to feed beside the tokens that are taken after these places.
+    """
+
+    def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
+        self.vocabulary = head.config.vocabulary
+        self._head = head
+        self._attention = attention or choose_attention(attention_shape_of(head, page_size), head.device)[0]
+        self._cache = PagedCache(pages, page_size, head.dtype, head.device)
+
+    @torch.inference_mode()
+    def project(self, raw: Tensor) -> Tensor:
+        """What rows carry, (rows, hidden), of the target's states as they are sent, (rows, width)."""
+        return self._head.decoder.project(raw.to(self._head.device, self._head.dtype))
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> ForwardOutput:
+        self._cache.copy(copies)
+        states = torch.cat([row.states for row in rows if row.states is not None])
+        batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
+        assert len(states) == len(batch.tokens), "a token is fed to a head with the state before it"
+        return self._head.decoder(batch, states)
+
+
+def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:
+    """What the head requires of attention and of its cache."""
+    config = head.config
+    return AttentionShape(config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype)

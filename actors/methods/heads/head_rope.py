@@ -1,0 +1,68 @@
+"""Rotary positions of a draft head, as its configuration has them: in one of three places."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from cluster.errors import ModelError
+
+DEFAULT_BASE = 10000.0  # where a configuration names none, whatever the target's is
+PLAIN = frozenset({"default", "mrope"})  # of text alone, the sections of mrope have equal positions
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A base, and how positions are scaled."""
+
+    base: float
+    kind: str  # as transformers names it
+    scaling: tuple[tuple[str, Any], ...] = ()  # its parameters
+
+    def __str__(self) -> str:
+        scaling = "".join(f", {name} {value}" for name, value in self.scaling)
+        return f"RoPE base {self.base:g}, {self.kind}{scaling}"
+
+
+def rope_of(config: Mapping[str, Any]) -> Rope:
+    """Reads `rope_parameters`, or else `rope_scaling` and `rope_theta`.
+
+    Transformers 5 keeps the base in the first of them, and files that it writes may have another one at the top level.
+    Raises ModelError for a kind that is not known.
+    """
+    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = float(section.get("rope_theta", config.get("rope_theta") or DEFAULT_BASE))
+    kind = section.get("rope_type", section.get("type", "default"))
+    if kind in PLAIN:
+        kind = "default"
+    elif kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(sorted([*PLAIN, *ROPE_INIT_FUNCTIONS]))
+        raise ModelError(f"the head's rotary positions are of kind {kind!r}, expected one of {known}")
+    if float(section.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)) != 1.0:
+        raise ModelError("the head rotates a part of each attention head only, which is not supported")
+    named = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    return Rope(base, kind, tuple((name, _frozen(value)) for name, value in section.items() if name not in named))
+
+
+def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
+    """From positions to cosines and sines, by transformers."""
+    parameters = {"rope_type": rope.kind, "rope_theta": rope.base} | {
+        name: list(value) if isinstance(value, tuple) else value for name, value in rope.scaling
+    }
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=parameters,
+    )
+    rotary: nn.Module = LlamaRotaryEmbedding(config)
+    return rotary
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

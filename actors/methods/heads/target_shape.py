@@ -1,0 +1,21 @@
+"""The sizes of the target that a draft head has to fit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """Of a target's checkpoint."""
+
+    hidden: int
+    vocabulary: int  # rows of the embedding
+    layers: int
+
+
+def target_shape(folder: Path) -> TargetShape:
+    """Of the checkpoint in a folder, by its configuration alone."""
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    return TargetShape(int(config.hidden_size), int(config.vocab_size), int(config.num_hidden_layers))
