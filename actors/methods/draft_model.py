@@ -20,6 +20,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
+from actors.methods.model.state_feed import StateFeed
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.block_draft import DraftedToken
 from cluster.drafting.method import Early, dismiss
@@ -42,7 +43,7 @@ _Considered = dict[int, list[DraftedToken]]
 class DraftModel:
     """Drafts with a model behind a `Runner`, whose logits' columns are those of `token_ids`, shape (columns,).
 
-    Those of `head` may be only the first of them.
+    Those of `head` may be only the first of them. With `feed`, the model reads the target's states beside the tokens.
     """
 
     shapes = frozenset(Shape)
@@ -57,13 +58,16 @@ class DraftModel:
         masks: MaskTokens = ONE_AT_A_TIME,
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
+        feed: StateFeed | None = None,
     ) -> None:
+        self.needs = None if feed is None else feed.needs
         self.tokens_per_forward = masks.width if head is None else head.width
         self.outcomes = OUTCOMES if head is None else GUESSED
         self._cache = cache
         self._min_confidence = limits.min_confidence
         self._clock = clock
-        self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens)
+        self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens, feed)
+        self._feed = feed
         self._sampler = DraftSampler(token_ids, runner.vocabulary, limits, calibration or Calibration())
         self._head = None if head is None else HeadDrafting(head, self._sampler)
         self._ahead_time = ForwardTime()
@@ -75,13 +79,25 @@ class DraftModel:
 
     def open(self, request: Open) -> None:
         self._texts.open(request)
+        if self._feed is not None:
+            self._feed.open(request.session)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._texts.committed(session, tokens)
         self._sampler.decided(session, self._texts[session].tokens)
 
+    def states(self, session: str, first: int, rows: Tensor) -> None:
+        """The target's states at positions of the session's text, from `first` on: rows (n, width) as in `needs`.
+
+        While states that are needed are missing, the session gets no block.
+        """
+        assert self._feed is not None, "a method that needs no states is sent none"
+        self._feed.put(session, first, rows)
+
     def close(self, sessions: Sequence[str]) -> None:
         self._texts.close(sessions)
+        if self._feed is not None:
+            self._feed.close(sessions)
         for name in sessions:
             self._cache.close(name)
             self._considered.pop(name, None)
@@ -134,6 +150,8 @@ class DraftModel:
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         branch = self._cache.resume(request.session, tokens)
+        if self._feed is not None:
+            self._feed.rewind(self._cache, branch)
         return CachedDraft(
             request=request,
             text=text,
@@ -179,13 +197,14 @@ class DraftModel:
     def roots(self, request: AheadRequest) -> list[CachedDraft]:
         """The trunk under verification, as far as it is not known what the model thinks of it, and what is beside it.
 
-        Where a head, or a lookup, drafted some of the block, the model reads it first.
+        Where a head, or a lookup, drafted some of the block, the model reads it first; so it does where the text before
+        is fed again with true states, for with those it thinks otherwise.
         """
         block = request.unverified.trunk
         considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
         root = self._begin(request, block, len(block) + 1)
         root.unverified = block
-        root.recall(considered)
+        root.recall(considered if len(root.branch.tokens) >= request.base_len else [])
         while root.missing > len(root.pending):  # it is cached what the model would have to read
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))

@@ -8,8 +8,10 @@ was not asked for lately is forgotten.
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+
+from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from cluster.page_allocator import PageAllocator, PageCopy
@@ -22,12 +24,21 @@ class Branch:
     session: str
     name: str
     tokens: list[int]
+    # Of a draft head, which is fed each token with the state before it:
+    exact: int = 0  # of its tokens, the first so many were fed with the target's states
+    predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's own, to feed the token of that index with
 
 
 class DraftCache:
-    """All branches of all sessions, over one pool of pages."""
+    """All branches of all sessions, over one pool of pages.
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    The first `unfed` tokens of a text are not fed, so that a token lies so many places before its index. A draft head
+    is fed each token with the state before it: it has no use for the first token, and what lies at a place depends on
+    more than the tokens up to there, so that its pages are not shared between sessions.
+    """
+
+    def __init__(self, pages: int, page_size: int, unfed: int = 0) -> None:
+        self._unfed = unfed
         self._allocator = PageAllocator(pages, page_size, secrets.token_bytes(16))
         self._branches: OrderedDict[str, list[Branch]] = OrderedDict()  # by session, the one resumed last at the end
         self._names = count()
@@ -56,20 +67,22 @@ class DraftCache:
         else:
             found = branches[best]
             self.cut(found, agreed[best])
+            found.predicted = {index: state for index, state in found.predicted.items() if index <= agreed[best]}
         self._branches[session] = [found]
         return found
 
     def fork(self, branch: Branch, length: int) -> Branch:
         """A further branch with the first `length` tokens of this one."""
         name = self._name(branch.session)
-        self._allocator.fork(branch.name, name, length)
-        forked = Branch(branch.session, name, branch.tokens[:length])
+        self._allocator.fork(branch.name, name, self._places(length))
+        forked = Branch(branch.session, name, branch.tokens[:length], min(branch.exact, length), dict(branch.predicted))
         self._branches[branch.session].append(forked)
         return forked
 
     def publish(self, branch: Branch, length: int) -> None:
         """Shares pages of the first `length` tokens, which are decided, with sessions that begin alike."""
-        self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
+        if not self._unfed:
+            self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
         self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
@@ -79,29 +92,35 @@ class DraftCache:
         So does each of `masks`, which are fed after them and are no part of the branch: `drop_masks` once that is done.
         Room is made at the cost of sessions that are not `busy`.
         """
-        start = len(branch.tokens)
-        end = len(branch.tokens) + len(tokens)
+        start = self._places(len(branch.tokens))
+        end = self._places(len(branch.tokens) + len(tokens))
         while (copies := self._allocator.reserve(branch.name, start, end + len(masks))) is None:
             idle = next((session for session in self._branches if session not in busy), None)
             if idle is None:
                 return None
             self.close(idle)
         branch.tokens += tokens
-        return FeedRow((*tokens, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
+        fed = tokens[len(tokens) - (end - start) :]
+        return FeedRow((*fed, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
 
     def drop_masks(self, branch: Branch) -> None:
         """Frees what was cached of mask tokens."""
-        self._allocator.truncate(branch.name, len(branch.tokens))
+        self._allocator.truncate(branch.name, self._places(len(branch.tokens)))
 
     def cut(self, branch: Branch, length: int) -> None:
         """Forgets all but the first `length` tokens of a branch, and masks after them."""
         del branch.tokens[length:]
-        self._allocator.truncate(branch.name, length)
+        branch.exact = min(branch.exact, length)
+        self._allocator.truncate(branch.name, self._places(length))
 
     def close(self, session: str) -> None:
         """Forgets a session; an unknown one is ignored."""
         for branch in self._branches.pop(session, []):
             self._allocator.close(branch.name)
+
+    def _places(self, tokens: int) -> int:
+        """That the first so many tokens of a text take."""
+        return max(0, tokens - self._unfed)
 
     def _open(self, session: str, tokens: Sequence[int]) -> Branch:
         name = self._name(session)

@@ -1,6 +1,7 @@
 """Forwards of a draft model: what is pending of several blocks goes in together, as far as budget and cache go."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from actors.engine.runner import InterruptibleRunner
 from actors.methods.model.cached_draft import CachedDraft
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.pard import MaskTokens
+from actors.methods.model.state_feed import StateFeed
 from cluster.page_allocator import PageCopy
 
 
@@ -26,23 +28,32 @@ class ReadDraft(NamedTuple):
 class _Fed(NamedTuple):
     draft: CachedDraft
     row: FeedRow
+    cached: int  # tokens of its branch before
     rest: list[int]  # of what was pending
 
 
 class DraftForwards:
-    """A model and its cache. A forward feeds at most `pass_tokens`."""
+    """A model and its cache. A forward feeds at most `pass_tokens`, to a draft head with what `states` has for them."""
 
-    def __init__(self, runner: InterruptibleRunner, cache: DraftCache, masks: MaskTokens, pass_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: InterruptibleRunner,
+        cache: DraftCache,
+        masks: MaskTokens,
+        pass_tokens: int,
+        states: StateFeed | None = None,
+    ) -> None:
         self._runner = runner
         self._cache = cache
         self._masks = masks
         self._pass_tokens = pass_tokens
+        self._states = states
 
     def read(self, drafts: Sequence[CachedDraft], busy: set[str], interrupted: Callable[[], bool]) -> list[ReadDraft]:
         """One forward for all of them; those that were read to their end.
 
-        What is not, or has no room in the pool, goes without; the next request goes on from there. Room is made at the
-        cost of sessions that are not `busy`.
+        What is not, has no room in the pool, or needs a state that is not known, goes without; the next request goes on
+        from there. Room is made at the cost of sessions that are not `busy`.
         """
         copies: list[PageCopy] = []
         fed = self._feed(drafts, busy, copies)
@@ -53,30 +64,41 @@ class DraftForwards:
             output = self._runner.forward(rows, copies, interrupted)
         except Interrupted:
             for each in fed:
-                self._cache.cut(each.draft.branch, each.row.start)
+                self._cache.cut(each.draft.branch, each.cached)
             return []
-        for draft, row, _ in fed:
+        for draft, row, _, _ in fed:
             if not draft.is_root and row.logits > 1:
                 self._cache.drop_masks(draft.branch)
         sizes = [row.logits for row in rows]
         logits = torch.split(output.logits, sizes)
         hidden = [None] * len(fed) if output.hidden is None else torch.split(output.hidden, sizes)
-        read = zip(fed, logits, hidden, strict=True)
-        return [ReadDraft(each.draft, said, made_of) for each, said, made_of in read if not each.rest]
+        zipped = zip(fed, logits, hidden, strict=True)
+        read = [ReadDraft(each.draft, said, made_of) for each, said, made_of in zipped if not each.rest]
+        if self._states is not None:
+            for draft, _, predicted in read:
+                assert predicted is not None, "a head that is fed states predicts some"
+                self._states.remember(draft.branch, predicted)
+        return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
         """Rows for the next forward, the shortest first; adds to the copies to be made before it."""
         fed: list[_Fed] = []
         budget = self._pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
-            part = draft.pending[:budget]
-            rest = draft.pending[budget:]
+            part = self._feedable(draft, draft.pending[:budget])
+            rest = draft.pending[len(part) :]
+            cached = len(draft.branch.tokens)
             masks = () if rest or draft.is_root else self._masks.after(draft.missing)[: budget - len(part)]
             wanted = 1 if rest else draft.logits
             if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
                 row, copied = feed
-                fed.append(_Fed(draft, row, rest))
+                if self._states is not None:
+                    row = replace(row, states=self._states.states(draft.branch, cached, cached + len(part)))
+                fed.append(_Fed(draft, row, cached, rest))
                 copies += copied
                 draft.pending = rest
                 budget = budget - len(part) - len(masks)
         return fed
+
+    def _feedable(self, draft: CachedDraft, part: list[int]) -> list[int]:
+        return part if self._states is None else part[: self._states.feedable(draft, len(part))]

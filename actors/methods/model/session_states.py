@@ -1,0 +1,43 @@
+"""One session's rows of the target's states, by position: they come in any order, twice, or never."""
+
+import torch
+from torch import Tensor
+
+
+class SessionStates:
+    """Rows of shape (hidden,), in one tensor that grows."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None  # (capacity, hidden)
+        self._known = bytearray()  # by position: whether its row is there
+
+    def __contains__(self, position: int) -> bool:
+        return position < len(self._known) and bool(self._known[position])
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Rows (n, hidden) of the positions from `first` on."""
+        end = first + len(rows)
+        self._grow(end, rows)
+        assert self._rows is not None, "it has grown"
+        self._rows[first:end] = rows
+        self._known[first:end] = b"\1" * len(rows)
+
+    def missing_from(self, position: int) -> int:
+        """The first position from this one on whose row is not there."""
+        found = self._known.find(0, position)
+        return max(position, len(self._known)) if found < 0 else found
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Of positions that are all there, (end - first, hidden)."""
+        assert self._rows is not None, "a row is there"
+        return self._rows[first:end]
+
+    def _grow(self, end: int, like: Tensor) -> None:
+        self._known.extend(bytes(max(0, end - len(self._known))))
+        held = 0 if self._rows is None else len(self._rows)
+        if end <= held:
+            return
+        grown = torch.empty((max(end, 2 * held), like.shape[-1]), dtype=like.dtype, device=like.device)
+        if self._rows is not None:
+            grown[:held] = self._rows
+        self._rows = grown
