@@ -23,6 +23,7 @@ from cluster.errors import ModelError
 from protos.states import StatesNeeded
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
+BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # that must be there where a key says so
 MAX_POSITIONS = 2048  # where a configuration does not say
 
 
@@ -106,6 +107,9 @@ def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
     sliding = set(body.get("layer_types") or ()) - {"full_attention"}
     if sliding:
         raise ModelError(f"{files.folder} has layers of {', '.join(sorted(sliding))}, expected full_attention alone")
+    for key, name in BIASES.items():
+        if body.get(key) and name not in files.tensors:
+            raise ModelError(f"{files.folder} has {key}, but no tensor {name}")
     if body.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{files.folder} has the activation {body['hidden_act']}, expected silu")
 
@@ -156,8 +160,7 @@ def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
     for norm, (name, said) in told.items():
         if said is not None and bool(said) != (norm in found):
             raise ModelError(
-                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, but its config.json says"
-                f" {'otherwise'}"
+                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, but its config.json says otherwise"
             )
     if len(found) > 1:
         raise ModelError(f"{files.folder} holds both input_norm and fc_norm, expected one of them")

@@ -1,0 +1,126 @@
+"""Each way in which published EAGLE heads differ, against a restatement in plain torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actors.methods.heads.eagle.eagle_config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
+from tests.unit.actors.methods.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by
+from tests.unit.actors.methods.heads.eagle_restated import RestatedEagle, Variant
+
+LENGTH = 9
+IDS = "eagle_aux_hidden_state_layer_ids"
+VARIANTS = {
+    "eagle3": Variant(),
+    "norm_before_residual": Variant(norm_before_residual=True),
+    "norm_output": Variant(norm_output=True),
+    "norm_before_fc": Variant(feature_norm="input_norm", config={"norm_before_fc": True}),
+    "norm_before_fc in eagle_config": Variant(
+        feature_norm="input_norm", config={"eagle_config": {"norm_before_fc": True}}
+    ),
+    "fc_norm": Variant(feature_norm="fc_norm", config={"fc_norm": True}),
+    "fc_norm by its legacy names": Variant(feature_norm="legacy", config={"use_aux_norm": True}),
+    "fc_norm that is not configured": Variant(feature_norm="fc_norm"),
+    "all that EAGLE 3.1 has": Variant(feature_norm="fc_norm", norm_before_residual=True, norm_output=True),
+    "draft vocabulary": Variant(columns=40),
+    "draft_vocab_size null": Variant(config={"draft_vocab_size": None}),
+    "the target's embedding": Variant(own_embedding=False, columns=40),
+    "the target's head": Variant(own_head=False),
+    "tied": Variant(own_head=False, tied=True),
+    "tied with the target's embedding": Variant(own_head=False, tied=True, own_embedding=False),
+    "several layers": Variant(layers=3),
+    "q_norm and k_norm": Variant(head_norms=True),
+    "fc bias": Variant(fc_bias=True, config={"bias": True}),
+    "attention_bias": Variant(attention_bias=True, config={"attention_bias": True}),
+    "another head_dim": Variant(head_dim=16, heads=6, kv_heads=3),
+    "as many key-value heads": Variant(kv_heads=4),
+    "two states": Variant(aux=2, config={IDS: [1, 5]}),
+    "the final state alone": Variant(aux=0, state_norm=False, config={"eagle_config": {"use_aux_hidden_state": False}}),
+    "the final state alone, normed": Variant(aux=0),
+    "no last norm": Variant(last_norm=False),
+    "a hidden size of its own": Variant(hidden=48, config={"target_hidden_size": 32}),
+    "SafeAILab's names": Variant(prefix="midlayer."),
+    "vLLM's names": Variant(prefix="model.layers.0."),
+    "rope_theta": Variant(base=500.0),
+    "rope_parameters before rope_theta": Variant(
+        base=500.0, config={"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    ),
+    "rope_scaling": Variant(base=500.0, factor=4.0, config={"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "rope_parameters before rope_scaling": Variant(
+        base=500.0, config={"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    ),
+    "rope_scaling null": Variant(base=500.0, config={"rope_scaling": None, "rope_parameters": None}),
+    "mrope of text": Variant(config={"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}),
+    "eagle1": Variant(eagle3=False, own_head=False),
+    "eagle1 with fc bias": Variant(eagle3=False, own_head=False, fc_bias=True),
+    "eagle1 with the target's embedding": Variant(eagle3=False, own_head=False, own_embedding=False),
+    "eagle1 of several layers": Variant(eagle3=False, own_head=False, layers=2),
+    "eagle1 with a head of its own": Variant(eagle3=False),
+    "HASS with its norms": Variant(eagle3=False, own_head=False, fc_bias=True, hass=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
+    """A prompt, and two further steps that are fed the head's own states."""
+    restated = RestatedEagle(VARIANTS[variant])
+    head = loaded(restated.save(tmp_path))
+    drive = Drive(head)
+    drawn = torch.Generator().manual_seed(2)
+    tokens = torch.randint(96, (LENGTH + 2,), generator=drawn)
+    raw = 2 * torch.randn(LENGTH, head.config.needs.width, generator=drawn)
+    states = restated.project(raw)
+    assert off_by(drive.runner.project(raw), states) < TOLERANCE
+    found = drive.feed(tokens[:LENGTH], drive.runner.project(raw), 0)
+    for end in (LENGTH, LENGTH + 1, LENGTH + 2):
+        logits, recycled = restated(tokens[:end], states)
+        assert found.hidden is not None
+        assert off_by(found.logits[-1], logits[-1]) < TOLERANCE
+        assert off_by(found.hidden[-1], recycled[-1]) < TOLERANCE
+        states = torch.cat([states, recycled[-1:]])
+        if end < LENGTH + 2:
+            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+    assert head.token_ids.tolist() == restated.token_ids.tolist()
+
+
+def config_of(folder: Path, variant: Variant) -> EagleConfig:
+    return loaded(RestatedEagle(variant).save(folder)).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_normed"), [(None, False), ("eagle3", True), ("peagle", False)], ids=["raw", "eagle3", "peagle"]
+)
+def test_where_the_residual_is_not_configured_the_kind_of_file_says(
+    tmp_path: Path, kind: str | None, is_normed: bool
+) -> None:
+    changes = {"norm_before_residual": None} | ({"speculators_model_type": kind} if kind else {})
+    assert config_of(tmp_path, Variant(config=changes)).norm_before_residual is is_normed
+
+
+def test_the_norm_of_hass_without_its_others_is_dropped(tmp_path: Path) -> None:
+    restated = RestatedEagle(Variant(eagle3=False, own_head=False))
+    restated.save(tmp_path)
+    expected = loaded(tmp_path)
+    stray = {"hidden_layernorm.weight": torch.zeros(32)}
+    save_file(load_file(tmp_path / "model.safetensors") | stray, tmp_path / "model.safetensors")
+    found = loaded(tmp_path)
+    tokens = torch.arange(5)
+    states = torch.ones(5, 32)
+    assert torch.equal(Drive(found).feed(tokens, states, 0).logits, Drive(expected).feed(tokens, states, 0).logits)
+
+
+def test_a_head_says_how_it_was_understood(tmp_path: Path) -> None:
+    config = config_of(tmp_path, Variant(columns=40, feature_norm="fc_norm", own_embedding=False, norm_output=True))
+    assert (config.feature_norm, config.output_norm) == (FeatureNorm.EACH, OutputNorm.BOTH)
+    assert (config.embedding, config.lm_head) == (WeightSource.TARGET, WeightSource.HEAD)
+    assert config.describe() == [
+        "EAGLE-3 head: 1 layer(s) of 32, MLP 40, 4 heads, 2 key-value heads of 8, eps 1e-05",
+        "reads the target's states [2, 4, 5] (k: after k layers), 96 elements",
+        "positions up to 512, RoPE base 10000, default",
+        "proposes 40 of 96 tokens",
+        "embedding of the target, LM head of the head",
+        "norm after the last layer: logits and recycled states",
+        "norm before fc: each state by itself; states enter the residual as they come",
+    ]
