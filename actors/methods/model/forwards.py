@@ -77,7 +77,7 @@ class DraftForwards:
         if self._states is not None:
             for draft, _, predicted in read:
                 assert predicted is not None, "a head that is fed states predicts some"
-                self._states.remember(draft.branch, predicted)
+                self._states.remember(draft.branch, predicted[: draft.logits])  # what mask tokens say is no state
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
@@ -93,7 +93,7 @@ class DraftForwards:
             if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
                 row, copied = feed
                 if self._states is not None:
-                    row = replace(row, states=self._states.states(draft.branch, cached, cached + len(part)))
+                    row = replace(row, states=self._states.states(draft.branch, cached, len(masks)))
                 fed.append(_Fed(draft, row, cached, rest))
                 copies += copied
                 draft.pending = rest

@@ -19,13 +19,21 @@ from protos.states import StatesNeeded
 class StateFeed:
     """The true states of all open sessions, for a head that takes `max_positions`.
 
-    `project` makes of rows as they are sent, (n, width), those that the head is fed, (n, hidden).
+    `project` makes of rows as they are sent, (n, width), those that the head is fed, (n, hidden). Mask tokens are fed
+    with `mask_state`, (1, hidden).
     """
 
-    def __init__(self, needs: StatesNeeded, project: Callable[[Tensor], Tensor], max_positions: int) -> None:
+    def __init__(
+        self,
+        needs: StatesNeeded,
+        project: Callable[[Tensor], Tensor],
+        max_positions: int,
+        mask_state: Tensor | None = None,
+    ) -> None:
         self.needs = needs
         self._project = project
         self._max_positions = max_positions
+        self._mask_state = mask_state
         self._sessions: dict[str, SessionStates] = {}
 
     def open(self, session: str) -> None:
@@ -68,11 +76,18 @@ class StateFeed:
             end += 1
         return end - start if end > 1 else 0
 
-    def states(self, branch: Branch, start: int, end: int) -> Tensor:
-        """To feed the tokens from `start` to `end` with, which are feedable, (tokens, hidden).
+    def states(self, branch: Branch, start: int, masks: int) -> Tensor:
+        """To feed a branch's tokens from `start` on with, which are feedable, and masks after them, (tokens, hidden).
 
         The first token of a text is not fed, and has none.
         """
+        found = self._of_tokens(branch, start, len(branch.tokens))
+        if not masks:
+            return found
+        assert self._mask_state is not None, "this head has no masks"
+        return torch.cat([found, self._mask_state.expand(masks, -1)])
+
+    def _of_tokens(self, branch: Branch, start: int, end: int) -> Tensor:
         known = self._sessions[branch.session]
         first = max(start, 1)
         exact_to = min(end, self._exact_to(branch, start))

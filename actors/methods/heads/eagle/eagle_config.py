@@ -76,6 +76,7 @@ class EagleConfig:
     output_norm: OutputNorm
     embedding: WeightSource
     lm_head: WeightSource
+    mask_token: int | None  # of a head that predicts several tokens in one forward (P-EAGLE)
 
     def describe(self) -> list[str]:
         """One line a fact, for whoever wants to know how a head was understood."""
@@ -91,4 +92,6 @@ class EagleConfig:
         if self.kind is EagleKind.EAGLE3:
             residual = "normed" if self.norm_before_residual else "as they come"
             lines.append(f"norm before fc: {self.feature_norm.value}; states enter the residual {residual}")
+        if self.mask_token is not None:
+            lines.append(f"predicts several tokens in one forward, by mask token {self.mask_token}")
         return lines

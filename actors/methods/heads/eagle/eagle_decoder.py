@@ -35,6 +35,12 @@ class EagleDecoder:
             raw = torch.cat([norm(part) for norm, part in zip(weights.feature_norms, parts, strict=True)], dim=-1)
         return weights.fc(raw)
 
+    @property
+    def mask_state(self) -> Tensor | None:
+        """What a step is fed at a mask token, (1, hidden), if the head has one."""
+        mask = self._weights.mask
+        return None if mask is None else self.project(mask)
+
     def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
         """Logits and the states to feed next, at the batch's wanted places; `states`, (total, hidden), are projected
         ones of the target or earlier ones of the head."""

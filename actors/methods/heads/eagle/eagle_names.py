@@ -25,7 +25,7 @@ ALIASES = (
     (r"aux_norm_mid\.", "fc_norm.1."),
     (r"aux_norm_high\.", "fc_norm.2."),
 )
-NOT_COMPUTED_WITH = ("t2d", "verifier_", "mask_hidden")  # of training, or of drafting in parallel
+NOT_COMPUTED_WITH = ("t2d", "verifier_")  # of training
 NEITHER = "rotary_emb.inv_freq"  # follows from the configuration
 
 

@@ -19,6 +19,7 @@ from actors.methods.heads.eagle.eagle_names import layer_count, linear_width
 from actors.methods.heads.head_files import HeadFiles
 from actors.methods.heads.head_rope import rope_of
 from actors.methods.heads.target_shape import TargetShape
+from actors.methods.model.pard import MASK_KEYS
 from cluster.errors import ModelError
 from protos.states import StatesNeeded
 
@@ -59,6 +60,7 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
         output_norm=overrides.output_norm or _output_norm(files, body, kind),
         embedding=WeightSource.HEAD if "embed_tokens.weight" in files.tensors else WeightSource.TARGET,
         lm_head=_lm_head(files, body, columns, vocabulary),
+        mask_token=_mask_token(files, body, vocabulary),
     )
 
 
@@ -178,6 +180,21 @@ def _output_norm(files: HeadFiles, body: Mapping[str, Any], kind: EagleKind) -> 
     if name not in files.tensors:
         return OutputNorm.NOTHING
     return OutputNorm.BOTH if body.get("norm_output") else OutputNorm.LOGITS
+
+
+def _mask_token(files: HeadFiles, body: Mapping[str, Any], vocabulary: int) -> int | None:
+    """Of a head that has a state to feed beside it, `mask_hidden`, and only of such."""
+    token = next((body[key] for key in MASK_KEYS if body.get(key) is not None), None)
+    if "mask_hidden" not in files.tensors:
+        if token is not None:
+            raise ModelError(f"{files.folder} has the mask token {token}, but no tensor mask_hidden to feed with it")
+        return None
+    if not isinstance(token, int) or not 0 <= token < vocabulary:
+        keys = ", ".join(MASK_KEYS)
+        raise ModelError(
+            f"the mask token of {files.folder} is {token!r} by {keys}, expected an id from 0 to {vocabulary - 1}"
+        )
+    return token
 
 
 def _lm_head(files: HeadFiles, body: Mapping[str, Any], columns: int, vocabulary: int) -> WeightSource:

@@ -32,6 +32,12 @@ class EagleRunner:
         """What rows carry, (rows, hidden), of the target's states as they are sent, (rows, width)."""
         return self._head.decoder.project(raw.to(self._head.device, self._head.dtype))
 
+    @property
+    @torch.inference_mode()
+    def mask_state(self) -> Tensor | None:
+        """What rows carry beside a mask token, (1, hidden); None where the head has none."""
+        return self._head.decoder.mask_state
+
     @torch.inference_mode()
     def forward(
         self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never

@@ -33,6 +33,7 @@ class EagleWeights:
     norm: Norm | None  # after the last layer
     lm_head: Projection
     token_ids: Tensor  # (columns,) the target's
+    mask: Tensor | None  # (1, width) of P-EAGLE: what takes the place of the target's states at a mask token
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class WeightReader:
             norm=self._output_norm(is_eagle3),
             lm_head=self._lm_head(embedding, columns),
             token_ids=token_ids,
+            mask=self._mask(),
         )
         check_all_used(self.files, self.used)
         return found
@@ -164,6 +166,16 @@ class WeightReader:
             return None
         inputs = config.needs.width if config.projects else 2 * config.hidden
         return self._linear(["fc"], [config.hidden], inputs)
+
+    def _mask(self) -> Tensor | None:
+        if self.config.mask_token is None:
+            return None
+        self.used.add("mask_hidden")
+        found = self.files.tensor("mask_hidden")
+        width = self.config.needs.width
+        if found.numel() != width:
+            raise ModelError(f"mask_hidden in {self.files.folder} has {found.numel()} elements, expected {width}")
+        return self._placed(found.reshape(1, width))
 
     def _output_norm(self, is_eagle3: bool) -> Norm | None:
         name = "norm" if is_eagle3 else "lm_head_layernorm"

@@ -45,6 +45,7 @@ class Variant:
     tied: bool = False
     base: float = 10000.0
     factor: float = 1.0  # that positions are divided by
+    mask_shape: tuple[int, ...] = ()  # of mask_hidden, if there is one
     prefix: str = "layers.0."  # of the first layer
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -111,6 +112,8 @@ class RestatedEagle:
             found["input_norm.weight"] = self._weights_of_norm(v.aux * TARGET_HIDDEN)
         elif v.feature_norm:
             found |= {f"fc_norm.{i}.weight": self._weights_of_norm(TARGET_HIDDEN) for i in range(v.aux)}
+        if v.mask_shape:
+            found["mask_hidden"] = self._random(*v.mask_shape)
         if v.own_embedding:
             found["embed_tokens.weight"] = 3 * self._random(VOCABULARY, v.hidden)
         if v.own_head:

@@ -64,7 +64,7 @@ def a_method(
     name: str, pages: int = 64, pass_tokens: int = 2048, overrides: EagleOverrides = AS_CONFIGURED
 ) -> DraftModel:
     limits = DraftingLimits(top_k=8, pass_tokens=pass_tokens)
-    return eagle_draft_model(loaded(checkpoint(name), overrides), pages, PAGE_SIZE, limits, lambda: 0.0)
+    return eagle_draft_model(loaded(checkpoint(name), overrides), pages, PAGE_SIZE, limits, DRAFTED, lambda: 0.0)
 
 
 def a_want(tokens: Sequence[int], session: str = "s", max_tokens: int = DRAFTED, **changes: Any) -> Want:

@@ -139,6 +139,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"change": lambda t: t | added("input_norm.weight", 96)({}) | added("fc_norm.0.weight", 32)({})},
         "both input_norm and fc_norm",
     ),
+    "a mask token without its state": ("eagle3", {"mask_token_id": 3}, "mask token 3, but no tensor mask_hidden"),
+    "a state without its mask token": (
+        "eagle3",
+        {"change": added("mask_hidden", 1, 96)},
+        "mask token of .* is None by",
+    ),
+    "a mask token beyond": (
+        "eagle3",
+        {"change": added("mask_hidden", 1, 96), "pard_token": 96},
+        "is 96 by .*, expected an id from 0 to 95",
+    ),
+    "a mask's state": (
+        "eagle3",
+        {"change": added("mask_hidden", 1, 32), "pard_token": 9},
+        "mask_hidden in .* has 32 elements, expected 96",
+    ),
     "attention_bias": ("eagle3", {"attention_bias": True}, "attention_bias, but no tensor"),
     "fc bias": ("eagle1", {"bias": True}, "bias, but no tensor fc.bias"),
     "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu, expected silu"),

@@ -1,14 +1,20 @@
 """Each way in which published EAGLE heads differ, against a restatement in plain torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.methods.eagle_drafting import eagle_draft_model
 from actors.methods.heads.eagle.eagle_config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
+from actors.methods.model.limits import DraftingLimits
+from protos.prefix import Prefix
+from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.actors.methods.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by
 from tests.unit.actors.methods.heads.eagle_restated import RestatedEagle, Variant
+from tests.unit.cluster.samples import GREEDY, KEY, an_open
 
 LENGTH = 9
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -83,6 +89,32 @@ def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
         if end < LENGTH + 2:
             found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
     assert head.token_ids.tolist() == restated.token_ids.tolist()
+
+
+@pytest.mark.parametrize("mask_shape", [(1, 96), (1, 1, 96)])
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_a_head_that_predicts_several_tokens_in_one_forward(
+    tmp_path: Path, key: str, mask_shape: tuple[int, ...]
+) -> None:
+    """P-EAGLE: after the text come mask tokens with the projection of mask_hidden, each a place for a token."""
+    variant = Variant(mask_shape=mask_shape, layers=2, feature_norm="fc_norm", config={key: 90})
+    restated = RestatedEagle(variant)
+    head = loaded(restated.save(tmp_path))
+    method = eagle_draft_model(head, 16, 4, DraftingLimits(top_k=8), 3, lambda: 0.0)
+    assert method.tokens_per_forward == 3
+    text = tuple(range(3, 3 + LENGTH + 4))
+    raw = 2 * torch.randn(len(text) - 1, head.config.needs.width, generator=torch.Generator().manual_seed(2))
+    for length in (LENGTH, LENGTH + 4):  # what masks left in the cache is no part of the second round
+        tokens = text[:length]
+        mask = restated.project(restated.tensors["mask_hidden"].reshape(1, -1))
+        states = torch.cat([restated.project(raw[: length - 1]), mask, mask])
+        logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
+        want = Want(an_open("s", sampling=GREEDY, tokens=(1,)), tokens, Prefix(KEY, tokens).hash, 3)
+        method.open(replace(want.open, tokens=want.tokens))
+        method.states("s", 0, raw[: length - 1])
+        (proposal,) = propose(method, [want])
+        assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
+        propose(method, [replace(want, unverified=proposal.tree)])
 
 
 def config_of(folder: Path, variant: Variant) -> EagleConfig:
