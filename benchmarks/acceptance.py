@@ -86,7 +86,7 @@ class Pair:
         self.stops = stop_ids(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._config = config
-        self._setup = DraftSetup(config.model.dtype, CONTEXT, 16, vocabulary(folder))
+        self._setup = DraftSetup(config.model.dtype, CONTEXT, 16, vocabulary(folder), config.model.target)
         self._model = load_model(folder, config.model.dtype, CPU)
         pages = CONTEXT // PAGE_SIZE
         self._runner = ModelRunner(self._model, pages, PAGE_SIZE)

@@ -11,11 +11,18 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.draft_options import (
+    SECTIONS_TAKEN,
+    TAKING_MODELS,
+    DraftModelOptions,
+    LayerSkipOptions,
+    Positive,
+    PromptLookupOptions,
+)
 from cluster.errors import ConfigError
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
-Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -89,36 +96,6 @@ class TargetPool(_Frozen):
     step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
 
 
-class DraftModelOptions(_Frozen):
-    """Of the methods that ask a draft model: draft_model and lookup_first."""
-
-    quantization: Literal["none", "int8"] = Field(
-        "none",
-        description="int8: the draft model's matrix products in 8 bits, on CPUs; about twice as fast, and only what is"
-        " proposed changes, never an answer",
-    )
-    min_confidence: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="a block that is waited for ends once its chance to be accepted so far is below; not under ratio",
-    )
-    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
-
-
-class PromptLookupOptions(_Frozen):
-    """Of the methods that look the continuation up in the text: prompt_lookup and lookup_first."""
-
-    max_ngram: Positive = Field(4, description="longest suffix of the text that is searched for")
-    min_ngram: Positive = Field(2, description="shortest suffix of the text that is searched for")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_ngram < self.min_ngram:
-            raise ValueError(f"max_ngram is {self.max_ngram}, expected at least min_ngram, which is {self.min_ngram}")
-        return self
-
-
 class DraftPool(_Frozen):
     """The pool of drafters. A method's options are in the section of its name.
 
@@ -126,13 +103,15 @@ class DraftPool(_Frozen):
     the target's vocabulary before anything starts.
     """
 
-    method: Literal["draft_model", "prompt_lookup", "lookup_first"] = Field(
+    method: Literal["draft_model", "prompt_lookup", "lookup_first", "layer_skip"] = Field(
         "draft_model",
-        description="lookup_first looks continuations up in the text, and asks the model where these are in doubt",
+        description="lookup_first looks continuations up in the text, and asks the model where these are in doubt;"
+        " layer_skip drafts with some of the target's own layers",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
     prompt_lookup: PromptLookupOptions = PromptLookupOptions()
+    layer_skip: LayerSkipOptions = LayerSkipOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
@@ -140,14 +119,14 @@ class DraftPool(_Frozen):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.method == "prompt_lookup" and self.model is not None:
-            raise ValueError("method prompt_lookup takes no model")
-        if self.method != "prompt_lookup" and self.model is None:
+        taken = SECTIONS_TAKEN[self.method]
+        if self.method not in TAKING_MODELS and self.model is not None:
+            raise ValueError(f"method {self.method} takes no model; leave draft.model out")
+        if self.method in TAKING_MODELS and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
-        if self.draft_model != DraftModelOptions() and self.method == "prompt_lookup":
-            raise ValueError("draft_model has options, but method prompt_lookup asks no model; leave them out")
-        if self.prompt_lookup != PromptLookupOptions() and self.method == "draft_model":
-            raise ValueError("prompt_lookup has options, but method draft_model looks nothing up; leave them out")
+        for section in sorted(set().union(*SECTIONS_TAKEN.values()) - taken):
+            if getattr(self, section) != type(getattr(self, section))():
+                raise ValueError(f"{section} has options, but method {self.method} has no use for them; leave them out")
         if self.draft_model.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
         return self

@@ -165,7 +165,13 @@ class DraftDeployment:
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
         loop = asyncio.get_running_loop()
-        setup = DraftSetup(config.model.dtype, config.model.max_context, config.speculation.max_draft_tokens, tokens)
+        setup = DraftSetup(
+            dtype=config.model.dtype,
+            max_context=config.model.max_context,
+            max_draft_tokens=config.speculation.max_draft_tokens,
+            target_tokens=tokens,
+            target=config.model.target,
+        )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)

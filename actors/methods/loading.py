@@ -1,10 +1,12 @@
 """From a checkpoint to a drafting method: the model, and the files beside it in its folder."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
-from actors.compute.linear import EightBitProjection, can_round, projection
+from actors.compute.linear import EightBitProjection, Product, can_round, projection
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
@@ -35,30 +37,54 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
 def load_draft_model(
     folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device, calibration: Calibration | None = None
 ) -> DraftModel:
-    """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed.
+    """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
+    products = products_of(draft, setup, device)
+    model = load_model(folder, products.dtype, device)
+    return draft_with(model, products.product, draft, setup, folder, calibration)
 
-    Quantised, its products are of weights and rows rounded to 8 bits, and float32 beside them. Raises ModelError where
-    there are none.
+
+class DraftProducts(NamedTuple):
+    """How a draft's matrix products are computed, and what the model is beside them."""
+
+    product: Product
+    dtype: str
+
+
+def products_of(draft: DraftPool, setup: DraftSetup, device: torch.device) -> DraftProducts:
+    """Quantised, they are of weights and rows rounded to 8 bits, and float32 beside them.
+
+    Raises ModelError where there are none.
     """
-    options = draft.draft_model
-    int8 = options.quantization == "int8"
-    if int8 and not can_round(device):
+    if draft.draft_model.quantization == "none":
+        return DraftProducts(projection, setup.dtype)
+    if not can_round(device):
         raise ModelError(f"there are no products in 8 bits on {device}; leave draft.draft_model.quantization out")
-    product = EightBitProjection if int8 else projection
-    model = load_model(folder, "float32" if int8 else setup.dtype, device)
+    return DraftProducts(EightBitProjection, "float32")
+
+
+def draft_with(
+    model: PreTrainedModel,
+    product: Product,
+    draft: DraftPool,
+    setup: DraftSetup,
+    beside: Path | None = None,
+    calibration: Calibration | None = None,
+) -> DraftModel:
+    """Drafts with a model, and with what lies `beside` it in its folder to make it faster."""
+    options = draft.draft_model
     rows = int(model.config.get_text_config().vocab_size)
-    frequent = read_frequent_tokens(folder, rows)
+    frequent = read_frequent_tokens(beside, rows) if beside else None
     proposable = [token for token in (range(rows) if frequent is None else frequent) if token in setup.target_tokens]
-    token_ids = torch.tensor(proposable, device=device)
+    token_ids = torch.tensor(proposable, device=model.device)
     if proposable != list(range(rows)):
         reduce_head(model, token_ids)
     width = tokens_per_forward(model.config, setup.max_draft_tokens)
     decoder = decoder_for(model.eval(), product)
     columns = None if frequent is None else HEAD_TOKENS
-    head = load_recurrent_head(folder, model, decoder, width, product, columns)
-    masks = ONE_AT_A_TIME if head else read_mask_tokens(model.config, setup.max_draft_tokens)
+    head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
+    masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.max_draft_tokens)
     page_size = draft.cache.page_size
-    pages = page_count(draft.cache, page_bytes(model, page_size), draft.max_sessions, setup.max_context, device)
+    pages = page_count(draft.cache, page_bytes(model, page_size), draft.max_sessions, setup.max_context, model.device)
     runner = ModelRunner(model, pages, page_size, decoder=decoder)
     draft_cache = DraftCache(pages, page_size)
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)

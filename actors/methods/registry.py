@@ -16,6 +16,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "draft_model": "actors.methods.loading",
         "prompt_lookup": "actors.methods.prompt_lookup",
         "lookup_first": "actors.methods.lookup_first",
+        "layer_skip": "actors.methods.layer_skip",
     }
 )
 

@@ -13,3 +13,4 @@ class DraftSetup:
     max_context: int  # tokens of the longest session
     max_draft_tokens: int  # of the longest block
     target_tokens: Mapping[int, str]  # by id; no other is ever proposed
+    target: str  # Hugging Face id or folder of the target, whose own weights some methods use

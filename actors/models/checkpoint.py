@@ -14,7 +14,14 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from actors.compute.collectives import Alone, Group
 from actors.models.sharding import check_plan, shard
@@ -148,7 +155,7 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
             f" can only be split by {', '.join(map(str, possible))}"
         )
     if ranks > 1:
-        check_plan(_empty_model(folder, "float32"))
+        check_plan(empty_model(folder, AutoConfig.from_pretrained(folder), "float32"))
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -170,7 +177,7 @@ def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded
 
 def _read(folder: Path, dtype: str, device: torch.device, group: Group) -> PreTrainedModel:
     """Straight from the safetensors, or through transformers where it would have to change them, on one rank only."""
-    model = _empty_model(folder, dtype)
+    model = empty_model(folder, AutoConfig.from_pretrained(folder), dtype)
     stored = stored_tensors(folder)
     if reason := misfit(model, stored):
         if group.size > 1:
@@ -189,10 +196,10 @@ def _converted(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=device)
 
 
-def _empty_model(folder: Path, dtype: str) -> PreTrainedModel:
+def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     """Parameters without memory; the buffers, which follow from the config, as they will be."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

@@ -37,6 +37,7 @@ class Stored:
 
     path: Path
     shape: tuple[int, ...]
+    key: str  # in that file
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for path in filter(Path.is_file, paths):
         with _opened(path) as shard:
-            found |= {key: Stored(path, tuple(shard.get_slice(key).get_shape())) for key in list(shard.keys())}
+            found |= {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.keys())}
     return found
 
 
@@ -100,7 +101,7 @@ def fill(
     with progress, ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for path in sorted({stored[key].path for key in parts}):
             keys = [key for key in parts if stored[key].path == path]
-            wanted = ((key, parts[key], dtypes[key]) for key in keys)
+            wanted = ((stored[key].key, parts[key], dtypes[key]) for key in keys)
             with _opened(path) as shard:
                 for read in pool.map(_read, repeat(shard), *zip(*wanted, strict=True), repeat(device)):
                     filled |= read

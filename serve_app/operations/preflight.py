@@ -3,6 +3,7 @@
 from transformers import AutoConfig
 
 from actors.models.checkpoint import check_draft, check_tensor_parallel, local_folder, vocabulary
+from actors.models.layer_subset import check_layers
 from cluster.config import SlipstreamConfig
 from cluster.errors import ModelError
 
@@ -14,5 +15,7 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool) -> None:
     if positions is not None and config.model.max_context > positions:
         raise ModelError(f"model.max_context is {config.model.max_context}, but {target} has {positions} positions")
     check_tensor_parallel(target, config.target.tensor_parallel)
+    if config.draft.method == "layer_skip":
+        check_layers(target, config.draft.layer_skip.ids)
     if config.draft.model is not None:
         check_draft(vocabulary(target), local_folder(config.draft.model, with_weights=with_weights))

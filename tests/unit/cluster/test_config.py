@@ -127,8 +127,8 @@ def test_eight_bits_are_for_cpus():
 @pytest.mark.parametrize(
     ("draft", "named"),
     [
-        ({"method": "prompt_lookup", "draft_model": {"quantization": "int8"}}, "asks no model"),
-        ({"model": "org/draft", "prompt_lookup": {"max_ngram": 9}}, "looks nothing up"),
+        ({"method": "prompt_lookup", "draft_model": {"quantization": "int8"}}, "draft_model has options"),
+        ({"model": "org/draft", "prompt_lookup": {"max_ngram": 9}}, "prompt_lookup has options"),
     ],
 )
 def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
@@ -163,3 +163,22 @@ def test_what_a_key_is_said_to_be_now_exists(fate):
 
 def test_the_example_to_copy_is_right() -> None:
     assert load_config(Path(__file__).parents[3] / "examples" / "llama.yaml").target.tensor_parallel == 4
+
+
+@pytest.mark.parametrize(("layers", "ids"), [(3, (0, 1, 2)), ([0, 1, 28], (0, 1, 28))])
+def test_layers_to_draft_with_are_a_number_or_ids(layers, ids):
+    draft = validated(SMALLEST | {"draft": {"method": "layer_skip", "layer_skip": {"layers": layers}}}).draft
+    assert draft.layer_skip.ids == ids
+
+
+@pytest.mark.parametrize("layers", [0, [], [-1, 2], [2, 1], [1, 1]], ids=str)
+def test_layers_that_cannot_be_are_refused(layers):
+    with pytest.raises(ConfigError, match=r"draft\.layer_skip"):
+        validated(SMALLEST | {"draft": {"method": "layer_skip", "layer_skip": {"layers": layers}}})
+
+
+def test_each_method_says_whether_it_takes_a_model():
+    with pytest.raises(ConfigError, match="layer_skip takes no model"):
+        validated(SMALLEST | {"draft": {"method": "layer_skip", "model": "org/draft"}})
+    with pytest.raises(ConfigError, match="lookup_first needs a model"):
+        validated(SMALLEST | {"draft": {"method": "lookup_first"}})

@@ -15,7 +15,8 @@ from actors.methods.loading import load_draft_model
 from actors.methods.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.methods.model.vocab_pruning import FILE as FREQUENT_TOKENS
 from actors.methods.setup import DraftSetup
-from cluster.config import CacheConfig, DraftModelOptions, DraftPool
+from cluster.config import CacheConfig, DraftPool
+from cluster.draft_options import DraftModelOptions
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from tests.unit.actors.methods.asking import propose
@@ -47,7 +48,7 @@ def load(folder: Path, device: torch.device = CPU, int8: bool = False) -> DraftM
     options = DraftModelOptions(quantization="int8" if int8 else "none", draft_probs_top_k=4)
     cache = CacheConfig(page_size=4, gib=0.001)
     draft = DraftPool(model=str(folder), cache=cache, max_sessions=2, draft_model=options)
-    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(VOCABULARY)})
+    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(VOCABULARY)}, "")
     return load_draft_model(folder, draft, setup, device)
 
 

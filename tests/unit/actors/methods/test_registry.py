@@ -9,11 +9,12 @@ import pytest
 
 from actors.methods.registry import MODULES, create_method
 from actors.methods.setup import DraftSetup
-from cluster.config import DraftPool, PromptLookupOptions
+from cluster.config import DraftPool
+from cluster.draft_options import PromptLookupOptions
 from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.cluster.samples import an_open
 
-SETUP = DraftSetup("float32", max_context=64, max_draft_tokens=4, target_tokens={1: "a"})
+SETUP = DraftSetup("float32", max_context=64, max_draft_tokens=4, target_tokens={1: "a"}, target="org/target")
 
 
 def test_the_methods_are_those_of_the_configuration() -> None:

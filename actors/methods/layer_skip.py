@@ -1,0 +1,22 @@
+"""Some of the target's own layers, with its final norm and LM head, as a draft model.
+
+(After LayerSkip: Elhoushi et al. 2024, arXiv 2404.16710, and Draft & Verify: Zhang et al. 2023, arXiv 2309.08168.)
+There is no second checkpoint to find or train. How often such drafts are accepted depends on how the target was
+trained.
+"""
+
+from actors.engine.process import device_of
+from actors.methods.draft_model import DraftModel
+from actors.methods.loading import draft_with, products_of
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import local_folder
+from actors.models.layer_subset import load_layers
+from cluster.config import DraftPool
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
+    """Raises ModelError where the target lacks one of the layers, or they cannot be read."""
+    device = device_of(draft.resources)
+    products = products_of(draft, setup, device)
+    model = load_layers(local_folder(setup.target), draft.layer_skip.ids, products.dtype, device)
+    return draft_with(model, products.product, draft, setup)
