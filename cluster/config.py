@@ -18,6 +18,7 @@ from cluster.draft_options import (
     LayerSkipOptions,
     Positive,
     PromptLookupOptions,
+    SuffixOptions,
 )
 from cluster.errors import ConfigError
 from protos.draft_tree import MAX_BLOCK_TOKENS
@@ -103,15 +104,16 @@ class DraftPool(_Frozen):
     the target's vocabulary before anything starts.
     """
 
-    method: Literal["draft_model", "prompt_lookup", "lookup_first", "layer_skip"] = Field(
+    method: Literal["draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix"] = Field(
         "draft_model",
         description="lookup_first looks continuations up in the text, and asks the model where these are in doubt;"
-        " layer_skip drafts with some of the target's own layers",
+        " layer_skip drafts with some of the target's own layers; suffix looks continuations up in recent answers too",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
     prompt_lookup: PromptLookupOptions = PromptLookupOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
+    suffix: SuffixOptions = SuffixOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()

@@ -66,12 +66,29 @@ class LayerSkipOptions(_Options):
         return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
 
 
+class SuffixOptions(_Options):
+    """Of suffix, which looks the continuation up in the text and in answers that have ended."""
+
+    max_ngram: Positive = Field(16, description="most tokens of the text's end that are compared")
+    min_ngram: Positive = Field(2, description="fewest tokens of the text's end that must be alike")
+    remembered_tokens: int = Field(
+        1 << 17, ge=0, description="of recent answers, some 200 bytes each; 0: a text is looked up in itself alone"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_ngram < self.min_ngram:
+            raise ValueError(f"max_ngram is {self.max_ngram}, expected at least min_ngram, which is {self.min_ngram}")
+        return self
+
+
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
         "prompt_lookup": frozenset({"prompt_lookup"}),
         "lookup_first": frozenset({"draft_model", "prompt_lookup"}),
         "layer_skip": frozenset({"draft_model", "layer_skip"}),
+        "suffix": frozenset({"suffix"}),
     }
 )
 """By method: the sections whose options it has a use for."""

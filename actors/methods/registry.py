@@ -17,6 +17,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "prompt_lookup": "actors.methods.prompt_lookup",
         "lookup_first": "actors.methods.lookup_first",
         "layer_skip": "actors.methods.layer_skip",
+        "suffix": "actors.methods.suffix",
     }
 )
 

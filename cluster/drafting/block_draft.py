@@ -50,6 +50,7 @@ class BlockDraft:
     main: "BlockDraft | None" = None  # a root's that reads a token beside the trunk: the one that reads the trunk
     stem: tuple[int, ...] = ()  # a limb's: the block's tokens that it comes after, the last of them beside the trunk
     limbs: list["BlockDraft"] = field(default_factory=list)
+    grown: list[Limb] = field(default_factory=list)  # limbs that nothing more is to be drafted for
     min_confidence: float = 0.0  # of the tokens so far to stand, to go on from there
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
@@ -174,7 +175,7 @@ class BlockDraft:
 
     def _limbs(self) -> list[Limb]:
         whole = Limb((), 1.0, self.tokens, self.choices)
-        return [whole, *[Limb(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs]]
+        return [whole, *[Limb(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs], *self.grown]
 
     def append(
         self,

@@ -80,6 +80,26 @@ def grown_paths(after: Callable[[Path], Choices], most: int, least_chance: float
     return found
 
 
+def grow_limbs(after: Callable[[Path], Choices | None], most: int, least_chance: float) -> list[Limb]:
+    """Limbs of the likeliest `most` nodes, where `after` tells at once what may follow a path; None for nothing.
+
+    It is asked about a path after it was asked about all of its beginnings.
+    """
+    found: list[Limb] = []
+    open_nodes: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
+    while open_nodes and len(found) <= most:
+        negative, _, path = heappop(open_nodes)
+        there = after(path)
+        if there is None:
+            continue
+        found.append(Limb(path, -negative, tuple(there.tokens[:1]), (there,)))
+        for token, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
+            reached = -negative * chance
+            if reached >= least_chance and len(path) + 1 < most:
+                heappush(open_nodes, (-reached, len(path) + 1, (*path, token)))
+    return found
+
+
 def least_of(paths: Sequence[tuple[Path, float]], most: int) -> float:
     """The chance that a further node must have to be among the likeliest `most`; 0 while there is room."""
     return paths[-1][1] if len(paths) == most else 0.0

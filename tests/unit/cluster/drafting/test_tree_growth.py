@@ -11,6 +11,7 @@ from cluster.drafting.tree_growth import (
     SIBLINGS,
     Limb,
     grown_paths,
+    grow_limbs,
     least_of,
     likeliest_paths,
     likeliest_tree,
@@ -86,3 +87,28 @@ def test_grown_at_once_a_tree_has_the_likeliest_paths_and_asks_for_no_more_than_
     assert len(asked) == most
     assert grown_paths(after, most, 0.2) == likeliest_paths([TRUNK], most, 0.2)
     assert grown_paths(after, most, 0.9) == [], "not even the first"
+
+
+def after_many(path: tuple[int, ...]) -> Choices | None:
+    """What follows a token is the two after it; nothing follows 9."""
+    last = path[-1] if path else 0
+    return None if last == 9 else Choices((last + 1, last + 2), (0.6, 0.3))
+
+
+@pytest.mark.parametrize("most", [1, 3, 6, 12])
+@pytest.mark.parametrize("least", [0.0, 0.1, 0.5])
+def test_where_all_is_known_at_once_the_tree_is_the_likeliest_of_all_paths(most, least):
+    paths = [(path, chance) for path, chance in every_path((), 1.0, most)]
+    best = sorted(paths, key=lambda node: (-node[1], len(node[0])))[:most]
+    expected = [node for rank, node in enumerate(best) if rank == 0 or node[1] >= least]
+    found = likeliest_paths(grow_limbs(after_many, most, least), most, least)
+    assert [chance for _, chance in found] == pytest.approx([chance for _, chance in expected])
+    assert set(dict(found)) <= set(dict(paths))
+
+
+def every_path(path: tuple[int, ...], chance: float, deepest: int) -> list[tuple[tuple[int, ...], float]]:
+    there = after_many(path)
+    if there is None or len(path) == deepest:
+        return []
+    nexts = [((*path, token), chance * each) for token, each in there]
+    return nexts + [found for node in nexts for found in every_path(*node, deepest)]

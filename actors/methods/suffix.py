@@ -1,0 +1,169 @@
+"""What followed the text's end before: in the text itself, and in recent answers of this drafter.
+
+Needs no model and no GPU. (SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) Several continuations become a tree,
+each as likely as it was frequent. Tokens are point masses: under ratio acceptance they stand with their target
+probability.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from actors.methods.setup import DraftSetup
+from actors.methods.suffix_index import EscapeRates, Match, SuffixIndex, longer
+from cluster.config import DraftPool
+from cluster.draft_options import SuffixOptions
+from cluster.drafting.ahead import OUTCOMES, draft_ahead, proposals
+from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.outcomes import Choices
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.timing.forward_time import ForwardTime
+from cluster.drafting.tree_growth import Path, grow_limbs
+from protos.draft_tree import NO_TREE
+from protos.messages import DraftRequest, Open, Shape
+from protos.prefix import hashes_after
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> "SuffixLookup":
+    return SuffixLookup(draft.suffix)
+
+
+class SuffixLookup:
+    """The method.
+
+    An answer that was sampled under ratio is not remembered. Its tokens depend on the noise that decides about drafts,
+    and its session may be opened here again to have some of them decided anew, by the same noise: a draft that knew
+    them would not be independent of it. Other answers are functions of their prompts and seeds.
+    """
+
+    shapes = frozenset(Shape)
+    tokens_per_forward = 1
+    outcomes = OUTCOMES
+
+    def __init__(self, options: SuffixOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._ahead_time = ForwardTime()
+        self._texts = SessionTexts()
+        self._own: dict[str, SuffixIndex] = {}
+        self._answers = SuffixIndex(options.min_ngram, options.remembered_tokens)
+        self._rates = EscapeRates()
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        index = SuffixIndex(self._options.min_ngram)
+        index.add(self._texts[request.session].tokens)
+        self._own[request.session] = index
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        text = self._texts[session].tokens
+        self._learn(session, text, tokens)
+        known = len(text)
+        self._texts.committed(session, tokens)
+        self._own[session].grow(known)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        for name in sessions:
+            if self._own.pop(name, None) is not None:
+                self._remember(name)
+        self._texts.close(sessions)
+
+    def _remember(self, session: str) -> None:
+        """The answer, and as much of the prompt as says where it begins."""
+        text = self._texts[session]
+        is_free = text.open.takes_trees  # of the noise that decides about drafts
+        first = max(0, text.open.prompt_len - self._options.max_ngram)
+        if is_free and len(text.tokens) > text.open.prompt_len:
+            self._answers.add(text.tokens[first:])
+
+    def _learn(self, session: str, text: Sequence[int], tokens: Sequence[int]) -> None:
+        """How reliable matches are, by what the target decided after them."""
+        match = self._find(session, text)
+        for place, token in enumerate(tokens):
+            if match.places:
+                self._rates.learn(match, token)
+            match = match.after(token)
+            if not match.places:
+                match = self._find(session, [*text[-self._options.max_ngram :], *tokens[: place + 1]])
+
+    def _find(self, session: str, text: Sequence[int]) -> Match:
+        longest = self._options.max_ngram
+        return longer(self._own[session].find(text, longest), self._answers.find(text, longest))
+
+    # ------------------------------------------------------------ blocks
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        drafts = [self._begin(request, request.max_tokens) for request in requests]
+        self.extend(drafts)
+        return [draft.proposal() for draft in drafts]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        """A target that goes on without a block is told of none."""
+        drafts = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
+        found = proposals(drafts)
+        served = {proposal.session for proposal in found}
+        waiting = [each for each in requests if not len(each.unverified) and each.session not in served]
+        return found + [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
+
+    def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
+        text = self._texts[request.session]
+        return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
+
+    def _match(self, draft: BlockDraft) -> Match:
+        """After all of its tokens so far."""
+        end = [*draft.text.tokens[-self._options.max_ngram :], *draft.outcome, *draft.tokens]
+        return self._find(draft.request.session, end)
+
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, request: AheadRequest) -> list[BlockDraft]:
+        """The block under verification, and what else may stand at its places."""
+        block = request.unverified.trunk
+        root = self._begin(request, len(block) + 1)
+        root.unverified = block
+        for token in block:
+            match = self._match(root)
+            root.append(token, self._rates.choices(match) if match.places else Choices((token,), (1.0,)))
+        root.settle()
+        return [root]
+
+    def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
+        return BlockDraft(
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+        )
+
+    def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
+        """A lookup is as quick as any preview."""
+
+    def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
+        """As far as anything followed: those that it has more tokens for."""
+        return [draft for draft in drafts if self._extend(draft)]
+
+    def _extend(self, draft: BlockDraft) -> bool:
+        known = len(draft.drafted)
+        matches: dict[Path, Match] = {(): self._match(draft)}
+
+        def after(path: Path) -> Choices | None:
+            if path not in matches:
+                matches[path] = matches[path[:-1]].after(path[-1])
+            return self._rates.choices(matches[path]) if matches[path].places else None
+
+        path: Path = ()
+        while not draft.is_complete and (choices := after(path)) is not None:
+            draft.append(choices.tokens[0], choices)
+            path = (*path, choices.tokens[0])
+        if draft.takes_trees:
+            draft.grown = grow_limbs(after, draft.max_tokens, draft.least_chance)
+        draft.settle()
+        draft.is_cut = True
+        return len(draft.drafted) > known

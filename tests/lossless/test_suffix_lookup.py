@@ -1,0 +1,71 @@
+"""Suffix lookup through the whole world: texts stay what they are, while it learns from each of them.
+
+One method outlives several worlds, so that its drafts come from other sessions' answers too.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from actors.methods.suffix import SuffixLookup
+from cluster.draft_options import SuffixOptions
+from protos.messages import Acceptance, Sampling
+from tests.lossless.parts import Setting, a_draft_scheduler
+from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
+from tests.lossless.test_distribution import TARGET as FEW_TOKENS
+from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET, plain, texts
+from tests.lossless.world import ToyDrafter, World, calm, near_patience, stormy
+
+
+class SuffixWorld(World):
+    """Drafts with a lookup that was there before."""
+
+    def __init__(self, method: SuffixLookup, setting: Setting, sessions: int, seed: int) -> None:
+        self._method = method
+        super().__init__(setting, sessions, seed)
+
+    def _new_drafter(self) -> ToyDrafter:
+        beside = super()._new_drafter()
+        return ToyDrafter(a_draft_scheduler(self._setting, self._count), self._method, beside.model)
+
+
+def a_method() -> SuffixLookup:
+    return SuffixLookup(SuffixOptions(max_ngram=4, min_ngram=1), clock=lambda: 0.0)
+
+
+@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.4)], ids=["greedy", "coupled"])
+def test_texts_are_those_of_plain_decoding(sampling, schedule):
+    method = a_method()
+    setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
+    found = [SuffixWorld(method, replace(setting, prompt=(1 + seed,)), AT_ONCE, seed) for seed in (0, 1)]
+    for world in found:
+        world.run()
+    assert texts(found) == plain(sampling)
+    accepted = sum(s.counts.accepted for world in found for s in world.sessions.values())
+    assert accepted > AT_ONCE, "hardly anything was drafted: this showed nothing"
+
+
+def test_trees_bring_what_chains_do_not():
+    method = a_method()
+    setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
+    found = [SuffixWorld(method, setting, AT_ONCE, seed) for seed in range(4)]
+    for world in found:
+        world.run()
+    assert sum(world.branches_accepted for world in found) > 4
+
+
+@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+def test_under_ratio_the_distribution_is_the_target_s(schedule):
+    """Over answers of others, which it knows, and the sessions' own."""
+    setting = Setting(FEW_TOKENS, DRAFTERS["bad"], Acceptance.RATIO, schedule, new_tokens=6, ahead=2, interruption=0.1)
+    samples: list[tuple[int, ...]] = []
+    accepted = 0
+    method = a_method()
+    SuffixWorld(method, replace(setting, acceptance=Acceptance.COUPLED), 50, seed=999).run()
+    for seed in range(FEW_WORLDS):
+        world = SuffixWorld(method, setting, FEW, seed)
+        samples += world.run()
+        accepted += sum(s.counts.accepted for s in world.sessions.values())
+    assert p_value(setting, samples) > FALSE_ALARM
+    assert accepted > len(samples) / 4, "hardly anything was drafted: this showed nothing"
