@@ -15,6 +15,7 @@ from cluster.draft_options import (
     SECTIONS_TAKEN,
     TAKING_MODELS,
     DraftModelOptions,
+    HeadOptions,
     LayerSkipOptions,
     Positive,
     PromptLookupOptions,
@@ -104,16 +105,21 @@ class DraftPool(_Frozen):
     the target's vocabulary before anything starts.
     """
 
-    method: Literal["draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix"] = Field(
+    method: Literal[
+        "draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix", "medusa", "mlp_speculator"
+    ] = Field(
         "draft_model",
-        description="lookup_first looks continuations up in the text, and asks the model where these are in doubt;"
-        " layer_skip drafts with some of the target's own layers; suffix looks continuations up in recent answers too",
+        description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts with"
+        " some of the target's own layers; suffix looks the continuation up in recent answers too; medusa and"
+        " mlp_speculator are published heads, which read the target's hidden states",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
     prompt_lookup: PromptLookupOptions = PromptLookupOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
     suffix: SuffixOptions = SuffixOptions()
+    medusa: HeadOptions = HeadOptions()
+    mlp_speculator: HeadOptions = HeadOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()

@@ -82,6 +82,12 @@ class SuffixOptions(_Options):
         return self
 
 
+class HeadOptions(_Options):
+    """Of a method that drafts with a published head, which reads the target's hidden states."""
+
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+
+
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
@@ -89,9 +95,14 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "lookup_first": frozenset({"draft_model", "prompt_lookup"}),
         "layer_skip": frozenset({"draft_model", "layer_skip"}),
         "suffix": frozenset({"suffix"}),
+        "medusa": frozenset({"medusa"}),
+        "mlp_speculator": frozenset({"mlp_speculator"}),
     }
 )
 """By method: the sections whose options it has a use for."""
 
-TAKING_MODELS = frozenset({"draft_model", "lookup_first"})
+HEADS = frozenset({"medusa", "mlp_speculator"})
+"""The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
+
+TAKING_MODELS = frozenset({"draft_model", "lookup_first"}) | HEADS
 """The methods that load a checkpoint of their own."""

@@ -18,6 +18,8 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "lookup_first": "actors.methods.lookup_first",
         "layer_skip": "actors.methods.layer_skip",
         "suffix": "actors.methods.suffix",
+        "medusa": "actors.methods.heads.medusa",
+        "mlp_speculator": "actors.methods.heads.mlp_speculator",
     }
 )
 

@@ -5,7 +5,7 @@ import json
 import re
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,17 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
 
 
-def local_folder(name: str, with_weights: bool = True) -> Path:
-    """The folder of a checkpoint: `name` itself if it is one, else the Hugging Face snapshot, downloaded if needed."""
+def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ()) -> Path:
+    """The folder of a checkpoint: `name` itself if it is one, else the Hugging Face snapshot, downloaded if needed.
+
+    With weights, files that fit the patterns `more` are downloaded too.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute():
         raise ModelError(f"there is no model folder {folder}; expected a folder or a Hugging Face id")
-    patterns = [*DESCRIPTION, *(WEIGHTS if with_weights else WEIGHTS[1:])]
+    patterns = [*DESCRIPTION, *((*WEIGHTS, *more) if with_weights else WEIGHTS[1:])]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

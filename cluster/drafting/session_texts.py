@@ -68,6 +68,9 @@ class SessionTexts:
     def __init__(self) -> None:
         self._all: dict[str, SessionText] = {}
 
+    def __contains__(self, session: str) -> bool:
+        return session in self._all
+
     def __getitem__(self, session: str) -> SessionText:
         return self._all[session]
 

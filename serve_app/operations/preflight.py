@@ -2,9 +2,11 @@
 
 from transformers import AutoConfig
 
+from actors.methods.heads.head_files import PICKLES
 from actors.models.checkpoint import check_draft, check_tensor_parallel, local_folder, vocabulary
 from actors.models.layer_subset import check_layers
 from cluster.config import SlipstreamConfig
+from cluster.draft_options import HEADS
 from cluster.errors import ModelError
 
 
@@ -17,5 +19,9 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool) -> None:
     check_tensor_parallel(target, config.target.tensor_parallel)
     if config.draft.method == "layer_skip":
         check_layers(target, config.draft.layer_skip.ids)
-    if config.draft.model is not None:
+    if config.draft.model is None:
+        return
+    if config.draft.method in HEADS:  # it is checked when it is loaded: only its tensors tell what it is
+        local_folder(config.draft.model, with_weights=with_weights, more=PICKLES)
+    else:
         check_draft(vocabulary(target), local_folder(config.draft.model, with_weights=with_weights))

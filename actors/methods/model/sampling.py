@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.methods.model.calibration import LEAST_OTHERS, Calibration, Candidates, DraftKind
-from actors.methods.model.forwards import ReadDraft
 from actors.methods.model.limits import DraftingLimits
 from actors.sampling.noise import Purpose, gumbel_argmax, gumbels, key
 from actors.sampling.processors import penalise, process
@@ -24,6 +23,10 @@ from protos.messages import Sampling
 CONSIDERED = 64
 CHOICES = 16  # of them, that are thought of as outcomes
 LEAST_LOG_PROB = -30.0
+
+
+Read = tuple[BlockDraft, Tensor, Tensor | None]
+"""A block, and what its next places are predicted by: logits, (places, columns), and states, (places, hidden)."""
 
 
 class _Place(NamedTuple):
@@ -43,7 +46,7 @@ class DraftSampler:
         self._limits = limits
         self._calibration = calibration
 
-    def extend(self, read: Sequence[ReadDraft]) -> None:
+    def extend(self, read: Sequence[Read]) -> None:
         """Adds a token for each place, or ends the block."""
         together: list[_Place] = []
         for draft, logits, hidden in read:

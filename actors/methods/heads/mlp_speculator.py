@@ -1,0 +1,187 @@
+"""MLPSpeculator: a small recurrent network over the target's final state and the tokens taken after it.
+
+(Wertheimer et al. 2024, arXiv 2404.19124; foundation-model-stack/fms-extras, fms_extras/models/speculator.py.)
+Each step has weights of its own, or all have the same.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.compute.linear import Product, Projection, projection
+from actors.methods.heads.draft_columns import draft_columns
+from actors.methods.heads.head_files import HeadFiles, read_head
+from actors.methods.heads.last_state import LastStateDrafting
+from actors.methods.heads.last_state_loading import last_state_drafting
+from actors.methods.heads.target_shape import TargetShape, target_shape
+from actors.methods.setup import DraftSetup
+from actors.models.forward_output import ForwardOutput
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+from protos.states import StatesNeeded
+
+EPS = 1e-6  # of the norms
+ALIASES = ((r"speculator\.", ""),)
+TIED_KEYS = ("tie_weights", "tie_wts")  # of a configuration, by who wrote it
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpeculatorConfig:
+    """Sizes and conventions."""
+
+    steps: int  # tokens that are predicted
+    hidden: int  # of the target's state
+    inner: int
+    columns: int  # of the logits as published
+    vocabulary: int  # the target's
+    is_tied: bool  # whether all steps have the same weights, but for the first one's projection
+    scales_input: bool  # whether the target's state is normed first
+    needs: StatesNeeded
+
+    @property
+    def state_share(self) -> float:
+        """What the earlier state counts for; after all steps, the target's counts for the half."""
+        return float(0.5 ** (0.5 / self.steps))
+
+    @property
+    def token_share(self) -> float:
+        """What the taken token's embedding counts for."""
+        return math.sqrt((1 - self.state_share**2) * self.inner / 2)
+
+    def describe(self) -> list[str]:
+        """One line a fact, for whoever wants to know how it was understood."""
+        weights = "the same weights" if self.is_tied else "weights of their own"
+        normed = ", normed first" if self.scales_input else ""
+        return [
+            f"MLPSpeculator of {self.steps} steps with {weights}, {self.inner} wide",
+            f"reads the target's state {self.needs.layers[0]}, its final one, {self.needs.width} elements{normed}",
+            f"proposes {self.columns} of {self.vocabulary} tokens",
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeculatorStep:
+    """Weights of one step."""
+
+    embedding: Tensor  # (vocabulary, inner)
+    project: Projection
+    norm_weight: Tensor  # (inner,)
+    norm_bias: Tensor  # (inner,)
+    lm_head: Projection
+
+
+class MlpSpeculator:
+    """A `LastStateHead`."""
+
+    reads_tokens = True
+
+    def __init__(self, config: MlpSpeculatorConfig, steps: Sequence[SpeculatorStep], token_ids: Tensor) -> None:
+        self.config = config
+        self.token_ids = token_ids  # (columns,) of the target, by column of the logits
+        self._steps = steps
+
+    @property
+    def width(self) -> int:
+        return self.config.steps
+
+    @property
+    def needs(self) -> StatesNeeded:
+        return self.config.needs
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
+        """States are the target's, (rows, hidden), at depth 0, later (rows, inner)."""
+        config = self.config
+        step = self._steps[depth]
+        if depth == 0 and config.scales_input:
+            states = _normed(states) / math.sqrt(2)
+        taken = F.embedding(torch.tensor(tokens, device=states.device), step.embedding)
+        mixed = step.project(states) * config.state_share + taken * config.token_share
+        state = F.gelu(_normed(mixed) * step.norm_weight + step.norm_bias)
+        return ForwardOutput(step.lm_head(state), state)
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Root mean square norm, in float32 inside."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> LastStateDrafting:
+    """Raises ModelError where what `draft.model` names does not fit the target."""
+    return last_state_drafting(load_mlp_speculator, draft, setup, draft.mlp_speculator.draft_probs_top_k)
+
+
+def load_mlp_speculator(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> MlpSpeculator:
+    """A published speculator, as it is on disk. Raises ModelError where it does not fit the target."""
+    files = read_head(folder).renamed(ALIASES)
+    config = _resolve(files, target_shape(target_folder))
+    if config.columns <= max(proposable):
+        raise ModelError(
+            f"{folder} has embeddings for {config.columns} tokens, but the target's ids go up to {max(proposable)}; use"
+            " a speculator made for this target"
+        )
+    columns = draft_columns(folder, torch.arange(config.columns), config.vocabulary, proposable)
+
+    def placed(name: str, *shape: int) -> Tensor:
+        return files.tensor(name, shape).to(device, dtype).contiguous()
+
+    def step(index: int) -> SpeculatorStep:
+        inputs = config.hidden if index == 0 else config.inner
+        one = 0 if config.is_tied else index
+        project = min(index, 1) if config.is_tied else index
+        head = columns.of(placed(f"head.{one}.weight", config.columns, config.inner))
+        return SpeculatorStep(
+            embedding=placed(f"emb.{one}.weight", config.columns, config.inner),
+            project=product(placed(f"proj.{project}.weight", config.inner, inputs), None),
+            norm_weight=placed(f"ln.{one}.weight", config.inner),
+            norm_bias=placed(f"ln.{one}.bias", config.inner),
+            lm_head=product(head, None),
+        )
+
+    steps = [step(index) for index in range(config.steps)]
+    return MlpSpeculator(config, steps, columns.token_ids.to(device))
+
+
+def _resolve(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
+    if "emb.0.weight" not in files.tensors:
+        raise ModelError(
+            f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"
+        )
+    columns, inner = map(int, files.tensors["emb.0.weight"].shape)
+    hidden = int(files.tensor("proj.0.weight").shape[-1])
+    stored = sum(name.startswith("emb.") for name in files.tensors)
+    is_tied = any(bool(files.config.get(key)) for key in TIED_KEYS)
+    steps = files.config.get("n_predict", stored)
+    if not isinstance(steps, int) or steps < 1 or (not is_tied and stored != steps):
+        raise ModelError(
+            f"{files.folder} has n_predict {steps!r} and {stored} embeddings, expected 1 or more, and as many"
+            " embeddings unless tie_weights is true"
+        )
+    if hidden != target.hidden:
+        raise ModelError(
+            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use a speculator"
+            " made for this target"
+        )
+    if columns > target.vocabulary:
+        raise ModelError(f"{files.folder} has {columns} tokens, expected at most {target.vocabulary}, the target's")
+    return MlpSpeculatorConfig(
+        steps=steps,
+        hidden=hidden,
+        inner=inner,
+        columns=columns,
+        vocabulary=target.vocabulary,
+        is_tied=is_tied,
+        scales_input=bool(files.config.get("scale_input")),
+        needs=StatesNeeded((target.layers,), hidden),
+    )
