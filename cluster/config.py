@@ -101,8 +101,8 @@ class TargetPool(_Frozen):
 class DraftPool(_Frozen):
     """The pool of drafters. A method's options are in the section of its name.
 
-    `model` is none of them: whatever the method, it is the checkpoint that drafters load, and what is checked against
-    the target's vocabulary before anything starts.
+    `model` is none of them: whatever the method, it is the checkpoint that drafters load. A draft model is checked
+    against the target's vocabulary before anything starts, a head against its sizes when it is loaded.
     """
 
     method: Literal[
