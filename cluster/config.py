@@ -106,12 +106,12 @@ class DraftPool(_Frozen):
     """
 
     method: Literal[
-        "draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix", "medusa", "mlp_speculator"
+        "draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix", "medusa", "mlp_speculator", "dflash"
     ] = Field(
         "draft_model",
         description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts with"
-        " some of the target's own layers; suffix looks the continuation up in recent answers too; medusa and"
-        " mlp_speculator are published heads, which read the target's hidden states",
+        " some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
+        " mlp_speculator and dflash are published heads, which read the target's hidden states",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
@@ -120,6 +120,7 @@ class DraftPool(_Frozen):
     suffix: SuffixOptions = SuffixOptions()
     medusa: HeadOptions = HeadOptions()
     mlp_speculator: HeadOptions = HeadOptions()
+    dflash: HeadOptions = HeadOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()

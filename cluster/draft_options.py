@@ -97,11 +97,12 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "suffix": frozenset({"suffix"}),
         "medusa": frozenset({"medusa"}),
         "mlp_speculator": frozenset({"mlp_speculator"}),
+        "dflash": frozenset({"dflash"}),
     }
 )
 """By method: the sections whose options it has a use for."""
 
-HEADS = frozenset({"medusa", "mlp_speculator"})
+HEADS = frozenset({"medusa", "mlp_speculator", "dflash"})
 """The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
 
 TAKING_MODELS = frozenset({"draft_model", "lookup_first"}) | HEADS

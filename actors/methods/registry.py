@@ -20,6 +20,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "suffix": "actors.methods.suffix",
         "medusa": "actors.methods.heads.medusa",
         "mlp_speculator": "actors.methods.heads.mlp_speculator",
+        "dflash": "actors.methods.heads.dflash.dflash_loading",
     }
 )
 

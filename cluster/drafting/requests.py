@@ -4,9 +4,10 @@ What it is asked for now is the target's own `protos.messages.DraftRequest`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import field
 
-from protos.draft_tree import DraftTree
+from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Open, Shape
 from protos.values import value
 
@@ -65,6 +66,16 @@ class Proposal:
     def tokens(self) -> tuple[int, ...]:
         """All that it offers."""
         return self.tree.tokens
+
+
+def nothing_ahead(requests: Sequence[AheadRequest]) -> list[Proposal]:
+    """Of a method that has nothing ahead of these verdicts.
+
+    A target that goes on without a block is told so, or it would take the drafter for silent; one that verifies a block
+    has heard of it.
+    """
+    waiting = [request for request in requests if not len(request.unverified)]
+    return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
 
 def max_block_len(request: Open, length: int) -> int:

@@ -100,6 +100,11 @@ def grow_limbs(after: Callable[[Path], Choices | None], most: int, least_chance:
     return found
 
 
+def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Limb]:
+    """Limbs of a block whose places are as they are whatever tokens stand before them."""
+    return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else None, most, least_chance)
+
+
 def least_of(paths: Sequence[tuple[Path, float]], most: int) -> float:
     """The chance that a further node must have to be among the likeliest `most`; 0 while there is room."""
     return paths[-1][1] if len(paths) == most else 0.0

@@ -13,10 +13,9 @@ from actors.methods.model.sampling import DraftSampler
 from actors.models.forward_output import ForwardOutput
 from cluster.drafting.block_draft import BlockDraft
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
 from cluster.drafting.session_texts import SessionTexts
-from cluster.drafting.tree_growth import Limb, Path, grow_limbs, least_of, worth_a_limb
-from protos.draft_tree import NO_TREE
+from cluster.drafting.tree_growth import Path, least_of, limbs_by_depth, worth_a_limb
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
@@ -139,18 +138,14 @@ class LastStateDrafting:
             self._go_on([limb for draft in trees for limb in self._branch_off(draft)], LIMB_TOKENS)
         else:
             for draft in trees:
-                draft.grown = _by_depth(draft)
+                draft.grown = limbs_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """The state that the next token is drawn from is being computed, so nothing can be drafted after it.
-
-        A target that goes on without a block is told so, or it would take the drafter for silent.
-        """
-        waiting = [request for request in requests if not len(request.unverified)]
-        return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
+        """The state that the next token is drawn from is being computed, so nothing can be drafted after it."""
+        return nothing_ahead(requests)
 
     def _begin(self, request: DraftRequest) -> BlockDraft:
         return BlockDraft(
@@ -209,11 +204,3 @@ def _last(draft: BlockDraft) -> tuple[Tensor, int]:
     state, token = draft.last
     assert isinstance(state, Tensor), "a draft begins with a state"
     return state, token
-
-
-def _by_depth(draft: BlockDraft) -> list[Limb]:
-    """Limbs of a block whose places are as they are whatever tokens stand before them."""
-    choices = draft.choices
-    return grow_limbs(
-        lambda path: choices[len(path)] if len(path) < len(choices) else None, draft.max_tokens, draft.least_chance
-    )

@@ -1,0 +1,56 @@
+"""What a DFlash head keeps of one session: the target's states that have come, and keys and values made of them."""
+
+import torch
+from torch import Tensor
+
+MOST_EARLY = 64  # pieces of states that may wait for those before them
+
+
+class DFlashContext:
+    """States come in any order, twice or never; they are read in order."""
+
+    def __init__(self) -> None:
+        self.read = 0  # positions whose keys and values are there
+        self._arrived = 0  # positions whose states came, without a gap
+        self._unread: list[Tensor] = []  # states of the positions between, one piece after the other
+        self._early: dict[int, Tensor] = {}  # pieces after a gap, by first position
+        self._cached: list[Tensor] = []  # by layer: (2, capacity, kv heads, dim), keys and values
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """States of the positions from `first` on, (positions, width)."""
+        self._early[first] = rows
+        while (piece := next((at for at in self._early if at <= self._arrived), None)) is not None:
+            found = self._early.pop(piece)[self._arrived - piece :]
+            if len(found):
+                self._unread.append(found)
+                self._arrived += len(found)
+        while len(self._early) > MOST_EARLY:
+            del self._early[max(self._early)]
+
+    def has(self, positions: int) -> bool:
+        """Whether the states of the first so many have all come."""
+        return self._arrived >= positions
+
+    def take(self, positions: int) -> Tensor:
+        """States of the first so many positions that are not read yet, (unread, width); they count as read then."""
+        count = positions - self.read
+        if not count:
+            return torch.empty(0)
+        whole = torch.cat(self._unread)
+        self._unread = [whole[count:]] if len(whole) > count else []
+        self.read = positions
+        return whole[:count]
+
+    def write(self, layer: int, first: int, key_value: Tensor) -> Tensor:
+        """Puts keys and values, (rows, 2, kv heads, dim), at positions from `first` on, of a layer; all up to there,
+        (2, positions, kv heads, dim)."""
+        end = first + len(key_value)
+        if layer == len(self._cached):
+            self._cached.append(key_value.new_empty((2, 0, *key_value.shape[2:])))
+        held = self._cached[layer]
+        if held.shape[1] < end:
+            grown = held.new_empty((2, max(end, 2 * held.shape[1]), *held.shape[2:]))
+            grown[:, : held.shape[1]] = held
+            held = self._cached[layer] = grown
+        held[:, first:end] = key_value.transpose(0, 1)
+        return held[:, :end]

@@ -1,0 +1,56 @@
+"""From a published DFlash head and its target to a drafting method."""
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from actors.compute.linear import Product, projection
+from actors.engine.process import device_of
+from actors.methods.heads.dflash.dflash_config import resolve_dflash
+from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
+from actors.methods.heads.dflash.dflash_drafting import DFlashDrafting
+from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader
+from actors.methods.heads.head_files import PICKLES, read_head
+from actors.methods.heads.head_rope import rotary_of
+from actors.methods.heads.target_shape import target_shape
+from actors.methods.model.calibration import Calibration
+from actors.methods.model.limits import DraftingLimits
+from actors.methods.model.sampling import DraftSampler
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import local_folder
+from cluster.config import DraftPool
+
+log = logging.getLogger(__name__)
+MAX_POSITIONS = 2048  # where a configuration does not say; only some scalings of rotary positions go by it
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DFlashDrafting:
+    """Raises ModelError where the head that `draft.model` names does not fit the target."""
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    device = device_of(draft.resources)
+    dtype: torch.dtype = getattr(torch, setup.dtype)
+    head = local_folder(draft.model, more=PICKLES)
+    decoder = load_dflash(head, local_folder(setup.target), dtype, device, setup.target_tokens.keys())
+    log.info("\n".join(decoder.config.describe()))
+    limits = DraftingLimits(draft.dflash.draft_probs_top_k)
+    sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())
+    return DFlashDrafting(decoder, sampler)
+
+
+def load_dflash(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> DFlashDecoder:
+    """A published head, as it is on disk, with the embedding and LM head of its target where it has none."""
+    files = read_head(folder).renamed(ALIASES)
+    config = resolve_dflash(files, target_shape(target_folder))
+    weights = DFlashReader(files, target_folder, config, dtype, device, product).weights(proposable)
+    positions = files.config.get("max_position_embeddings") or MAX_POSITIONS
+    rotary = rotary_of(config.rope, config.head_dim, positions).to(device)
+    return DFlashDecoder(config, weights, rotary)

@@ -1,0 +1,166 @@
+"""The tensors of a DFlash head, under one name each, and the weights that its forward computes with."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.compute.linear import Product, Projection
+from actors.methods.heads.dflash.dflash_config import DFlashConfig
+from actors.methods.heads.draft_columns import DraftColumns, draft_columns
+from actors.methods.heads.head_files import EMBEDDING, HEAD, HeadFiles, target_tensor
+from actors.models.decoder import Norm, norm_of
+from cluster.errors import ModelError
+
+ALIASES = (
+    (r"(?:model\.)?encoder\.fc\.", "fc."),
+    (r"(?:model\.)?encoder\.output_norm_enc\.", "hidden_norm."),
+    (r"(?:model\.)?midlayer\.", "layers.0."),
+    (r"model\.", ""),
+)
+NOT_COMPUTED_WITH = ("t2d", "verifier_")  # of training
+MASK_FILE = "mask_embedding.pt"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DFlashLayer:
+    """One layer's weights."""
+
+    attention_norm: Norm
+    query: Projection
+    key_value: Projection  # keys, then values
+    query_norm: Norm
+    key_norm: Norm
+    attention_out: Projection
+    mlp_norm: Norm
+    gate_up: Projection  # gate, then up
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DFlashWeights:
+    """What `DFlashDecoder` computes with."""
+
+    embedding: Tensor  # (vocabulary, hidden)
+    mask_embedding: Tensor  # (hidden,)
+    fc: Projection
+    context_norm: Norm
+    layers: tuple[DFlashLayer, ...]
+    norm: Norm
+    lm_head: Projection
+    token_ids: Tensor  # (columns,) the target's
+
+
+class DFlashReader:
+    """Takes weights out of a head's files and the target's, and knows in the end which were left."""
+
+    def __init__(
+        self,
+        files: HeadFiles,
+        target_folder: Path,
+        config: DFlashConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: Product,
+    ) -> None:
+        self._files = files
+        self._target_folder = target_folder
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._product = product
+        self._left = {name for name in files.tensors if not name.startswith(NOT_COMPUTED_WITH)}
+
+    def weights(self, proposable: Collection[int]) -> DFlashWeights:
+        """Raises ModelError where a tensor is missing, of another shape, or there is one too many."""
+        config = self._config
+        embedding = self._own_or_borrowed("embed_tokens.weight", EMBEDDING, config.vocabulary)
+        columns = self._columns(proposable)
+        lm_head = columns.of(self._own_or_borrowed("lm_head.weight", HEAD, config.columns))
+        found = DFlashWeights(
+            embedding=embedding,
+            mask_embedding=self._mask_embedding(embedding),
+            fc=self._linear(["fc"], [config.hidden], config.needs.width),
+            context_norm=self._norm("hidden_norm", config.hidden),
+            layers=tuple(self._layer(index) for index in range(len(config.layers))),
+            norm=self._norm("norm", config.hidden),
+            lm_head=self._product(lm_head.contiguous(), None),
+            token_ids=columns.token_ids.to(self._device),
+        )
+        if self._left:
+            raise ModelError(
+                f"{self._files.folder} holds tensors that no DFlash head known here computes with:"
+                f" {', '.join(sorted(self._left))}"
+            )
+        return found
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        self._left.discard(name)
+        return self._placed(self._files.tensor(name, shape))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype).contiguous()
+
+    def _norm(self, name: str, size: int) -> Norm:
+        return norm_of(self._tensor(f"{name}.weight", size), self._config.eps)
+
+    def _linear(self, names: list[str], outputs: list[int], inputs: int) -> Projection:
+        """Several layers over the same inputs as one product, which all have a bias or none."""
+        pairs = list(zip(names, outputs, strict=True))
+        weight = torch.cat([self._tensor(f"{name}.weight", size, inputs) for name, size in pairs])
+        if f"{names[0]}.bias" not in self._files.tensors:
+            return self._product(weight, None)
+        return self._product(weight, torch.cat([self._tensor(f"{name}.bias", size) for name, size in pairs]))
+
+    def _own_or_borrowed(self, name: str, names: tuple[str, ...], rows: int) -> Tensor:
+        shape = (rows, self._config.hidden)
+        if name in self._files.tensors:
+            return self._tensor(name, *shape)
+        found = target_tensor(self._target_folder, names)
+        if tuple(found.shape) != shape:
+            raise ModelError(
+                f"{self._files.folder} borrows {names[0]} of {self._target_folder}, which has shape"
+                f" {tuple(found.shape)}, expected {shape}"
+            )
+        return self._placed(found)
+
+    def _columns(self, proposable: Collection[int]) -> DraftColumns:
+        """`d2t` holds what to add to a draft id to get the target's."""
+        ids = torch.arange(self._config.columns)
+        if "d2t" in self._files.tensors:
+            self._left.discard("d2t")
+            ids = ids + self._files.tensor("d2t", (self._config.columns,)).long()
+        return draft_columns(self._files.folder, ids, self._config.vocabulary, proposable)
+
+    def _mask_embedding(self, embedding: Tensor) -> Tensor:
+        """Of a file of its own, where the mask token was added to the tokenizer; else as any token's."""
+        path = self._files.folder / MASK_FILE
+        if not path.is_file():
+            return embedding[self._config.mask_token]
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        vector = found["embedding"] if isinstance(found, dict) else found
+        if not isinstance(vector, Tensor) or vector.numel() != self._config.hidden:
+            raise ModelError(f"{path} holds no tensor of {self._config.hidden} elements, the mask's embedding")
+        return self._placed(vector.flatten())
+
+    def _layer(self, index: int) -> DFlashLayer:
+        config = self._config
+        layer = f"layers.{index}"
+        attention = f"{layer}.self_attn"
+        queries = config.heads * config.head_dim
+        keys = config.kv_heads * config.head_dim
+        return DFlashLayer(
+            attention_norm=self._norm(f"{layer}.input_layernorm", config.hidden),
+            query=self._linear([f"{attention}.q_proj"], [queries], config.hidden),
+            key_value=self._linear([f"{attention}.k_proj", f"{attention}.v_proj"], [keys, keys], config.hidden),
+            query_norm=self._norm(f"{attention}.q_norm", config.head_dim),
+            key_norm=self._norm(f"{attention}.k_norm", config.head_dim),
+            attention_out=self._linear([f"{attention}.o_proj"], [config.hidden], queries),
+            mlp_norm=self._norm(f"{layer}.post_attention_layernorm", config.hidden),
+            gate_up=self._linear(
+                [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"], [config.intermediate] * 2, config.hidden
+            ),
+            down=self._linear([f"{layer}.mlp.down_proj"], [config.hidden], config.intermediate),
+        )
