@@ -64,12 +64,12 @@ class StateFeed:
     def feedable(self, draft: CachedDraft, tokens: int) -> int:
         """How many of the first so many of its pending tokens can be fed now.
 
-        None where what is pending goes beyond the head's positions, or is the first token alone, before which there is
-        no state.
+        None where what is pending goes beyond the head's positions, or the text is its first token alone, before which
+        there is no state.
         """
         branch = draft.branch
         start = len(branch.tokens)
-        if start + len(draft.pending) - 1 > self._max_positions:
+        if start + len(draft.pending) - 1 > self._max_positions or draft.request.base_len == 1:
             return 0
         end = min(start + tokens, self._exact_to(branch, start))
         while end < start + tokens and (end in branch.predicted or end - 1 in self._sessions[branch.session]):

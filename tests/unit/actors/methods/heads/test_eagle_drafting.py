@@ -21,6 +21,7 @@ from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape
 from protos.prefix import Prefix
 from tests.unit.actors.methods.asking import Want, propose
+from tests.unit.actors.methods.drafting import after_checks
 from tests.unit.actors.methods.heads.eagle_fixtures import PAGE_SIZE, Drive, case, checkpoint, loaded
 from tests.unit.cluster.samples import GREEDY, KEY, an_open
 
@@ -228,6 +229,8 @@ def test_without_a_state_that_is_needed_there_is_no_block(name, fed):
     method.states("s", 8, known["features"][8:])
     assert asked(method, want) == ()
     assert fed.take() == [[(0, text_of(name)[1:8])]], "what has its states is read meanwhile"
+    assert asked(method, want) == ()
+    assert fed.take() == [], "and what the head makes of it takes no missing state's place"
     ahead = replace(want, unverified=DraftTree.chain((3, 4)))
     assert propose(method, [ahead]) == []
     method.states("s", 7, known["features"][7:8])
@@ -373,6 +376,28 @@ def test_a_token_beside_the_trunk_is_read_with_the_state_that_the_trunk_had(name
     found = propose(method, [replace(want, unverified=proposal.tree)])
     beside = set(proposal.tree.off_trunk)
     assert any(outcome[:-1] in beside for outcome in (each.outcome for each in found))
+
+
+def test_after_an_interruption_reading_goes_on_from_where_it_was(name, fed):
+    method = a_method(name)
+    want = a_want(text_of(name), max_tokens=BLOCK)
+    opened(method, want)
+    method.states("s", 0, case(name)["features"])
+    block = asked(method, want)
+    ahead = replace(want, unverified=DraftTree.chain(block))
+    whole = propose(method, [ahead])
+    again = a_method(name)
+    opened(again, want)
+    again.states("s", 0, case(name)["features"])
+    asked(again, want)
+    fed.take()
+    assert propose(again, [ahead], after_checks(1)) == []
+    found = propose(again, [ahead])
+    assert found[0].outcome[:BLOCK] == block
+    assert found[0] in whole
+    interrupted, read, *_ = fed.take()
+    assert (13, block[1:]) in interrupted
+    assert read == [(13, block[1:])], "what was read before is not read again"
 
 
 @pytest.mark.parametrize("acceptance", Acceptance)

@@ -115,6 +115,12 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
         (proposal,) = propose(method, [want])
         assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
         propose(method, [replace(want, unverified=proposal.tree)])
+    states = torch.cat([states[:-2], restated(torch.tensor(tokens[1:]), states[:-2])[1][-1:], mask, mask])
+    tokens = (*tokens, 50)  # whose true state is late: what the text's last place predicted is fed, not what masks did
+    method.open(replace(want.open, tokens=tokens))
+    (proposal,) = method.draft([replace(want, tokens=tokens, prefix_hash=Prefix(KEY, tokens).hash).request])
+    logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
+    assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
 
 
 def config_of(folder: Path, variant: Variant) -> EagleConfig:
