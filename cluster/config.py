@@ -109,8 +109,8 @@ class DraftPool(_Frozen):
         "draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix", "medusa", "mlp_speculator", "dflash"
     ] = Field(
         "draft_model",
-        description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts with"
-        " some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
+        description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts"
+        " with some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
         " mlp_speculator and dflash are published heads, which read the target's hidden states",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from actors.methods import loading, prompt_lookup
+from actors.methods import loading
+from actors.methods.lookup import prompt_lookup
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.merge import merged

@@ -14,12 +14,12 @@ from cluster.drafting.method import DraftingMethod
 MODULES: Mapping[str, str] = MappingProxyType(
     {
         "draft_model": "actors.methods.loading",
-        "prompt_lookup": "actors.methods.prompt_lookup",
+        "prompt_lookup": "actors.methods.lookup.prompt_lookup",
         "lookup_first": "actors.methods.lookup_first",
         "layer_skip": "actors.methods.layer_skip",
-        "suffix": "actors.methods.suffix",
-        "medusa": "actors.methods.heads.medusa",
-        "mlp_speculator": "actors.methods.heads.mlp_speculator",
+        "suffix": "actors.methods.lookup.suffix",
+        "medusa": "actors.methods.heads.last_state.medusa",
+        "mlp_speculator": "actors.methods.heads.last_state.mlp_speculator",
         "dflash": "actors.methods.heads.dflash.dflash_loading",
     }
 )

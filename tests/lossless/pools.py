@@ -11,10 +11,10 @@ import torch
 
 from actors.engine.executor import StepExecutor
 from actors.methods.draft_model import DraftModel
+from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.methods.lookup_first import LookupFirst
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
-from actors.methods.prompt_lookup import PromptLookup
 from cluster.dispatch import Send
 from cluster.drafting.method import DraftingMethod
 from cluster.lock_step import ROUTER

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.methods.suffix import SuffixLookup
+from actors.methods.lookup.suffix import SuffixLookup
 from cluster.draft_options import SuffixOptions
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Setting, a_draft_scheduler

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actors.drafter import Drafter
-from actors.methods.prompt_lookup import PromptLookup
+from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from actors.methods.draft_model import DraftModel
+from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import MaskTokens
 from actors.methods.pass_profile import LONG, ROWS, profile_drafting
-from actors.methods.prompt_lookup import PromptLookup
 from actors.models.toy import ToyRunner
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.requests import Proposal

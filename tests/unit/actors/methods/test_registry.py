@@ -40,8 +40,8 @@ def test_a_method_without_a_model_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from actors.methods.registry import MODULES\n"
-        "import actors.methods.prompt_lookup\n"
-        "import actors.methods.suffix\n"
+        "import actors.methods.lookup.prompt_lookup\n"
+        "import actors.methods.lookup.suffix\n"
         "print(*sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

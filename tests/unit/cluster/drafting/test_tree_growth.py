@@ -10,8 +10,8 @@ from cluster.drafting.outcomes import Choices
 from cluster.drafting.tree_growth import (
     SIBLINGS,
     Limb,
-    grown_paths,
     grow_limbs,
+    grown_paths,
     least_of,
     likeliest_paths,
     likeliest_tree,

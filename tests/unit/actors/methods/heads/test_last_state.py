@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.methods.heads.last_state import MOST_ROWS, LastRows
+from actors.methods.heads.last_state.last_state_drafting import MOST_ROWS, LastRows
 from actors.sampling.noise import Purpose, gumbel, gumbel_argmax, key
 from cluster.drafting.requests import AheadRequest, Proposal
 from protos.draft_tree import NO_TREE, DraftTree

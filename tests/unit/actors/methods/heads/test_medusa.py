@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.methods.heads.medusa import MedusaHeads, load_medusa
+from actors.methods.heads.last_state.medusa import MedusaHeads, load_medusa
 from cluster.errors import ModelError
 from tests.unit.actors.methods.heads.eagle_fixtures import (
     CPU,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.methods.prompt_lookup import PromptLookup, look_up
+from actors.methods.lookup.prompt_lookup import PromptLookup, look_up
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, DraftRequest, Sampling, Shape

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from actors.methods.suffix import SuffixLookup
+from actors.methods.lookup.suffix import SuffixLookup
 from cluster.draft_options import SuffixOptions
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree

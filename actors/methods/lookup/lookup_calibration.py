@@ -8,7 +8,7 @@ tokens came; and by one more for the session, since some texts copy and others d
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from actors.methods.occurrences import Occurrences
+from actors.methods.lookup.occurrences import Occurrences
 from cluster.drafting.open_places import OpenPlaces, Place
 from cluster.drafting.outcomes import Choices
 from cluster.drafting.tree_growth import SIBLINGS

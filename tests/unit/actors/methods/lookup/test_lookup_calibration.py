@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from actors.methods.lookup_calibration import MOST_SURE, LookupCalibration
-from actors.methods.occurrences import Occurrences, occurrences
+from actors.methods.lookup.lookup_calibration import MOST_SURE, LookupCalibration
+from actors.methods.lookup.occurrences import Occurrences, occurrences
 from cluster.drafting.outcomes import Choices
 
 ONCE = (1, 2, 3, 9, 1, 2)  # 3 followed once

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.engine.process import device_of
 from actors.methods.heads.head_files import PICKLES
-from actors.methods.heads.last_state import LastRows, LastStateDrafting, LastStateHead
+from actors.methods.heads.last_state.last_state_drafting import LastRows, LastStateDrafting, LastStateHead
 from actors.methods.heads.target_shape import target_shape
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.limits import DraftingLimits

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.methods.lookup_calibration import LookupCalibration
-from actors.methods.occurrences import Continuations, GrowingText
+from actors.methods.lookup.lookup_calibration import LookupCalibration
+from actors.methods.lookup.occurrences import Continuations, GrowingText
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.ahead import draft_ahead, proposals

@@ -8,8 +8,8 @@ probability.
 import time
 from collections.abc import Callable, Sequence
 
+from actors.methods.lookup.suffix_index import EscapeRates, Match, SuffixIndex, longer
 from actors.methods.setup import DraftSetup
-from actors.methods.suffix_index import EscapeRates, Match, SuffixIndex, longer
 from cluster.config import DraftPool
 from cluster.draft_options import SuffixOptions
 from cluster.drafting.ahead import OUTCOMES, draft_ahead, proposals

@@ -16,8 +16,8 @@ from torch import Tensor
 from actors.compute.linear import Product, Projection, projection
 from actors.methods.heads.draft_columns import draft_columns
 from actors.methods.heads.head_files import HeadFiles, read_head
-from actors.methods.heads.last_state import LastStateDrafting
-from actors.methods.heads.last_state_loading import last_state_drafting
+from actors.methods.heads.last_state.last_state_drafting import LastStateDrafting
+from actors.methods.heads.last_state.last_state_loading import last_state_drafting
 from actors.methods.heads.target_shape import TargetShape, target_shape
 from actors.methods.setup import DraftSetup
 from actors.models.forward_output import ForwardOutput

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.methods.suffix_index import LOOKED_AT, NOTHING, EscapeRates, Match, SuffixIndex, longer
+from actors.methods.lookup.suffix_index import LOOKED_AT, NOTHING, EscapeRates, Match, SuffixIndex, longer
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=15), min_size=1, max_size=6)
 
