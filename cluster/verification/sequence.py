@@ -30,6 +30,15 @@ class Decision:
 
 
 @dataclass(eq=False, slots=True)
+class StateFeed:
+    """How far the hidden states of a session have gone to a drafter that reads them. Lengths are in positions."""
+
+    drafter: str
+    sent: int
+    acked: int  # that have arrived
+
+
+@dataclass(eq=False, slots=True)
 class TargetSession:
     """A session from its Open until it ends or is replaced."""
 
@@ -54,6 +63,13 @@ class TargetSession:
     stats: SessionStats = field(default_factory=SessionStats)
     is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
     watch: CollapseWatch = CollapseWatch()
+    feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
+    displaced_from: int | None = None  # position from which on the cache is in order only once moves are made
+
+    @property
+    def live_feed(self) -> StateFeed | None:
+        """Unless its drafter has gone."""
+        return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
 
     @property
     def asked(self) -> int:
