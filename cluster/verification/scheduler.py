@@ -252,9 +252,8 @@ class VerificationScheduler:
         collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
-        moves = [] if is_over else row.kept(outcome.path, self._limits.page_size)
-        self._moves += moves
-        session.displaced_from = row.base_len if moves else None
+        if not is_over:
+            self._moves += session.moves(row, outcome.path, self._limits.page_size)
         self._intake.ask(session)
         verdict = Verdict(
             request.session,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
+from cluster.page_allocator import PlaceMove
 from cluster.sentinel.collapse import CollapseWatch
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
@@ -205,6 +206,12 @@ class TargetSession:
         if asked:
             stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
+
+    def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[PlaceMove]:
+        """What brings the accepted nodes of a row into order; until it is done, the cache ends before them."""
+        moves = row.kept(path, page_size)
+        self.displaced_from = row.base_len if moves else None
+        return moves
 
 
 def settle(

@@ -63,12 +63,12 @@ class StateFeeds:
     # ------------------------------------------------------------ with verdicts
 
     def to_ride(self, session: TargetSession, row: Row) -> tuple[int, ...]:
-        """Places of the states that are to come back with the row's outcome: of few positions, if none is under way."""
+        """Places of the states that are to come back with the row's outcome, if they are of few positions."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.paused or not row.decide:
             return ()
         known = (row.base_len - feed.sent) * self._layout.row_bytes
-        if feed.acked < feed.sent or not 0 <= known <= RIDE_BYTES:
+        if not 0 <= known <= RIDE_BYTES:
             return ()
         return self._places(session, feed.sent, row.start + len(row.tokens))
 
@@ -81,7 +81,10 @@ class StateFeeds:
         return [news[0], *self._riding(session, row, outcome), *news[1:]]
 
     def _riding(self, session: TargetSession, row: Row, outcome: Outcome) -> list[States]:
-        """Nothing if the drafter has attached anew meanwhile and lacks something else."""
+        """Nothing while those before them are on their way apart, which they would overtake.
+
+        Nor if the drafter has attached anew meanwhile and lacks something else.
+        """
         feed = session.live_feed
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
