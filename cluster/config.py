@@ -1,6 +1,6 @@
 """The configuration: one frozen pydantic model, read from YAML, overridden by environment and command line.
 
-Each part of the system is given the narrow sub-model it needs.
+Each part of the system is given the narrow sub-model it needs. Long because a key is described where it is declared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,7 @@ from cluster.errors import ConfigError
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
+STATE_READERS: frozenset[str] = frozenset()  # methods that read the target's hidden states
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -119,6 +120,19 @@ class PromptLookupOptions(_Frozen):
         return self
 
 
+class StatesOptions(_Frozen):
+    """How the target's hidden states travel, for methods that read them."""
+
+    project: Literal["target", "drafter"] = Field(
+        "target",
+        description="where they go through the projection that the method begins with, if it has one: at the target,"
+        " they travel in one hidden size a token instead of one a layer",
+    )
+    dtype: Literal["bfloat16", "float8"] = Field(
+        "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"
+    )
+
+
 class DraftPool(_Frozen):
     """The pool of drafters. A method's options are in the section of its name.
 
@@ -132,6 +146,7 @@ class DraftPool(_Frozen):
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
     prompt_lookup: PromptLookupOptions = PromptLookupOptions()
+    states: StatesOptions = StatesOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
@@ -147,6 +162,8 @@ class DraftPool(_Frozen):
             raise ValueError("draft_model has options, but method prompt_lookup asks no model; leave them out")
         if self.prompt_lookup != PromptLookupOptions() and self.method == "draft_model":
             raise ValueError("prompt_lookup has options, but method draft_model looks nothing up; leave them out")
+        if self.states != StatesOptions() and self.method not in STATE_READERS:
+            raise ValueError(f"states has options, but method {self.method} reads none of the target; leave them out")
         if self.draft_model.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
         return self

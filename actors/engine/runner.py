@@ -61,6 +61,16 @@ def check_attention(model: PreTrainedModel) -> None:
         )
 
 
+def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raises ModelError for layers that the model has not got, and for those that do not rise."""
+    last = int(model.config.get_text_config().num_hidden_layers)
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
+        raise ModelError(
+            f"hidden states of layers {tuple(layers)} are asked for, expected rising numbers from 0, the embeddings, to"
+            f" {last}, the last layer of {type(model).__name__}; see where the draft's configuration numbers layers"
+        )
+
+
 class ModelRunner:
     """A Hugging Face causal language model behind `Runner`.
 
@@ -78,6 +88,8 @@ class ModelRunner:
         capture: StateCapture | None = None,
     ) -> None:
         check_attention(model)
+        if capture is not None:
+            check_layers(model, capture.layers)
         self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._cache = PagedCache(pages, page_size, model.dtype, model.device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from protos.states import StatesFormat
 from protos.values import value
 
 
@@ -13,3 +14,4 @@ class DraftSetup:
     max_context: int  # tokens of the longest session
     max_draft_tokens: int  # of the longest block
     target_tokens: Mapping[int, str]  # by id; no other is ever proposed
+    states: StatesFormat | None = None  # of the target's hidden states, if the method reads them

@@ -42,9 +42,11 @@ class StateFeeds:
         self._pages = admission.pages
 
     @property
-    def bytes_sent(self) -> dict[str, int]:
-        """By the way that they took."""
-        return {way: rows * self._layout.row_bytes for way, rows in self.rows.items()} if self._layout else {}
+    def counts(self) -> dict[str, int]:
+        """Rows and bytes that were sent: with verdicts, and apart from them."""
+        row_bytes = self._layout.row_bytes if self._layout is not None else 0
+        rows = {way: self.rows[way] for way in ("verdict", "apart")}
+        return {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
 
     # ------------------------------------------------------------ what drafters say
 
