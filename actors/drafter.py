@@ -186,7 +186,7 @@ class Drafter:
             call=lambda channel: TargetServiceStub(channel).States(),
             frame_type=pb.DrafterToTargetStates,
             hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
-            on_up=lambda: self._target_up(address),
+            on_up=lambda: self._feed_up(address),
             on_frame=lambda frame: self.receive(name, frame),
             on_down=lambda: None,
         )
@@ -202,6 +202,12 @@ class Drafter:
     def _target_up(self, address: str) -> None:
         self._send(self.scheduler.connected(address))
         self._changed.set()
+
+    def _feed_up(self, address: str) -> None:
+        """What was sent to the stream before this one may be lost. While the target is not reached, that is to come."""
+        target = self._targets.get(address)
+        if target is not None and target.is_up:
+            self._target_up(address)
 
     def _wake(self) -> None:
         """Something was heard: it may end a wait, or drafting ahead."""

@@ -246,7 +246,7 @@ class VerificationScheduler:
         request = session.open
         drafted = row.drafted
         room = max_block_len(request, session.prefix.length)
-        if drafted or (session.has_no_draft and session.asked):
+        if drafted or (session.has_nothing and session.asked):
             self._pacer.block_verified(session.asked, room, drafted, outcome.path)
         asked = min(session.asked, room)
         collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None

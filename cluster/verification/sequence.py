@@ -104,6 +104,12 @@ class TargetSession:
         """Whether the drafter has said that it has no block for the next row."""
         return self.no_draft_len == self.prefix.length
 
+    @property
+    def has_nothing(self) -> bool:
+        """The same, and it is not for want of hidden states that are on their way."""
+        feed = self.live_feed
+        return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
+
     def ready_block(self) -> Block | None:
         return self.buffer.ready(self.prefix)
 
@@ -194,7 +200,7 @@ class TargetSession:
         if drafted := row.drafted:
             self.buffer.take(base_len, base_hash)
             stats.block_verified(asked, drafted, outcome.path)
-        elif asked and self.has_no_draft:
+        elif asked and self.has_nothing:
             stats.nothing_drafted(asked)
         elif row.known == 1 and self.drafter is not None and not self.has_answered:
             stats.plain_round()

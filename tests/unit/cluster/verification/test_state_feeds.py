@@ -10,7 +10,7 @@ from cluster.verification import state_feeds
 from cluster.verification.state_feeds import StateFeeds
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Attach, Close, Detach, DraftRequest, States, StatesAck, Verdict
+from protos.messages import Attach, Close, Detach, DraftRequest, NoDraft, States, StatesAck, Verdict
 from protos.prefix import Prefix
 from protos.states import MAX_STATES_BYTES, StateDtype, StatesFormat
 from tests.unit.cluster.samples import KEY
@@ -295,6 +295,20 @@ def test_rows_do_not_overtake_those_that_went_apart():
     assert late.first == apart.end
     desk.ack(late.end)
     assert [type(message) for message in to_drafter(desk.step())] == [Verdict, States, DraftRequest]
+
+
+@pytest.mark.parametrize(("acked", "reached"), [(2, ()), (3, (1, 0, 0, 0))], ids=["on their way", "here"])
+def test_a_drafter_that_waits_for_states_is_not_taken_for_one_that_finds_nothing(acked, reached):
+    desk = FeedDesk(SMALL)
+    desk.open(tokens=(1, 2, 3))
+    desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 1))
+    desk.attach_from(tokens, 0)
+    list(desk.reads())
+    desk.ack(acked)
+    desk.scheduler.receive(DRAFTER, NoDraft("s", 4, Prefix(KEY, tokens).hash), desk.now)
+    desk.step()
+    assert desk.scheduler.acceptance.reached == reached
 
 
 @pytest.mark.parametrize("leaves", [Detach("s"), None], ids=["detached", "gone"])
