@@ -1,6 +1,7 @@
 """Captured hidden states are those that transformers tells of, wherever in the pages they lie."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from actors.engine.capture import CaptureSpec, StateCapture
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import state_bytes
 from actors.engine.runner import ModelRunner
+from actors.models.checkpoint import load
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.verification.step import Row, StateRead, StepPlan, places_of
 from protos.draft_tree import DraftTree
 from protos.states import StateDtype, StatesFormat
+from tests.unit.actors.groups import at_once, threads
+from tests.unit.actors.models.test_sharding import a_model
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of
 from tests.unit.cluster.samples import an_open
 
@@ -196,3 +200,27 @@ def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_
     read = executor.answer(StateRead("a", 2, tuple(places_of(range(2, 6), A, PAGE_SIZE))))
     assert isinstance(read, bytes)
     close_to(decode_rows(read, found.layout), found.expected(prompt)[2:])
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(tmp_path, kind):
+    """By the lean decoder, and through the model's own code; streams are whole on each rank, norms are not split."""
+    model = a_model(kind)
+    model.save_pretrained(tmp_path)
+    layout = StatesFormat(2 * 48, StateDtype.BFLOAT16)
+    spec = CaptureSpec((1, 2), layout)
+    tokens = tuple(range(3, 12))
+
+    def forward(rank: int, share: PreTrainedModel) -> bytes | None:
+        capture = StateCapture(spec, PAGES, PAGE_SIZE, CPU) if rank == 0 else None
+        runner = ModelRunner(share, PAGES, PAGE_SIZE, capture=capture)
+        runner.forward([row(A, tokens, 0, 1)])
+        return runner.read_states(places_of(range(9), A, PAGE_SIZE)) if capture is not None else None
+
+    shares = [load(tmp_path, "float32", CPU, group).model for group in threads(3)]
+    leading, *others = at_once([partial(forward, rank, share) for rank, share in enumerate(shares)])
+    assert others == [None, None]
+    assert leading is not None
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    close_to(decode_rows(leading, layout), torch.cat([expected[1][0], expected[2][0]], dim=-1))
