@@ -130,7 +130,7 @@ class StateFeeds:
             feed = session.live_feed
             if feed is None or session.paused:
                 continue
-            end = min(session.cached_len, session.sent_len)
+            end = session.cached_len
             if session.displaced_from is not None:
                 end = min(end, session.displaced_from)
             if end > feed.sent:

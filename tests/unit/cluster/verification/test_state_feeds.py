@@ -26,8 +26,8 @@ OTHER = "other#1"
 class FeedDesk(Desk):
     """A desk whose engine has states: a row is its token, over and over."""
 
-    def __init__(self, layout: StatesFormat = SMALL, **limits: Any) -> None:
-        super().__init__(states=layout, **limits)
+    def __init__(self, layout: StatesFormat = SMALL, asked: int | None = None, **limits: Any) -> None:
+        super().__init__(asked=asked, states=layout, **limits)
         self.layout = layout
 
     @property
@@ -148,6 +148,17 @@ def test_a_target_that_captures_nothing_promises_nothing():
     desk.scheduler.receive(DRAFTER, Attach("s", 3, Prefix(KEY, (1, 2, 3)).hash, 0), 0.0)
     assert [type(message) for message in to_drafter(desk.step())] == [Verdict, DraftRequest]
     assert desk.scheduler.feeds.next_read() is None
+
+
+def test_a_drafter_that_nothing_is_asked_of_is_sent_no_states():
+    """Nor is it told verdicts; both would be for nothing."""
+    desk = FeedDesk(asked=0)
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), 0)
+    for _ in range(3):
+        assert to_drafter(desk.step()) == []
+        assert desk.feeds.next_read() is None
+    assert not any(row.state_places for rows in desk.rows for row in rows)
 
 
 def test_at_the_end_of_a_session_nothing_rides():
