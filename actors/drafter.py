@@ -16,7 +16,7 @@ from functools import partial
 
 from actors.transport.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
-from cluster.dispatch import Send, stream_name
+from cluster.dispatch import Send, states_stream, stream_name
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
 from cluster.drafting.requests import Proposal
@@ -61,6 +61,7 @@ class Drafter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
+        self._feeds: dict[str, Link] = {}  # of hidden states, by their streams' names; of a method that reads them
         self._changed = asyncio.Event()
         self._wanted = threading.Event()  # what interrupts drafting ahead
         self._streams = 0
@@ -104,9 +105,10 @@ class Drafter:
         return proposals
 
     async def close(self) -> None:
-        for link in list(self._targets.values()):
+        for link in [*self._targets.values(), *self._feeds.values()]:
             await link.close()
         self._targets.clear()
+        self._feeds.clear()
         self._thread.shutdown(wait=True)
 
     def _offer(self, proposals: list[Proposal]) -> None:
@@ -121,7 +123,7 @@ class Drafter:
         for receiver, message in sends:
             if outbox := self._routers.get(receiver):
                 outbox.put(message)
-            elif link := self._targets.get(receiver):
+            elif link := self._targets.get(receiver) or self._feeds.get(receiver):
                 link.send(message)
 
     # ------------------------------------------------------------ routers
@@ -173,14 +175,39 @@ class Drafter:
             on_frame=lambda frame: self.receive(address, frame),
             on_down=lambda: self.scheduler.gone(address),
         )
+        if self._limits.states is not None:
+            self._dial_feed(address)
+
+    def _dial_feed(self, address: str) -> None:
+        """For hidden states; whichever of a target's two streams is up last, its sessions are attached then."""
+        name = states_stream(address)
+        self._feeds[name] = Link(
+            address,
+            call=lambda channel: TargetServiceStub(channel).States(),
+            frame_type=pb.DrafterToTargetStates,
+            hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
+            on_up=lambda: self._feed_up(address),
+            on_frame=lambda frame: self.receive(name, frame),
+            on_down=lambda: None,
+        )
 
     async def _drop_unused_targets(self) -> None:
         while unused := self._targets.keys() - self.scheduler.targets:  # asked anew: sessions are opened meanwhile
-            await self._targets.pop(unused.pop()).close()
+            address = unused.pop()
+            links = [self._targets.pop(address), self._feeds.pop(states_stream(address), None)]
+            for link in links:
+                if link is not None:
+                    await link.close()
 
     def _target_up(self, address: str) -> None:
         self._send(self.scheduler.connected(address))
         self._changed.set()
+
+    def _feed_up(self, address: str) -> None:
+        """What was sent to the stream before this one may be lost. While the target is not reached, that is to come."""
+        target = self._targets.get(address)
+        if target is not None and target.is_up:
+            self._target_up(address)
 
     def _wake(self) -> None:
         """Something was heard: it may end a wait, or drafting ahead."""

@@ -44,6 +44,15 @@ class TargetServicer(TargetServiceServicer):
         finally:
             replica.stream_down(stream)
 
+    async def States(self, _: Any, context: Context) -> None:
+        replica = self._replica
+        hello = await read_hello(context, replica.vocabulary, replica.target_model)
+        stream, outbox = replica.states_up(hello)
+        try:
+            await converse(context, pb.TargetToDrafterStates, outbox, lambda frame: replica.receive(stream, frame))
+        finally:
+            replica.states_down(stream, outbox)
+
 
 class DraftServicer(DraftServiceServicer):
     """Streams of a drafter."""

@@ -9,22 +9,26 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from actors.engine.engine import Engine
-from actors.transport.streams import Outbox
+from actors.transport.streams import Outbox, StatesOutbox
 from cluster.costs import ForwardCost
-from cluster.dispatch import Send, stream_name
+from cluster.dispatch import Send, states_stream, stream_name
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import StepPlan
 from protos.codec import Decoded
 from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome
 
 log = logging.getLogger(__name__)
+
+TURN_BYTES = 4 << 20  # of hidden states that are read between two steps: as many as a step's chunk of a prompt has
+Computed = TypeVar("Computed")
 
 
 class TargetReplica:
@@ -63,26 +67,41 @@ class TargetReplica:
     async def run(self) -> None:
         """Verifies until cancelled; a failing engine is remembered in `failure` and raised."""
         while True:
+            is_fed = await self._feed_drafters()
             plan = self.scheduler.plan(self._clock())
-            if plan is None:
+            if plan is not None:
+                await self._step(plan)
+            elif is_fed:
                 await self._wait_until(self.scheduler.next_due())
-                continue
-            await self._step(plan)
 
     async def _step(self, plan: StepPlan) -> None:
         sessions = [row.session for row in plan.rows]
         self.timeline.record("verify", *sessions)
         began = self._clock()
-        outcomes = await self._compute(plan)
+        outcomes = await self._compute(self._engine.step(plan))
         now = self._clock()
         self.timeline.record("decided", *sessions)
         self._send(self.scheduler.apply(outcomes, now - began, now))
         await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
 
-    async def _compute(self, plan: StepPlan) -> list[Outcome]:
+    async def _feed_drafters(self) -> bool:
+        """Between two steps, once verdicts have left: the hidden states that drafters lack, for a while.
+
+        Returns whether they have all that there is and that they have room for.
+        """
+        left = TURN_BYTES
+        while (asked := self.scheduler.feeds.next_read()) is not None:
+            if left <= 0:
+                return False
+            rows = await self._compute(self._engine.read(asked))
+            left -= len(rows)
+            self._send(self.scheduler.feeds.sent(asked, rows))
+        return True
+
+    async def _compute(self, work: Awaitable[Computed]) -> Computed:
         try:
             async with asyncio.timeout(self._step_timeout_s):
-                return await self._engine.step(plan)
+                return await work
         except TimeoutError as error:
             self.failure = EngineError(f"a step took longer than {self._step_timeout_s} s")
             raise self.failure from error
@@ -115,6 +134,19 @@ class TargetReplica:
         self.scheduler.receive(stream, hello, self._clock())
         self._changed.set()
         return stream, outbox
+
+    def states_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A drafter's stream for hidden states begins; it takes the place of an older one."""
+        self._streams += 1
+        stream = stream_name(hello.peer_id, self._streams)
+        outbox = StatesOutbox()
+        self._outboxes[states_stream(stream)] = outbox
+        outbox.put(Welcome(self.peer_id))
+        return stream, outbox
+
+    def states_down(self, stream: str, outbox: Outbox) -> None:
+        if self._outboxes.get(states_stream(stream)) is outbox:
+            del self._outboxes[states_stream(stream)]
 
     def receive(self, stream: str, frame: Decoded) -> None:
         """Everything that a peer has for this target at one moment."""

@@ -1,6 +1,6 @@
 """The configuration: one frozen pydantic model, read from YAML, overridden by environment and command line.
 
-Each part of the system is given the narrow sub-model it needs.
+Each part of the system is given the narrow sub-model it needs. Long because a key is described where it is declared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.draft_options import (
+    HEADS,
     SECTIONS_TAKEN,
     TAKING_MODELS,
     DraftModelOptions,
@@ -19,12 +20,14 @@ from cluster.draft_options import (
     LayerSkipOptions,
     Positive,
     PromptLookupOptions,
+    StatesOptions,
     SuffixOptions,
 )
 from cluster.errors import ConfigError
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
+STATE_READERS = HEADS  # methods that read the target's hidden states
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -106,12 +109,20 @@ class DraftPool(_Frozen):
     """
 
     method: Literal[
-        "draft_model", "prompt_lookup", "lookup_first", "layer_skip", "suffix", "medusa", "mlp_speculator", "dflash"
+        "draft_model",
+        "prompt_lookup",
+        "lookup_first",
+        "layer_skip",
+        "suffix",
+        "medusa",
+        "mlp_speculator",
+        "dflash",
+        "eagle",
     ] = Field(
         "draft_model",
         description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts"
         " with some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
-        " mlp_speculator and dflash are published heads, which read the target's hidden states",
+        " mlp_speculator, dflash and eagle are published heads, which read the target's hidden states",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
@@ -121,6 +132,8 @@ class DraftPool(_Frozen):
     medusa: HeadOptions = HeadOptions()
     mlp_speculator: HeadOptions = HeadOptions()
     dflash: HeadOptions = HeadOptions()
+    eagle: HeadOptions = HeadOptions()
+    states: StatesOptions = StatesOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
@@ -136,6 +149,8 @@ class DraftPool(_Frozen):
         for section in sorted(set().union(*SECTIONS_TAKEN.values()) - taken):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"{section} has options, but method {self.method} has no use for them; leave them out")
+        if self.states != StatesOptions() and self.method not in STATE_READERS:
+            raise ValueError(f"states has options, but method {self.method} reads none of the target; leave them out")
         if self.draft_model.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
         return self

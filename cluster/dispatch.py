@@ -24,3 +24,8 @@ def stream_name(peer_id: str, count: int) -> str:
 def peer_of(stream: str) -> str:
     """The peer whose stream this is."""
     return stream.rpartition("#")[0]
+
+
+def states_stream(peer: str) -> str:
+    """Where hidden states go apart from all else, and what is said of them; `peer` is a stream or an address."""
+    return f"{peer_of(peer) or peer}/states"

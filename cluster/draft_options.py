@@ -88,6 +88,19 @@ class HeadOptions(_Options):
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
 
 
+class StatesOptions(_Options):
+    """How the target's hidden states travel, for methods that read them."""
+
+    project: Literal["target", "drafter"] = Field(
+        "target",
+        description="where they go through the projection that the method begins with, if it has one: at the target,"
+        " they travel in one hidden size a token instead of one a layer",
+    )
+    dtype: Literal["bfloat16", "float8"] = Field(
+        "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"
+    )
+
+
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
@@ -98,11 +111,12 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "medusa": frozenset({"medusa"}),
         "mlp_speculator": frozenset({"mlp_speculator"}),
         "dflash": frozenset({"dflash"}),
+        "eagle": frozenset({"eagle"}),
     }
 )
 """By method: the sections whose options it has a use for."""
 
-HEADS = frozenset({"medusa", "mlp_speculator", "dflash"})
+HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 """The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
 
 TAKING_MODELS = frozenset({"draft_model", "lookup_first"}) | HEADS

@@ -23,6 +23,8 @@ from protos.messages import (
     Open,
     Refusal,
     Resync,
+    States,
+    StatesAck,
     Verdict,
     Welcome,
 )
@@ -60,6 +62,8 @@ _FIELD: dict[type, str] = {
     NoDraft: "no_drafts",
     Detach: "detaches",
     Verdict: "verdicts",
+    States: "states",
+    StatesAck: "acks",
     DraftRequest: "draft_requests",
     Resync: "resyncs",
     Refusal: "refusals",
@@ -87,6 +91,8 @@ def encoded_bytes(message: Message) -> int:
     """About how many bytes a message takes in a frame."""
     if isinstance(message, Block):
         return 256 + _tree_bytes(message.tree)
+    if isinstance(message, States):
+        return 256 + len(message.rows)
     return 256 + 4 * len(getattr(message, "tokens", ()))
 
 

@@ -31,9 +31,12 @@ from protos.messages import (
     Resync,
     Sampling,
     Shape,
+    States,
+    StatesAck,
     Verdict,
     Welcome,
 )
+from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 
 MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
 MAX_SPARSE_WIDTH = 1024
@@ -142,7 +145,9 @@ def _block_from_pb(m: pb.Block) -> Block:
 
 
 def _attach_from_pb(m: pb.Attach) -> Attach:
-    return Attach(m.session, m.have_len, m.have_hash)
+    states_from = m.states_from if m.HasField("states_from") else None
+    require(states_from is None or states_from <= m.have_len, f"states_from is {states_from} of {m.have_len} tokens")
+    return Attach(m.session, m.have_len, m.have_hash, states_from)
 
 
 def _detach_from_pb(m: pb.Detach) -> Detach:
@@ -197,6 +202,19 @@ def _draft_request_from_pb(m: pb.DraftRequest) -> DraftRequest:
     )
 
 
+def _states_from_pb(m: pb.States) -> States:
+    require(0 < m.width <= MAX_STATES_WIDTH, f"states are {m.width} wide, expected 1 to {MAX_STATES_WIDTH}")
+    layout = StatesFormat(m.width, StateDtype(m.dtype))
+    rows, rest = divmod(len(m.rows), layout.row_bytes)
+    require(rest == 0, f"states have {len(m.rows)} bytes, not a multiple of {layout.row_bytes}")
+    require(0 < rows <= layout.rows_in_message, f"states have {rows} rows, expected 1 to {layout.rows_in_message}")
+    return States(m.session, m.first, m.prefix_hash, layout.dtype, m.width, m.rows)
+
+
+def _states_ack_from_pb(m: pb.StatesAck) -> StatesAck:
+    return StatesAck(m.session, m.have_len)
+
+
 def _resync_from_pb(m: pb.Resync) -> Resync:
     return Resync(m.session, m.have_len, m.have_hash)
 
@@ -215,6 +233,8 @@ FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.NoDraft: _no_draft_from_pb,
     pb.Detach: _detach_from_pb,
     pb.Verdict: _verdict_from_pb,
+    pb.States: _states_from_pb,
+    pb.StatesAck: _states_ack_from_pb,
     pb.DraftRequest: _draft_request_from_pb,
     pb.Resync: _resync_from_pb,
     pb.Refusal: _refusal_from_pb,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
+from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 
 
@@ -137,6 +138,7 @@ class Attach:
     session: str
     have_len: int
     have_hash: int
+    states_from: int | None = None  # first position whose states are lacking, of a drafter that reads them
 
 
 @value
@@ -190,6 +192,35 @@ class DraftRequest:
 
 
 @value
+class States:
+    """The target's hidden states at positions `first`, `first` + 1, ...; the hash covers the last row's token."""
+
+    session: str
+    first: int
+    prefix_hash: int
+    dtype: StateDtype
+    width: int
+    rows: bytes
+
+    @property
+    def format(self) -> StatesFormat:
+        return StatesFormat(self.width, self.dtype)
+
+    @property
+    def end(self) -> int:
+        """Position after the last row's."""
+        return self.first + len(self.rows) // self.format.row_bytes
+
+
+@value
+class StatesAck:
+    """A drafter has the states of a session's first `have_len` positions."""
+
+    session: str
+    have_len: int
+
+
+@value
 class Resync:
     session: str
     have_len: int
@@ -204,6 +235,21 @@ class Refusal:
     message: str
 
 
-Message = Hello | Welcome | Open | Close | Block | NoDraft | Attach | Detach | Verdict | DraftRequest | Resync | Refusal
+Message = (
+    Hello
+    | Welcome
+    | Open
+    | Close
+    | Block
+    | NoDraft
+    | Attach
+    | Detach
+    | Verdict
+    | States
+    | StatesAck
+    | DraftRequest
+    | Resync
+    | Refusal
+)
 Frame = Sequence[Message]
 """Everything due for one peer, in order within each kind."""

@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\rslipstream.v1\"\x86\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\t\x12\x14\n\x0ctarget_model\x18\x04 \x01(\t\x12(\n\x04live\x18\x05 \x03(\x0b\x32\x1a.slipstream.v1.LiveSession\"/\n\x0bLiveSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"4\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\"\x81\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\"\xd8\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x10\n\x08stop_ids\x18\x06 \x01(\x0c\x12)\n\x08sampling\x18\x07 \x01(\x0b\x32\x17.slipstream.v1.Sampling\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x10\n\x08hash_key\x18\n \x01(\x06\x12-\n\nacceptance\x18\x0b \x01(\x0e\x32\x19.slipstream.v1.Acceptance\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\r\x12\x16\n\x0etarget_address\x18\r \x01(\t\x12\r\n\x05\x61udit\x18\x0e \x01(\x08\x12\x12\n\x05rival\x18\x0f \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_rival\")\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x0bSparseProbs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"\x91\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12/\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x1a.slipstream.v1.SparseProbs\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\">\n\x06\x41ttach\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"\x19\n\x06\x44\x65tach\x12\x0f\n\x07session\x18\x01 \x01(\t\"A\n\x07NoDraft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\">\n\x08\x43ollapse\x12\r\n\x05usual\x18\x01 \x01(\x01\x12\x0e\n\x06latest\x18\x02 \x01(\x01\x12\x13\n\x0bis_resynced\x18\x03 \x01(\x08\"\xa3\x02\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x07 \x01(\r\x12%\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x15.slipstream.v1.Finish\x12*\n\x06\x61nswer\x18\t \x01(\x0e\x32\x1a.slipstream.v1.DraftAnswer\x12)\n\x08\x63ollapse\x18\n \x01(\x0b\x32\x17.slipstream.v1.Collapse\x12\x13\n\x06margin\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_margin\"\xb9\x01\n\x0c\x44raftRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x11\n\thold_step\x18\x06 \x01(\x08\x12\x14\n\x0cleast_chance\x18\x07 \x01(\x01\x12#\n\x05shape\x18\x08 \x01(\x0e\x32\x14.slipstream.v1.Shape\">\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"j\n\x07Refusal\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.slipstream.v1.RefusalReason\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x80\x01\n\x0fRouterToDrafter\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8c\x01\n\x0f\x44rafterToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12&\n\x07resyncs\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Resync\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\x7f\n\x0eRouterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8d\x01\n\x0eTargetToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\xd9\x01\n\x0f\x44rafterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\'\n\x08\x64\x65taches\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Detach\x12\'\n\x08\x61ttaches\x18\x03 \x03(\x0b\x32\x15.slipstream.v1.Attach\x12$\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x14.slipstream.v1.Block\x12)\n\tno_drafts\x18\x05 \x03(\x0b\x32\x16.slipstream.v1.NoDraft\"\xc1\x01\n\x0fTargetToDrafter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12\x33\n\x0e\x64raft_requests\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.DraftRequest\x12&\n\x07resyncs\x18\x04 \x03(\x0b\x32\x15.slipstream.v1.Resync*@\n\nAcceptance\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x43OUPLED\x10\x01\x12\t\n\x05RATIO\x10\x02*3\n\x0b\x44raftAnswer\x12\r\n\tNOT_ASKED\x10\x00\x12\t\n\x05GIVEN\x10\x01\x12\n\n\x06MISSED\x10\x02*=\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02*3\n\x05Shape\x12\x15\n\x11SHAPE_UNSPECIFIED\x10\x00\x12\t\n\x05\x43HAIN\x10\x01\x12\x08\n\x04TREE\x10\x02*U\n\rRefusalReason\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x13\n\x0fREFUSAL_INVALID\x10\x01\x12\x16\n\x12REFUSAL_OVERLOADED\x10\x02\x32[\n\x0c\x44raftService\x12K\n\x05\x44rive\x12\x1e.slipstream.v1.RouterToDrafter\x1a\x1e.slipstream.v1.DrafterToRouter(\x01\x30\x01\x32\xa8\x01\n\rTargetService\x12I\n\x05\x44rive\x12\x1d.slipstream.v1.RouterToTarget\x1a\x1d.slipstream.v1.TargetToRouter(\x01\x30\x01\x12L\n\x06Verify\x12\x1e.slipstream.v1.DrafterToTarget\x1a\x1e.slipstream.v1.TargetToDrafter(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\rslipstream.v1\"\x86\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\t\x12\x14\n\x0ctarget_model\x18\x04 \x01(\t\x12(\n\x04live\x18\x05 \x03(\x0b\x32\x1a.slipstream.v1.LiveSession\"/\n\x0bLiveSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"4\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\"\x81\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\"\xd8\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x10\n\x08stop_ids\x18\x06 \x01(\x0c\x12)\n\x08sampling\x18\x07 \x01(\x0b\x32\x17.slipstream.v1.Sampling\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x10\n\x08hash_key\x18\n \x01(\x06\x12-\n\nacceptance\x18\x0b \x01(\x0e\x32\x19.slipstream.v1.Acceptance\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\r\x12\x16\n\x0etarget_address\x18\r \x01(\t\x12\r\n\x05\x61udit\x18\x0e \x01(\x08\x12\x12\n\x05rival\x18\x0f \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_rival\")\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x0bSparseProbs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"\x91\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12/\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x1a.slipstream.v1.SparseProbs\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\"h\n\x06\x41ttach\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\x12\x18\n\x0bstates_from\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_states_from\"\x19\n\x06\x44\x65tach\x12\x0f\n\x07session\x18\x01 \x01(\t\"A\n\x07NoDraft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\">\n\x08\x43ollapse\x12\r\n\x05usual\x18\x01 \x01(\x01\x12\x0e\n\x06latest\x18\x02 \x01(\x01\x12\x13\n\x0bis_resynced\x18\x03 \x01(\x08\"\xa3\x02\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x07 \x01(\r\x12%\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x15.slipstream.v1.Finish\x12*\n\x06\x61nswer\x18\t \x01(\x0e\x32\x1a.slipstream.v1.DraftAnswer\x12)\n\x08\x63ollapse\x18\n \x01(\x0b\x32\x17.slipstream.v1.Collapse\x12\x13\n\x06margin\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_margin\"\xb9\x01\n\x0c\x44raftRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x11\n\thold_step\x18\x06 \x01(\x08\x12\x14\n\x0cleast_chance\x18\x07 \x01(\x01\x12#\n\x05shape\x18\x08 \x01(\x0e\x32\x14.slipstream.v1.Shape\"\x84\x01\n\x06States\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12(\n\x05\x64type\x18\x04 \x01(\x0e\x32\x19.slipstream.v1.StateDtype\x12\r\n\x05width\x18\x05 \x01(\r\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\".\n\tStatesAck\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\">\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x11\n\thave_hash\x18\x03 \x01(\x06\"j\n\x07Refusal\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.slipstream.v1.RefusalReason\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x80\x01\n\x0fRouterToDrafter\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8c\x01\n\x0f\x44rafterToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12&\n\x07resyncs\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Resync\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\x7f\n\x0eRouterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Open\x12$\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x14.slipstream.v1.Close\"\x8d\x01\n\x0eTargetToRouter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"\xd9\x01\n\x0f\x44rafterToTarget\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12\'\n\x08\x64\x65taches\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.Detach\x12\'\n\x08\x61ttaches\x18\x03 \x03(\x0b\x32\x15.slipstream.v1.Attach\x12$\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x14.slipstream.v1.Block\x12)\n\tno_drafts\x18\x05 \x03(\x0b\x32\x16.slipstream.v1.NoDraft\"\xf4\x01\n\x0fTargetToDrafter\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12(\n\x08verdicts\x18\x02 \x03(\x0b\x32\x16.slipstream.v1.Verdict\x12%\n\x06states\x18\x05 \x03(\x0b\x32\x15.slipstream.v1.States\x12\x33\n\x0e\x64raft_requests\x18\x06 \x03(\x0b\x32\x1b.slipstream.v1.DraftRequest\x12&\n\x07resyncs\x18\x07 \x03(\x0b\x32\x15.slipstream.v1.ResyncJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"d\n\x15\x44rafterToTargetStates\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slipstream.v1.Hello\x12&\n\x04\x61\x63ks\x18\x02 \x03(\x0b\x32\x18.slipstream.v1.StatesAck\"g\n\x15TargetToDrafterStates\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Welcome\x12%\n\x06states\x18\x02 \x03(\x0b\x32\x15.slipstream.v1.States*@\n\nAcceptance\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x43OUPLED\x10\x01\x12\t\n\x05RATIO\x10\x02*3\n\x0b\x44raftAnswer\x12\r\n\tNOT_ASKED\x10\x00\x12\t\n\x05GIVEN\x10\x01\x12\n\n\x06MISSED\x10\x02*=\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02*3\n\x05Shape\x12\x15\n\x11SHAPE_UNSPECIFIED\x10\x00\x12\t\n\x05\x43HAIN\x10\x01\x12\x08\n\x04TREE\x10\x02*C\n\nStateDtype\x12\x1b\n\x17STATE_DTYPE_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x42\x46LOAT16\x10\x01\x12\n\n\x06\x46LOAT8\x10\x02*U\n\rRefusalReason\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x13\n\x0fREFUSAL_INVALID\x10\x01\x12\x16\n\x12REFUSAL_OVERLOADED\x10\x02\x32[\n\x0c\x44raftService\x12K\n\x05\x44rive\x12\x1e.slipstream.v1.RouterToDrafter\x1a\x1e.slipstream.v1.DrafterToRouter(\x01\x30\x01\x32\x82\x02\n\rTargetService\x12I\n\x05\x44rive\x12\x1d.slipstream.v1.RouterToTarget\x1a\x1d.slipstream.v1.TargetToRouter(\x01\x30\x01\x12L\n\x06Verify\x12\x1e.slipstream.v1.DrafterToTarget\x1a\x1e.slipstream.v1.TargetToDrafter(\x01\x30\x01\x12X\n\x06States\x12$.slipstream.v1.DrafterToTargetStates\x1a$.slipstream.v1.TargetToDrafterStates(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.speculation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACCEPTANCE']._serialized_start=2858
-  _globals['_ACCEPTANCE']._serialized_end=2922
-  _globals['_DRAFTANSWER']._serialized_start=2924
-  _globals['_DRAFTANSWER']._serialized_end=2975
-  _globals['_FINISH']._serialized_start=2977
-  _globals['_FINISH']._serialized_end=3038
-  _globals['_SHAPE']._serialized_start=3040
-  _globals['_SHAPE']._serialized_end=3091
-  _globals['_REFUSALREASON']._serialized_start=3093
-  _globals['_REFUSALREASON']._serialized_end=3178
+  _globals['_ACCEPTANCE']._serialized_start=3341
+  _globals['_ACCEPTANCE']._serialized_end=3405
+  _globals['_DRAFTANSWER']._serialized_start=3407
+  _globals['_DRAFTANSWER']._serialized_end=3458
+  _globals['_FINISH']._serialized_start=3460
+  _globals['_FINISH']._serialized_end=3521
+  _globals['_SHAPE']._serialized_start=3523
+  _globals['_SHAPE']._serialized_end=3574
+  _globals['_STATEDTYPE']._serialized_start=3576
+  _globals['_STATEDTYPE']._serialized_end=3643
+  _globals['_REFUSALREASON']._serialized_start=3645
+  _globals['_REFUSALREASON']._serialized_end=3730
   _globals['_HELLO']._serialized_start=44
   _globals['_HELLO']._serialized_end=178
   _globals['_LIVESESSION']._serialized_start=180
@@ -58,35 +60,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCK']._serialized_start=872
   _globals['_BLOCK']._serialized_end=1017
   _globals['_ATTACH']._serialized_start=1019
-  _globals['_ATTACH']._serialized_end=1081
-  _globals['_DETACH']._serialized_start=1083
-  _globals['_DETACH']._serialized_end=1108
-  _globals['_NODRAFT']._serialized_start=1110
-  _globals['_NODRAFT']._serialized_end=1175
-  _globals['_COLLAPSE']._serialized_start=1177
-  _globals['_COLLAPSE']._serialized_end=1239
-  _globals['_VERDICT']._serialized_start=1242
-  _globals['_VERDICT']._serialized_end=1533
-  _globals['_DRAFTREQUEST']._serialized_start=1536
-  _globals['_DRAFTREQUEST']._serialized_end=1721
-  _globals['_RESYNC']._serialized_start=1723
-  _globals['_RESYNC']._serialized_end=1785
-  _globals['_REFUSAL']._serialized_start=1787
-  _globals['_REFUSAL']._serialized_end=1893
-  _globals['_ROUTERTODRAFTER']._serialized_start=1896
-  _globals['_ROUTERTODRAFTER']._serialized_end=2024
-  _globals['_DRAFTERTOROUTER']._serialized_start=2027
-  _globals['_DRAFTERTOROUTER']._serialized_end=2167
-  _globals['_ROUTERTOTARGET']._serialized_start=2169
-  _globals['_ROUTERTOTARGET']._serialized_end=2296
-  _globals['_TARGETTOROUTER']._serialized_start=2299
-  _globals['_TARGETTOROUTER']._serialized_end=2440
-  _globals['_DRAFTERTOTARGET']._serialized_start=2443
-  _globals['_DRAFTERTOTARGET']._serialized_end=2660
-  _globals['_TARGETTODRAFTER']._serialized_start=2663
-  _globals['_TARGETTODRAFTER']._serialized_end=2856
-  _globals['_DRAFTSERVICE']._serialized_start=3180
-  _globals['_DRAFTSERVICE']._serialized_end=3271
-  _globals['_TARGETSERVICE']._serialized_start=3274
-  _globals['_TARGETSERVICE']._serialized_end=3442
+  _globals['_ATTACH']._serialized_end=1123
+  _globals['_DETACH']._serialized_start=1125
+  _globals['_DETACH']._serialized_end=1150
+  _globals['_NODRAFT']._serialized_start=1152
+  _globals['_NODRAFT']._serialized_end=1217
+  _globals['_COLLAPSE']._serialized_start=1219
+  _globals['_COLLAPSE']._serialized_end=1281
+  _globals['_VERDICT']._serialized_start=1284
+  _globals['_VERDICT']._serialized_end=1575
+  _globals['_DRAFTREQUEST']._serialized_start=1578
+  _globals['_DRAFTREQUEST']._serialized_end=1763
+  _globals['_STATES']._serialized_start=1766
+  _globals['_STATES']._serialized_end=1898
+  _globals['_STATESACK']._serialized_start=1900
+  _globals['_STATESACK']._serialized_end=1946
+  _globals['_RESYNC']._serialized_start=1948
+  _globals['_RESYNC']._serialized_end=2010
+  _globals['_REFUSAL']._serialized_start=2012
+  _globals['_REFUSAL']._serialized_end=2118
+  _globals['_ROUTERTODRAFTER']._serialized_start=2121
+  _globals['_ROUTERTODRAFTER']._serialized_end=2249
+  _globals['_DRAFTERTOROUTER']._serialized_start=2252
+  _globals['_DRAFTERTOROUTER']._serialized_end=2392
+  _globals['_ROUTERTOTARGET']._serialized_start=2394
+  _globals['_ROUTERTOTARGET']._serialized_end=2521
+  _globals['_TARGETTOROUTER']._serialized_start=2524
+  _globals['_TARGETTOROUTER']._serialized_end=2665
+  _globals['_DRAFTERTOTARGET']._serialized_start=2668
+  _globals['_DRAFTERTOTARGET']._serialized_end=2885
+  _globals['_TARGETTODRAFTER']._serialized_start=2888
+  _globals['_TARGETTODRAFTER']._serialized_end=3132
+  _globals['_DRAFTERTOTARGETSTATES']._serialized_start=3134
+  _globals['_DRAFTERTOTARGETSTATES']._serialized_end=3234
+  _globals['_TARGETTODRAFTERSTATES']._serialized_start=3236
+  _globals['_TARGETTODRAFTERSTATES']._serialized_end=3339
+  _globals['_DRAFTSERVICE']._serialized_start=3732
+  _globals['_DRAFTSERVICE']._serialized_end=3823
+  _globals['_TARGETSERVICE']._serialized_start=3826
+  _globals['_TARGETSERVICE']._serialized_end=4084
 # @@protoc_insertion_point(module_scope)

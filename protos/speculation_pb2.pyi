@@ -31,6 +31,12 @@ class Shape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHAIN: _ClassVar[Shape]
     TREE: _ClassVar[Shape]
 
+class StateDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_DTYPE_UNSPECIFIED: _ClassVar[StateDtype]
+    BFLOAT16: _ClassVar[StateDtype]
+    FLOAT8: _ClassVar[StateDtype]
+
 class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REFUSAL_UNSPECIFIED: _ClassVar[RefusalReason]
@@ -48,6 +54,9 @@ FINISH_LENGTH: Finish
 SHAPE_UNSPECIFIED: Shape
 CHAIN: Shape
 TREE: Shape
+STATE_DTYPE_UNSPECIFIED: StateDtype
+BFLOAT16: StateDtype
+FLOAT8: StateDtype
 REFUSAL_UNSPECIFIED: RefusalReason
 REFUSAL_INVALID: RefusalReason
 REFUSAL_OVERLOADED: RefusalReason
@@ -167,14 +176,16 @@ class Block(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("session", "have_len", "have_hash")
+    __slots__ = ("session", "have_len", "have_hash", "states_from")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
     HAVE_HASH_FIELD_NUMBER: _ClassVar[int]
+    STATES_FROM_FIELD_NUMBER: _ClassVar[int]
     session: str
     have_len: int
     have_hash: int
-    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ...) -> None: ...
+    states_from: int
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ("session",)
@@ -247,6 +258,30 @@ class DraftRequest(_message.Message):
     least_chance: float
     shape: Shape
     def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., max_tokens: _Optional[int] = ..., hold_step: _Optional[bool] = ..., least_chance: _Optional[float] = ..., shape: _Optional[_Union[Shape, str]] = ...) -> None: ...
+
+class States(_message.Message):
+    __slots__ = ("session", "first", "prefix_hash", "dtype", "width", "rows")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    first: int
+    prefix_hash: int
+    dtype: StateDtype
+    width: int
+    rows: bytes
+    def __init__(self, session: _Optional[str] = ..., first: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., dtype: _Optional[_Union[StateDtype, str]] = ..., width: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
+
+class StatesAck(_message.Message):
+    __slots__ = ("session", "have_len")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    have_len: int
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "have_len", "have_hash")
@@ -325,13 +360,31 @@ class DrafterToTarget(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., detaches: _Optional[_Iterable[_Union[Detach, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., no_drafts: _Optional[_Iterable[_Union[NoDraft, _Mapping]]] = ...) -> None: ...
 
 class TargetToDrafter(_message.Message):
-    __slots__ = ("welcome", "verdicts", "draft_requests", "resyncs")
+    __slots__ = ("welcome", "verdicts", "states", "draft_requests", "resyncs")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    states: _containers.RepeatedCompositeFieldContainer[States]
     draft_requests: _containers.RepeatedCompositeFieldContainer[DraftRequest]
     resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., draft_requests: _Optional[_Iterable[_Union[DraftRequest, _Mapping]]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[States, _Mapping]]] = ..., draft_requests: _Optional[_Iterable[_Union[DraftRequest, _Mapping]]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...
+
+class DrafterToTargetStates(_message.Message):
+    __slots__ = ("hello", "acks")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ACKS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    acks: _containers.RepeatedCompositeFieldContainer[StatesAck]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acks: _Optional[_Iterable[_Union[StatesAck, _Mapping]]] = ...) -> None: ...
+
+class TargetToDrafterStates(_message.Message):
+    __slots__ = ("welcome", "states")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    states: _containers.RepeatedCompositeFieldContainer[States]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., states: _Optional[_Iterable[_Union[States, _Mapping]]] = ...) -> None: ...

@@ -121,6 +121,11 @@ class TargetServiceStub:
                 request_serializer=protos_dot_speculation__pb2.DrafterToTarget.SerializeToString,
                 response_deserializer=protos_dot_speculation__pb2.TargetToDrafter.FromString,
                 _registered_method=True)
+        self.States = channel.stream_stream(
+                '/slipstream.v1.TargetService/States',
+                request_serializer=protos_dot_speculation__pb2.DrafterToTargetStates.SerializeToString,
+                response_deserializer=protos_dot_speculation__pb2.TargetToDrafterStates.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer:
@@ -141,6 +146,13 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def States(self, request_iterator, context):
+        """Drafter <-> target: hidden states of long stretches of text, apart from Verify so that no verdict waits behind them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +165,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=protos_dot_speculation__pb2.DrafterToTarget.FromString,
                     response_serializer=protos_dot_speculation__pb2.TargetToDrafter.SerializeToString,
+            ),
+            'States': grpc.stream_stream_rpc_method_handler(
+                    servicer.States,
+                    request_deserializer=protos_dot_speculation__pb2.DrafterToTargetStates.FromString,
+                    response_serializer=protos_dot_speculation__pb2.TargetToDrafterStates.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -210,6 +227,33 @@ class TargetService:
             '/slipstream.v1.TargetService/Verify',
             protos_dot_speculation__pb2.DrafterToTarget.SerializeToString,
             protos_dot_speculation__pb2.TargetToDrafter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def States(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/slipstream.v1.TargetService/States',
+            protos_dot_speculation__pb2.DrafterToTargetStates.SerializeToString,
+            protos_dot_speculation__pb2.TargetToDrafterStates.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,8 @@ from protos.messages import (
     Open,
     Refusal,
     Resync,
+    States,
+    StatesAck,
     Verdict,
     Welcome,
 )
@@ -95,7 +97,7 @@ def _block_to_pb(m: Block) -> pb.Block:
 
 
 def _attach_to_pb(m: Attach) -> pb.Attach:
-    return pb.Attach(session=m.session, have_len=m.have_len, have_hash=m.have_hash)
+    return pb.Attach(session=m.session, have_len=m.have_len, have_hash=m.have_hash, states_from=m.states_from)
 
 
 def _detach_to_pb(m: Detach) -> pb.Detach:
@@ -139,6 +141,21 @@ def _draft_request_to_pb(m: DraftRequest) -> pb.DraftRequest:
     )
 
 
+def _states_to_pb(m: States) -> pb.States:
+    return pb.States(
+        session=m.session,
+        first=m.first,
+        prefix_hash=m.prefix_hash,
+        dtype=pb.StateDtype.Name(m.dtype),
+        width=m.width,
+        rows=m.rows,
+    )
+
+
+def _states_ack_to_pb(m: StatesAck) -> pb.StatesAck:
+    return pb.StatesAck(session=m.session, have_len=m.have_len)
+
+
 def _resync_to_pb(m: Resync) -> pb.Resync:
     return pb.Resync(session=m.session, have_len=m.have_len, have_hash=m.have_hash)
 
@@ -158,6 +175,8 @@ TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     NoDraft: _no_draft_to_pb,
     Detach: _detach_to_pb,
     Verdict: _verdict_to_pb,
+    States: _states_to_pb,
+    StatesAck: _states_ack_to_pb,
     DraftRequest: _draft_request_to_pb,
     Resync: _resync_to_pb,
     Refusal: _refusal_to_pb,

@@ -21,7 +21,7 @@ from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
-from actors.methods.registry import create_method
+from actors.methods.registry import capture_spec, create_method, states_format
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import (
     check_tensor_parallel,
@@ -60,6 +60,7 @@ class TargetDeployment:
         folder = local_folder(model.target)
         check_tensor_parallel(folder, pool.tensor_parallel)
         tokens = vocabulary(folder)
+        capture = capture_spec(config.draft, folder, model.dtype)
         spec = RankSpec(
             folder=str(folder),
             vocabulary=max(tokens) + 1,
@@ -69,6 +70,7 @@ class TargetDeployment:
             cache=pool.cache_per_rank,
             resources=pool.resources_per_rank,
             ranks=pool.tensor_parallel,
+            capture=capture,
         )
         run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
         self._engine = await RankGroup.start(spec, get_current_placement_group())
@@ -82,6 +84,7 @@ class TargetDeployment:
                 pages=self._engine.pages,
                 page_size=spec.cache.page_size,
                 trees=self._engine.takes_trees,
+                states=capture.format if capture is not None else None,
             ),
             vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),
@@ -133,6 +136,7 @@ class TargetDeployment:
             "rebased": self._replica.scheduler.rebased,
             "desyncs": self._replica.scheduler.sentinel.desyncs,
             "preempted": self._replica.scheduler.preempted,
+            "states": self._replica.scheduler.feeds.counts,
             "accepted_tokens": self._replica.scheduler.accepted_tokens,
             "wasted_tokens": self._replica.scheduler.wasted_tokens,
             "step_s": self._replica.scheduler.step_s,
@@ -165,15 +169,17 @@ class DraftDeployment:
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
         loop = asyncio.get_running_loop()
+        states = states_format(config.draft, target_folder)
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
             max_draft_tokens=config.speculation.max_draft_tokens,
             target_tokens=tokens,
             target=config.model.target,
+            states=states,
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
-        limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions)
+        limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states)
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
         self._drafter = Drafter(

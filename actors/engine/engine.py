@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from actors.engine.executor import StepExecutor
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import Outcome, StateRead, StepPlan
 
 
 class Engine(Protocol):
@@ -16,6 +16,10 @@ class Engine(Protocol):
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when the engine is no longer usable."""
+        ...
+
+    async def read(self, asked: StateRead) -> bytes:
+        """Hidden states that the cache holds, between two steps; raises as `step` does."""
         ...
 
     async def close(self) -> None: ...
@@ -30,6 +34,9 @@ class ThreadEngine:
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.step, plan)
+
+    async def read(self, asked: StateRead) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.read, asked)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=True)

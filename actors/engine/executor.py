@@ -3,7 +3,7 @@
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from actors.engine.runner import Runner
 from actors.sampling.margin import margin
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from cluster.verification.step import Outcome, Row, StepPlan
+from cluster.verification.step import Outcome, Row, StateRead, StepPlan
 from protos.messages import Open
 
 
@@ -29,6 +29,14 @@ class StepExecutor:
         self._runner = runner
         self._vocabulary = vocabulary
         self._sessions: dict[str, _FedSession] = {}
+
+    def answer(self, asked: StepPlan | StateRead) -> list[Outcome] | bytes:
+        """Whichever of the two it is asked for."""
+        return self.step(asked) if isinstance(asked, StepPlan) else self.read(asked)
+
+    def read(self, asked: StateRead) -> bytes:
+        """Hidden states that pages hold, with no forward."""
+        return self._runner.read_states(asked.places)
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Forgets, adds, feeds, decides; one outcome per deciding row, in order."""
@@ -66,7 +74,25 @@ class StepExecutor:
             kept = [row.draft.tokens[node] for node in decision.path]
             self._sessions[row.session].tokens[row.base_len :] = kept
             outcomes.append(Outcome(row.session, decision.path, decision.next_token, near))
-        return outcomes
+        return self._with_states(rows, outcomes)
+
+    def _with_states(self, rows: list[Row], outcomes: list[Outcome]) -> list[Outcome]:
+        """With those that are to ride with the verdicts, all read at once."""
+        if not any(row.state_places for row in rows):
+            return outcomes
+        places = [
+            row.states_along(outcome.path) if row.state_places else []
+            for row, outcome in zip(rows, outcomes, strict=True)
+        ]
+        states = self._runner.read_states([place for each in places for place in each])
+        row_bytes = len(states) // max(1, sum(map(len, places)))
+        found = []
+        at = 0
+        for outcome, each in zip(outcomes, places, strict=True):
+            end = at + row_bytes * len(each)
+            found.append(replace(outcome, states=states[at:end]))
+            at = end
+        return found
 
     def _margin(self, row: Row, logits: Tensor) -> float | None:
         """Of an audit that names a rival."""

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.attention.shape import attention_shape
+from actors.engine.capture import CaptureSpec
 from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
@@ -17,6 +18,11 @@ MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
     """Of one page in all layers, on one of `ranks`."""
     return attention_shape(model, page_size, ranks).page_bytes
+
+
+def state_bytes(capture: CaptureSpec | None, page_size: int) -> int:
+    """Of the hidden states that are kept beside one page."""
+    return page_size * capture.format.row_bytes if capture is not None else 0
 
 
 def free_bytes(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from actors.attention.batch import RaggedBatch, never
 from actors.attention.choice import choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.engine.capture import StateCapture
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.forward_output import ForwardOutput
 from cluster.errors import ModelError
@@ -30,6 +31,10 @@ class Runner(Protocol):
     def forward(
         self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[PlaceMove] = ()
     ) -> ForwardOutput: ...
+
+    def read_states(self, places: Sequence[int]) -> bytes:
+        """The encoded hidden states at places of the pages, of a runner that captures them."""
+        ...
 
 
 class InterruptibleRunner(Protocol):
@@ -56,10 +61,21 @@ def check_attention(model: PreTrainedModel) -> None:
         )
 
 
+def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raises ModelError for layers that the model has not got, and for those that do not rise."""
+    last = int(model.config.get_text_config().num_hidden_layers)
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
+        raise ModelError(
+            f"hidden states of layers {tuple(layers)} are asked for, expected rising numbers from 0, the embeddings, to"
+            f" {last}, the last layer of {type(model).__name__}; see where the draft's configuration numbers layers"
+        )
+
+
 class ModelRunner:
     """A Hugging Face causal language model behind `Runner`.
 
-    `attention` by default as `choose_attention` has it, `decoder` as `decoder_for` has it.
+    `attention` by default as `choose_attention` has it, `decoder` as `decoder_for` has it. With `capture` it keeps the
+    hidden states of all that it is fed.
     """
 
     def __init__(
@@ -69,12 +85,16 @@ class ModelRunner:
         page_size: int,
         attention: AttentionBackend | None = None,
         decoder: Decoder | None = None,
+        capture: StateCapture | None = None,
     ) -> None:
         check_attention(model)
+        if capture is not None:
+            check_layers(model, capture.layers)
         self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._cache = PagedCache(pages, page_size, model.dtype, model.device)
         self._decode = decoder or decoder_for(model.eval())
+        self._capture = capture
 
     @torch.inference_mode()
     def forward(
@@ -86,4 +106,17 @@ class ModelRunner:
     ) -> ForwardOutput:
         self._cache.move(moves)
         self._cache.copy(copies)
-        return self._decode(RaggedBatch(rows, self._cache, self._attention, interrupted))
+        batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
+        if self._capture is None:
+            return self._decode(batch)
+        self._capture.cache.move(moves)
+        self._capture.cache.copy(copies)
+        output = self._decode(batch, self._capture.layers)
+        assert output.streams is not None, "a decoder gives the streams that it is asked for"
+        self._capture.keep(batch.written, output.streams)
+        return output
+
+    @torch.inference_mode()
+    def read_states(self, places: Sequence[int]) -> bytes:
+        assert self._capture is not None, "no states are captured here"
+        return self._capture.cache.read(places)

@@ -27,8 +27,9 @@ from actors.attention.choice import AttentionReport, choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.collectives import Alone, Group, join
 from actors.compute.kv_cache import FeedRow
+from actors.engine.capture import CaptureSpec, StateCapture
 from actors.engine.executor import StepExecutor
-from actors.engine.memory import page_count
+from actors.engine.memory import page_count, state_bytes
 from actors.engine.process import device_of, use_cpu
 from actors.engine.profile import profile_steps
 from actors.engine.runner import ModelRunner, Runner
@@ -42,7 +43,7 @@ from cluster.costs import ForwardCost
 from cluster.errors import EngineError
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.placement import actor_options
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import Outcome, StateRead, StepPlan
 
 STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
 IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective; a hung step is noticed by the coordinator
@@ -60,6 +61,7 @@ class RankSpec:
     cache: CacheConfig
     resources: Resources
     ranks: int
+    capture: CaptureSpec | None = None  # of hidden states, by the leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,9 @@ class LeadingRunner:
     ) -> ForwardOutput:
         send_step(to_tensor(rows, copies, moves), self._group, self._device)
         return self._runner.forward(rows, copies, moves=moves)
+
+    def read_states(self, places: Sequence[int]) -> bytes:
+        return self._runner.read_states(places)
 
 
 def send_step(step: Tensor, group: Group, device: torch.device) -> None:
@@ -116,6 +121,7 @@ class Rank:
         use_cpu(spec.resources)
         self._index = index
         self._spec = spec
+        self._captured = spec.capture if index == 0 else None
         self._device = device_of(spec.resources)
         self._group: Group = Alone()
         self._model: PreTrainedModel | None = None
@@ -146,14 +152,17 @@ class Rank:
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
         self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
-        pages = page_count(spec.cache, shape.page_bytes, spec.sessions, spec.context, device)
+        page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
+        pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device)
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:
         """Makes the cache; every rank's has as many pages."""
         spec = self._spec
         assert self._model is not None, "load first"
-        self._runner = ModelRunner(self._model, pages, spec.cache.page_size, self._attention)
+        page_size = spec.cache.page_size
+        capture = StateCapture(self._captured, pages, page_size, self._device) if self._captured else None
+        self._runner = ModelRunner(self._model, pages, page_size, self._attention, capture=capture)
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
@@ -181,7 +190,7 @@ class Rank:
         """Leader only: computes step plans until the coordinator hangs up."""
         assert self._executor is not None, "allocate first"
         assert self._listener is not None, "listen first"
-        self._listener.serve(self._executor.step)
+        self._listener.serve(self._executor.answer)
 
 
 class RankGroup:
@@ -230,11 +239,19 @@ class RankGroup:
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when a rank is gone or its step failed."""
+        outcomes: list[Outcome] = await self._call(plan)
+        return outcomes
+
+    async def read(self, asked: StateRead) -> bytes:
+        """Raises as `step` does."""
+        states: bytes = await self._call(asked)
+        return states
+
+    async def _call(self, message: StepPlan | StateRead) -> Any:
         try:
-            outcomes: list[Outcome] = await self._leader.call(plan)
+            return await self._leader.call(message)
         except (ConnectionError, EOFError):
             await self.watch()
-        return outcomes
 
     async def watch(self) -> NoReturn:
         """Waits until a rank is gone, which is always a failure; raises EngineError."""

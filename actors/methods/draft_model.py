@@ -20,15 +20,15 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
-from actors.methods.model.state_feed import StateFeed
+from actors.methods.model.state_feed import FedStates
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.block_draft import DraftedToken
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.tree_growth import least_of, worth_a_limb
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
-from cluster.drafting.tree_growth import least_of, worth_a_limb
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
@@ -58,7 +58,7 @@ class DraftModel:
         masks: MaskTokens = ONE_AT_A_TIME,
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
-        feed: StateFeed | None = None,
+        feed: FedStates | None = None,
     ) -> None:
         self.needs = None if feed is None else feed.needs
         self.tokens_per_forward = masks.width if head is None else head.width

@@ -1,19 +1,55 @@
 """Drafting with an EAGLE head: a draft model that reads the target's states beside the tokens."""
 
+import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import torch
 
 from actors.attention import AttentionBackend
+from actors.engine.memory import page_count
+from actors.engine.process import device_of
 from actors.methods.draft_model import DraftModel
-from actors.methods.heads.eagle.eagle_loading import EagleHead
+from actors.methods.heads.decoded_states import DecodedStates, decoded
+from actors.methods.heads.eagle.eagle_loading import EagleHead, load_eagle, read_eagle_config
 from actors.methods.heads.eagle.eagle_runner import EagleRunner
+from actors.methods.heads.head_files import PICKLES
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
-from actors.methods.model.state_feed import StateFeed
+from actors.methods.model.state_feed import FedStates
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import local_folder
+from cluster.config import DraftPool
+from protos.states import StatesNeeded
 
+log = logging.getLogger(__name__)
 UNFED = 1  # a token is fed with the state before it, and there is none before the first
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """What the head that `draft.model` names reads."""
+    return read_eagle_config(_folder(draft), target).needs
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
+    """Raises ModelError where the head that `draft.model` names does not fit the target, or the device."""
+    device = device_of(draft.resources)
+    dtype: torch.dtype = getattr(torch, setup.dtype)
+    target = local_folder(setup.target)
+    head = load_eagle(_folder(draft), target, dtype, device, proposable=setup.target_tokens.keys())
+    log.info("\n".join(head.config.describe()))
+    page_size = draft.cache.page_size
+    pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, device)
+    limits = DraftingLimits(draft.eagle.draft_probs_top_k)
+    return decoded(eagle_draft_model(head, pages, page_size, limits, setup.max_draft_tokens), setup.states)
+
+
+def _folder(draft: DraftPool) -> Path:
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    return local_folder(draft.model, more=PICKLES)
 
 
 def eagle_draft_model(
@@ -31,7 +67,7 @@ def eagle_draft_model(
     A head that predicts several tokens in one forward predicts `max_draft_tokens`.
     """
     runner = EagleRunner(head, pages, page_size, attention)
-    feed = StateFeed(head.config.needs, runner.project, head.config.max_positions, runner.mask_state)
+    feed = FedStates(head.config.needs, runner.project, head.config.max_positions, runner.mask_state)
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, max_draft_tokens)
     cache = DraftCache(pages, page_size, UNFED)

@@ -6,7 +6,7 @@ from statistics import median
 from actors.engine.profile import least_seconds
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.following import DrafterLimits
-from cluster.drafting.method import DraftingMethod
+from cluster.drafting.method import DraftingMethod, ReadsStates
 from protos.messages import Acceptance, DraftRequest, Open, Sampling
 from protos.prefix import Prefix
 
@@ -26,6 +26,8 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     sessions = [_session(limits, index) for index in range(sizes[-1])]
     for session in sessions:
         method.open(session)
+        if isinstance(method, ReadsStates):  # all noughts
+            method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
     asked = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
     seconds = iter(least_seconds([partial(method.draft, requests) for requests in asked]))
     method.close([session.session for session in sessions])

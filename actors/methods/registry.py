@@ -1,31 +1,82 @@
 """Drafting methods by name: a method is a module with a function `create`, and a line here.
 
-The module is imported when its method is asked for, so that a drafter without a model needs no torch.
+The module is imported when its method is asked for, so that a drafter without a model needs no torch. One that reads
+the target's hidden states, which `STATE_READERS` of the configuration names, also has
+
+    states_needed(draft: DraftPool, target: Path) -> StatesNeeded
+    load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
+
+where `target` is the target's folder. The second is asked for only where `draft.states.project` is `target`, and may be
+left out: then the streams of the layers travel as they are.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from actors.methods.setup import DraftSetup
-from cluster.config import DraftPool
+from cluster.config import STATE_READERS, DraftPool
 from cluster.drafting.method import DraftingMethod
+from protos.states import StateDtype, StatesFormat, StatesNeeded
+
+if TYPE_CHECKING:
+    from actors.engine.capture import CaptureSpec, StateProjection
 
 MODULES: Mapping[str, str] = MappingProxyType(
     {
         "draft_model": "actors.methods.loading",
         "prompt_lookup": "actors.methods.lookup.prompt_lookup",
-        "lookup_first": "actors.methods.lookup_first",
+        "lookup_first": "actors.methods.lookup.lookup_first",
         "layer_skip": "actors.methods.layer_skip",
         "suffix": "actors.methods.lookup.suffix",
         "medusa": "actors.methods.heads.last_state.medusa",
         "mlp_speculator": "actors.methods.heads.last_state.mlp_speculator",
         "dflash": "actors.methods.heads.dflash.dflash_loading",
+        "eagle": "actors.methods.eagle_drafting",
     }
 )
 
 
 def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
     """The method that the configuration names. Raises ModelError where its model does not fit the target's."""
-    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = import_module(MODULES[draft.method]).create
+    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = _module(draft).create
     return create(draft, setup)
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
+    """What the method reads of the target in this folder; None for most."""
+    if draft.method not in STATE_READERS:
+        return None
+    found: StatesNeeded = _module(draft).states_needed(draft, target)
+    return found
+
+
+def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
+    """How rows of hidden states travel, if the method reads them."""
+    needed = states_needed(draft, target)
+    return None if needed is None else StatesFormat(needed.width, StateDtype[draft.states.dtype.upper()])
+
+
+def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
+    """What the target is to keep for the method."""
+    from actors.engine.capture import CaptureSpec
+
+    needed = states_needed(draft, target)
+    layout = states_format(draft, target)
+    if needed is None or layout is None:
+        return None
+    projects = draft.states.project == "target" and hasattr(_module(draft), "load_projection")
+    load = partial(_load_projection, draft, target, dtype) if projects else None
+    return CaptureSpec(needed.layers, layout, load)
+
+
+def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) -> "StateProjection":
+    projection: StateProjection = _module(draft).load_projection(draft, target, dtype, device)
+    return projection
+
+
+def _module(draft: DraftPool) -> Any:
+    return import_module(MODULES[draft.method])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from protos.states import StatesFormat
 from protos.values import value
 
 
@@ -14,3 +15,4 @@ class DraftSetup:
     max_draft_tokens: int  # of the longest block
     target_tokens: Mapping[int, str]  # by id; no other is ever proposed
     target: str  # Hugging Face id or folder of the target, whose own weights some methods use
+    states: StatesFormat | None = None  # of the target's hidden states, if the method reads them

@@ -25,9 +25,13 @@ LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 
 
 class Decoder(Protocol):
-    """Logits of the batch's wanted places, of the whole vocabulary."""
+    """Logits of the batch's wanted places, of the whole vocabulary.
 
-    def __call__(self, batch: RaggedBatch) -> ForwardOutput: ...
+    With `layers`, rising, also the residual streams of all tokens there: numbered as in `output_hidden_states`, so the
+    last one is after the final norm.
+    """
+
+    def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
 
 
 class ModelDecoder:
@@ -39,15 +43,17 @@ class ModelDecoder:
         pack_linears(model, product)
         self._model = model
 
-    def __call__(self, batch: RaggedBatch) -> ForwardOutput:
+    def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         output = self._model(
             input_ids=batch.tokens.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=batch.logit_at,
             ragged_batch=batch,
+            **({"output_hidden_states": True} if layers else {}),
         )
-        return ForwardOutput(output.logits[0], None)
+        streams = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1) if layers else None
+        return ForwardOutput(output.logits[0], None, streams)
 
 
 class Norm(Protocol):
@@ -162,22 +168,31 @@ class LlamaDecoder:
         self._norm = _norm(body.norm)
         self._head = _alone(model.get_output_embeddings(), product)
 
-    def __call__(self, batch: RaggedBatch) -> ForwardOutput:
-        hidden = self._hidden(batch)
-        return ForwardOutput(self._head(hidden), hidden)
+    def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
+        kept: list[Tensor] = []
+        hidden = self._hidden(batch, layers, kept)
+        return ForwardOutput(self._head(hidden), hidden, torch.cat(kept, dim=-1) if layers else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(tokens, hidden)."""
         return F.embedding(tokens, self._embedding)
 
-    def _hidden(self, batch: RaggedBatch) -> Tensor:
-        """What the head reads at the batch's wanted places, (places, hidden)."""
-        padding = (0, max(0, self._least_rows - len(batch.tokens)))
+    def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], kept: list[Tensor]) -> Tensor:
+        """What the head reads at the batch's wanted places, (places, hidden).
+
+        The streams at `layers` are added to `kept`, each (tokens, hidden).
+        """
+        total = len(batch.tokens)
+        padding = (0, max(0, self._least_rows - total))
         hidden = self.embed(F.pad(batch.tokens, padding))
         rotation = rotation_of(self._rotary, hidden, F.pad(batch.positions, padding))
         for index, layer in enumerate(self._layers):
+            if index in layers:
+                kept.append(hidden[:total])
             hidden = self._heads.attend(layer, index, layer.attention_norm(hidden), hidden, rotation, batch)
             hidden = gated_mlp(layer, hidden)
+        if len(self._layers) in layers:
+            kept.append(self._norm(hidden[:total]))
         return self._norm(hidden.index_select(0, batch.logit_at))
 
 

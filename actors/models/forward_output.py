@@ -10,3 +10,4 @@ class ForwardOutput(NamedTuple):
 
     logits: Tensor  # (places, columns)
     hidden: Tensor | None  # (places, hidden) what the logits were made of; None where the model's code keeps it
+    streams: Tensor | None = None  # (tokens, layers x hidden) of all that was fed, where layers were asked for

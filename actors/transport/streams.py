@@ -17,10 +17,12 @@ from google.protobuf.message import Message as ProtoMessage
 from cluster.errors import ProtocolError
 from protos.codec import Decoded, decode, encode, encoded_bytes
 from protos.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
+from protos.states import MAX_STATES_BYTES
 
 log = logging.getLogger(__name__)
 
 OUTBOX_LIMIT = 8192  # messages; a peer that is this far behind is not coming back in time
+STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that attaches again is sent what is on its way once more
 FRAME_BYTES = 4 << 20  # about what one frame may hold; a single message may be larger
 KEEPALIVE_MS = 2_000  # a peer that hangs is noticed within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
 KEEPALIVE_TIMEOUT_MS = 3_000
@@ -44,8 +46,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 class Outbox:
     """What is due for one peer."""
 
-    def __init__(self, limit: int = OUTBOX_LIMIT) -> None:
+    def __init__(self, limit: int = OUTBOX_LIMIT, frame_bytes: int = FRAME_BYTES) -> None:
         self._limit = limit
+        self._frame_bytes = frame_bytes
         self._due: deque[Message] = deque()
         self._changed = asyncio.Event()
         self._overflow = asyncio.Event()
@@ -65,7 +68,7 @@ class Outbox:
             await self._changed.wait()
         frame = [self._due.popleft()]
         size = encoded_bytes(frame[0])
-        while self._due and (size := size + encoded_bytes(self._due[0])) <= FRAME_BYTES:
+        while self._due and (size := size + encoded_bytes(self._due[0])) <= self._frame_bytes:
             frame.append(self._due.popleft())
         return frame
 
@@ -73,6 +76,27 @@ class Outbox:
         """Raises ProtocolError as soon as the queue overflows, also while a write hangs."""
         await self._overflow.wait()
         raise ProtocolError(f"the peer is {self._limit} messages behind")
+
+
+class StatesOutbox(Outbox):
+    """Hidden states that are due for one peer: frames are small, so that other streams get their turn between them."""
+
+    def __init__(self) -> None:
+        super().__init__(frame_bytes=MAX_STATES_BYTES)
+        self._bytes = 0
+
+    def put(self, message: Message) -> None:
+        """As any outbox's, but that bytes overflow too; for a peer that keeps to the protocol windows bound them."""
+        self._bytes += encoded_bytes(message)
+        if self._bytes > STATES_OUTBOX_BYTES:
+            self._overflow.set()
+        else:
+            super().put(message)
+
+    async def take(self) -> list[Message]:
+        frame = await super().take()
+        self._bytes -= sum(map(encoded_bytes, frame))
+        return frame
 
 
 async def _first_to_end(*coroutines: Any) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.candidates.outcomes import Outcome, accepted_chance, continuations, rejections
 from cluster.drafting.method import Early
-from cluster.drafting.outcomes import Outcome, accepted_chance, continuations, rejections
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.timing.forward_time import ForwardTime
 

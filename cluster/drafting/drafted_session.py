@@ -30,6 +30,7 @@ class DraftedSession:
     )
     decided_s: float | None = None  # when the latest verdict came, until the target has said what it wants after it
     step_began_s: float | None = None  # when the target began the step under way, as far as is known here
+    states_len: int | None = None  # positions whose hidden states are here, of a method that reads them
 
     @property
     def target(self) -> str:
@@ -39,6 +40,11 @@ class DraftedSession:
     def address(self) -> tuple[int, int]:
         """What a block for the current length is addressed by."""
         return self.prefix.length, self.prefix.hash
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether hidden states are missing of any token but the last, which the target has not read yet."""
+        return self.states_len is not None and self.states_len < self.prefix.length - 1
 
     @property
     def lacks_block(self) -> bool:
@@ -51,12 +57,12 @@ class DraftedSession:
     @property
     def wants_block(self) -> bool:
         """Whether one should be drafted now."""
-        return self.passed_len != self.prefix.length and self.lacks_block
+        return self.passed_len != self.prefix.length and self.lacks_block and not self.lacks_states
 
     @property
     def may_go_on(self) -> bool:
         """Whether a block could be of use after the verdict that is due."""
-        return self.asked > 0 and max_block_len(self.open, self.prefix.length + 1) > 0
+        return self.asked > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
 
     def begin_anew(self) -> None:
         """It is attached to its target; what was sent before may have been lost."""

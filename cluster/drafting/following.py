@@ -13,6 +13,7 @@ from cluster.drafting.backpressure import Capacity
 from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_texts import NewsCollector
+from cluster.drafting.state_intake import StateIntake
 from cluster.drafting.timing.step_interval import StepIntervalEstimate
 from cluster.sentinel.load_check import LoadCheck
 from protos.messages import (
@@ -24,13 +25,16 @@ from protos.messages import (
     Finish,
     Hello,
     Message,
+    NoDraft,
     Open,
     Refusal,
     RefusalReason,
     Resync,
+    States,
     Verdict,
 )
 from protos.prefix import Prefix
+from protos.states import StatesFormat
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ class DrafterLimits:
     vocabulary: int
     max_context: int
     max_sessions: int
+    states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
 
 
 class FollowedSessions:
@@ -55,6 +60,7 @@ class FollowedSessions:
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
+        self._states = StateIntake(limits.states, self.all, self.news, counts, self._attach)
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
         self._resting: set[str] = set()  # targets whose latest word was that they want nothing
@@ -66,6 +72,8 @@ class FollowedSessions:
         match message:
             case Verdict():
                 return self._verdict(peer, message, now)
+            case States():
+                return self._states.receive(peer, message)
             case DraftRequest():
                 return self._draft_request(peer, message)
             case Open():
@@ -117,6 +125,7 @@ class FollowedSessions:
         if known is not None:
             self.news.closed(request.session)  # what the method remembers of it may be what is wrong
         session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
+        self._states.opened(session)
         if request.target_address in self._resting:
             session.asked = 0  # until it answers the Attach: reading a prompt takes long, and may be for nothing
         self.all[request.session] = session
@@ -160,9 +169,10 @@ class FollowedSessions:
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
+        sends = self._states.heard(session)
         if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
-            return self.note_block(late=verdict.answer is DraftAnswer.MISSED)
-        return []
+            sends += self.note_block(late=verdict.answer is DraftAnswer.MISSED)
+        return sends
 
     def _follow(self, session: DraftedSession, tokens: tuple[int, ...], now: float) -> None:
         """The verdict is in; the block for what comes after it may be at the target already."""
@@ -194,6 +204,8 @@ class FollowedSessions:
             session.take(request, goes_ahead=self._draft_ahead)
             note = self._resting.discard if session.asked else self._resting.add
             note(target)
+            if session.lacks_states and session.lacks_block:  # nobody is to wait for a block from what is not here yet
+                return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
 
     def _begin_anew(self, target: str, resync: Resync) -> list[Send]:
@@ -248,7 +260,8 @@ class FollowedSessions:
 
     def _attach(self, session: DraftedSession) -> Send:
         session.begin_anew()
-        return session.target, Attach(session.open.session, session.prefix.length, session.prefix.hash)
+        name = session.open.session
+        return session.target, Attach(name, session.prefix.length, session.prefix.hash, session.states_len)
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits
@@ -269,6 +282,7 @@ class FollowedSessions:
         del self.all[name]
         self.ahead.discard(name)
         self.news.closed(name)
+        self._states.forget(name)
 
 
 def _detach(session: DraftedSession) -> Send:

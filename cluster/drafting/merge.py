@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from cluster.drafting.candidates.tree_growth import Path, likeliest_of, tree_of
 from cluster.drafting.requests import Proposal
-from cluster.drafting.tree_growth import Path, likeliest_of, tree_of
 
 
 def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:

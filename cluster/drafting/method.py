@@ -1,11 +1,12 @@
 """The interface of drafting methods, live or simulated, which find candidate tokens; and a drafter's pass over one."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import News
 from protos.messages import DraftRequest, Open, Shape
+from protos.states import StatesFormat
 from protos.values import value
 
 Early = Callable[[list[Proposal]], None]
@@ -61,6 +62,24 @@ class DraftingMethod(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsStates(Protocol):
+    """What a `DraftingMethod` has besides that reads the target's hidden states."""
+
+    @property
+    def states_format(self) -> StatesFormat:
+        """How it takes rows, as the deployment's setup says."""
+        ...
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        """The target's states at positions `first`, `first` + 1, ... of the session's decided text, encoded.
+
+        Those of a session come in order, each once. It is asked for a block only where it has those of all tokens but
+        the last, which the target need not have read yet; it may have that one's too.
+        """
+        ...
+
+
 @value
 class DraftingPass:
     """What a method is told, and then asked: for blocks that are wanted now, or else for blocks ahead of verdicts."""
@@ -71,7 +90,7 @@ class DraftingPass:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.news.closed or self.requests or self.ahead)
+        return not (self.news.closed or self.news.states or self.requests or self.ahead)
 
     @property
     def sessions(self) -> list[str]:
@@ -87,6 +106,9 @@ def tell(method: DraftingMethod, news: News) -> None:
         method.open(request)
     for session, tokens in news.committed:
         method.committed(session, tokens)
+    for session, first, rows in news.states:
+        assert isinstance(method, ReadsStates), "states reach only a method that reads them"
+        method.states(session, first, rows)
 
 
 def make_pass(

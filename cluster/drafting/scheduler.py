@@ -49,8 +49,9 @@ class DraftScheduler:
         """For up to `limit` sessions that want a block now; if there is none, for up to `ahead_limit` ahead."""
         requests = self.requests(limit)
         ahead = () if requests else self.ahead_requests(ahead_limit)
-        is_news_due = requests or ahead or self._sessions.news.has_closed
-        news = self._sessions.news.take() if is_news_due else News()
+        collected = self._sessions.news
+        is_news_due = requests or ahead or collected.has_closed or collected.has_states
+        news = collected.take() if is_news_due else News()
         return DraftingPass(news, requests, ahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:

@@ -12,11 +12,12 @@ from protos.values import value
 
 @value
 class News:
-    """What became of sessions since the pass before; they are closed, then opened, then committed to."""
+    """What became of sessions since the pass before; they are closed, then opened, committed to, fed."""
 
     closed: tuple[str, ...] = ()
     opened: tuple[Open, ...] = ()
     committed: tuple[tuple[str, tuple[int, ...]], ...] = ()  # session, and the tokens after those known
+    states: tuple[tuple[str, int, bytes], ...] = ()  # session, and the target's hidden states from this position on
 
 
 class NewsCollector:
@@ -26,6 +27,12 @@ class NewsCollector:
         self._closed: dict[str, None] = {}  # in order, each once
         self._opened: dict[str, Open] = {}
         self._committed: dict[str, list[int]] = {}
+        self._states: dict[str, tuple[int, list[bytes]]] = {}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether hidden states are here, which a method may work on while it waits."""
+        return bool(self._states)
 
     @property
     def has_closed(self) -> bool:
@@ -38,19 +45,26 @@ class NewsCollector:
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._committed.setdefault(session, []).extend(tokens)
 
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        """These follow those that are known."""
+        self._states.setdefault(session, (first, []))[1].append(rows)
+
     def closed(self, session: str) -> None:
         """Whatever else was new of it is of no interest any more."""
         self._opened.pop(session, None)
         self._committed.pop(session, None)
+        self._states.pop(session, None)
         self._closed[session] = None
 
     def take(self) -> News:
         """All of it, once."""
         committed = tuple([(session, tuple(tokens)) for session, tokens in self._committed.items()])
-        news = News(tuple(self._closed), tuple(self._opened.values()), committed)
+        states = tuple([(session, first, b"".join(rows)) for session, (first, rows) in self._states.items()])
+        news = News(tuple(self._closed), tuple(self._opened.values()), committed, states)
         self._closed.clear()
         self._opened.clear()
         self._committed.clear()
+        self._states.clear()
         return news
 
 

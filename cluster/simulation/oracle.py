@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.candidates.outcomes import Choices
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime

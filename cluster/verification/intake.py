@@ -13,6 +13,7 @@ from cluster.verification.block_buffer import BlockBuffer, BlockCounts
 from cluster.verification.early_messages import BufferLimits, EarlyMessages
 from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
+from cluster.verification.state_feeds import StateFeeds
 from protos.messages import (
     Attach,
     Block,
@@ -26,9 +27,11 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Shape,
+    StatesAck,
     Verdict,
 )
 from protos.prefix import Prefix
+from protos.states import StatesFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class VerificationLimits:
     pages: int = 4096  # of the cache
     page_size: int = 16  # positions
     trees: bool = True  # whether the engine attends to them
+    states: StatesFormat | None = None  # of the hidden states that the engine captures, if it does
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
 
@@ -64,6 +68,7 @@ class Intake:
         self._silent = silent
         self._counts = counts
         self._sentinel = sentinel
+        self.feeds = StateFeeds(limits.states, admission)
         self._early = EarlyMessages(limits.buffer, counts)
 
     # ------------------------------------------------------------ what peers say
@@ -75,6 +80,8 @@ class Intake:
                 self._block(peer, message, now)
             case Attach():
                 return self._attach(peer, message, now)
+            case StatesAck():
+                self.feeds.acked(peer, message)
             case NoDraft():
                 self._no_draft(peer, message, now)
             case Open():
@@ -164,6 +171,7 @@ class Intake:
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attached(drafter)
         self._sentinel.attached(session, drafter)
+        self.feeds.attached(session, drafter, attach)
         request = (drafter, session.draft_request())
         missed = tuple(session.prefix.tokens[attach.have_len :])
         if not missed:

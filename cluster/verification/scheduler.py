@@ -26,13 +26,7 @@ from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
-from protos.messages import (
-    Finish,
-    Message,
-    Open,
-    Resync,
-    Verdict,
-)
+from protos.messages import Finish, Message, Open, Resync, Verdict
 
 
 class VerificationScheduler:
@@ -51,6 +45,7 @@ class VerificationScheduler:
         self._counts = BlockCounts()
         self.sentinel = AcceptanceSentinel()
         self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel)
+        self.feeds = self._intake.feeds
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
@@ -228,7 +223,7 @@ class VerificationScheduler:
             budget -= tokens
             in_step.add(name)
             session.in_step = True
-            self._in_step.append((session, row.in_pages(self._pages.table(name))))
+            self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
             self._admission.order.move_to_end(name)
         self._step_shape = self._shape()
         return copies
@@ -251,14 +246,14 @@ class VerificationScheduler:
         request = session.open
         drafted = row.drafted
         room = max_block_len(request, session.prefix.length)
-        if drafted or (session.has_no_draft and session.asked):
+        if drafted or (session.has_nothing and session.asked):
             self._pacer.block_verified(session.asked, room, drafted, outcome.path)
         asked = min(session.asked, room)
         collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
         if not is_over:
-            self._moves += row.kept(outcome.path, self._limits.page_size)
+            self._moves += session.moves(row, outcome.path, self._limits.page_size)
         self._intake.ask(session)
         verdict = Verdict(
             request.session,
@@ -276,7 +271,8 @@ class VerificationScheduler:
         sends: list[Send] = []
         drafter = session.drafter
         if drafter is not None:
-            sends += [(drafter, message) for message in session.for_drafter(verdict)]
+            news = self.feeds.with_states(session, row, outcome, session.for_drafter(verdict))
+            sends += [(drafter, message) for message in news]
         if drafter is not None and collapse is not None and not collapse.is_resynced:
             session.drafter = None  # until it attaches again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))

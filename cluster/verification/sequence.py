@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
+from cluster.page_allocator import PlaceMove
 from cluster.sentinel.collapse import CollapseWatch
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
@@ -27,6 +28,15 @@ class Decision:
     tokens: tuple[int, ...]
     accepted: int  # of them, from the block
     finish: Finish
+
+
+@dataclass(eq=False, slots=True)
+class StateFeed:
+    """How far the hidden states of a session have gone to a drafter that reads them. Lengths are in positions."""
+
+    drafter: str
+    sent: int
+    acked: int  # that have arrived
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +64,13 @@ class TargetSession:
     stats: SessionStats = field(default_factory=SessionStats)
     is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
     watch: CollapseWatch = CollapseWatch()
+    feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
+    displaced_from: int | None = None  # position from which on the cache is in order only once moves are made
+
+    @property
+    def live_feed(self) -> StateFeed | None:
+        """Unless its drafter has gone."""
+        return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
 
     @property
     def asked(self) -> int:
@@ -86,6 +103,12 @@ class TargetSession:
     def has_no_draft(self) -> bool:
         """Whether the drafter has said that it has no block for the next row."""
         return self.no_draft_len == self.prefix.length
+
+    @property
+    def has_nothing(self) -> bool:
+        """The same, and it is not for want of hidden states that are on their way."""
+        feed = self.live_feed
+        return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
 
     def ready_block(self) -> Block | None:
         return self.buffer.ready(self.prefix)
@@ -177,7 +200,7 @@ class TargetSession:
         if drafted := row.drafted:
             self.buffer.take(base_len, base_hash)
             stats.block_verified(asked, drafted, outcome.path)
-        elif asked and self.has_no_draft:
+        elif asked and self.has_nothing:
             stats.nothing_drafted(asked)
         elif row.known == 1 and self.drafter is not None and not self.has_answered:
             stats.plain_round()
@@ -189,6 +212,12 @@ class TargetSession:
         if asked:
             stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
+
+    def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[PlaceMove]:
+        """What brings the accepted nodes of a row into order; until it is done, the cache ends before them."""
+        moves = row.kept(path, page_size)
+        self.displaced_from = row.base_len if moves else None
+        return moves
 
 
 def settle(

@@ -3,7 +3,7 @@
 One message each way a step. Knows nothing of torch: the engine turns it into tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from cluster.page_allocator import PageCopy, PlaceMove
@@ -18,6 +18,11 @@ class StepEngine(Protocol):
     def step(self, plan: "StepPlan") -> "list[Outcome]":
         """One outcome for each row that decides, in order."""
         ...
+
+
+def places_of(positions: Iterable[int], pages: Sequence[int], page_size: int) -> list[int]:
+    """Of a session whose pages these are."""
+    return [pages[at // page_size] * page_size + at % page_size for at in positions]
 
 
 @value
@@ -35,10 +40,11 @@ class Row:
     decide: bool
     pages: tuple[int, ...]
     draft: DraftTree = NO_TREE
+    state_places: tuple[int, ...] = ()  # of the last positions, whose hidden states are wanted
 
-    def in_pages(self, pages: tuple[int, ...]) -> "Row":
+    def in_pages(self, pages: tuple[int, ...], state_places: tuple[int, ...] = ()) -> "Row":
         """The same with these pages."""
-        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft)
+        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft, state_places)
 
     @property
     def drafted(self) -> int:
@@ -60,14 +66,21 @@ class Row:
         """Tokens that were decided before, those in the cache among them."""
         return self.start + self.known
 
+    @property
+    def states_from(self) -> int:
+        """First position whose hidden states the outcome is to have."""
+        return self.start + len(self.tokens) - len(self.state_places)
+
+    def states_along(self, path: Sequence[int]) -> list[int]:
+        """Places whose states the outcome is to have once the nodes on `path` are accepted, in the path's order."""
+        known = len(self.state_places) - self.drafted
+        return [*self.state_places[:known], *[self.state_places[known + node] for node in path]]
+
     def kept(self, path: Sequence[int], page_size: int) -> list[PlaceMove]:
         """What brings the nodes on a path to where they follow one another, after the tokens decided before."""
         if not path or path[-1] == len(path) - 1:
             return []  # the first nodes: they lie there already
-        places = [
-            self.pages[at // page_size] * page_size + at % page_size
-            for at in range(self.base_len, self.base_len + path[-1] + 1)
-        ]
+        places = places_of(range(self.base_len, self.base_len + path[-1] + 1), self.pages, page_size)
         return [PlaceMove(places[node], places[step]) for step, node in enumerate(path) if node != step]
 
 
@@ -83,6 +96,19 @@ class StepPlan:
 
 
 @value
+class StateRead:
+    """Hidden states to read from the cache, of a session's positions from `first` on."""
+
+    session: str
+    first: int
+    places: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.places)
+
+
+@value
 class Outcome:
     """The engine's answer for one deciding row: the draft's nodes on `path` stand, then comes `next_token`."""
 
@@ -90,6 +116,7 @@ class Outcome:
     path: tuple[int, ...]
     next_token: int
     margin: float | None = None  # ahead of the rival that the session's Open names
+    states: bytes = b""  # of the places that the row names, but for nodes off the path
 
     @property
     def accepted(self) -> int:

@@ -76,6 +76,11 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
     for cause, count in dropped.most_common():
         made.add_row(f"of them {cause}", str(count))
     made.add_row("desyncs", str(desyncs))
+    states = sum((Counter(one.get("states", {})) for one in targets), Counter[str]())
+    if rows := states["verdict"] + states["apart"]:
+        sent = states["verdict_bytes"] + states["apart_bytes"]
+        made.add_row("hidden states sent, bytes a token", f"{shown(sent / rows)} ({rows} tokens)")
+        made.add_row("of them with verdicts", _share(states["verdict"], rows))
     made.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
     return made
 

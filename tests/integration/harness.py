@@ -23,13 +23,15 @@ from cluster.audit.audits import Audits
 from cluster.audit.replay import Difference
 from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
+from cluster.drafting.method import DraftingMethod
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
 from cluster.verification.intake import VerificationLimits
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
+from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
 
 VOCABULARY = 32
 CONTEXT = 512
@@ -104,6 +106,9 @@ class PacedEngine:
             await asyncio.sleep(self._pace.step_s)
         return await self._engine.step(plan)
 
+    async def read(self, asked: StateRead) -> bytes:
+        return await self._engine.read(asked)
+
     async def close(self) -> None:
         await self._engine.close()
 
@@ -141,6 +146,7 @@ async def cluster(
     lock_step: bool = False,
     audit: AuditConfig | None = None,
     target_runner: Callable[[int], Runner] = lambda _: ToyRunner(LOGITS),
+    reads_states: bool = False,  # whether the drafters' method reads the targets' hidden states
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -149,9 +155,13 @@ async def cluster(
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
     pace = Pace()
+    layout = LAYOUT if reads_states else None
     for index in range(targets):
-        engines.append(ThreadEngine(StepExecutor(target_runner(index), VOCABULARY)))
-        limits = VerificationLimits(VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE)
+        runner = RememberingRunner(LOGITS, pages, PAGE_SIZE) if reads_states else target_runner(index)
+        engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY)))
+        limits = VerificationLimits(
+            VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE, states=layout
+        )
         engine = wrap_engine(PacedEngine(engines[-1], pace))
         pacing = LockStep() if lock_step else Adaptive()
         replica = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing)
@@ -160,15 +170,16 @@ async def cluster(
         servers[server.address] = server
         tasks.append(asyncio.create_task(replica.run()))
     for _ in range(drafters):
-        method = DraftModel(
+        model = DraftModel(
             ToyRunner(draft_logits),
             torch.arange(VOCABULARY),
             DraftCache(PAGES, PAGE_SIZE),
             DraftingLimits(top_k=8),
         )
+        method: DraftingMethod = ReadingMethod(model) if reads_states else model
         drafter = Drafter(
             method,
-            DrafterLimits(VOCABULARY, CONTEXT, SESSIONS),
+            DrafterLimits(VOCABULARY, CONTEXT, SESSIONS, layout),
             IDENTITY.vocabulary,
             IDENTITY.target_model,
             draft_ahead=not lock_step,

@@ -27,10 +27,13 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Sampling,
+    States,
+    StatesAck,
     Verdict,
     Welcome,
 )
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
+from protos.states import StateDtype
 from tests.integration.harness import (
     CONTEXT,
     IDENTITY,
@@ -71,13 +74,21 @@ VERIFY = Door(
     pb.DrafterToTarget,
     lambda c: c.targets,
 )
+STATES = Door(
+    "/slipstream.v1.TargetService/States",
+    lambda ch: TargetServiceStub(ch).States(),
+    pb.DrafterToTargetStates,
+    lambda c: c.targets,
+)
 DRIVE_DRAFTER = Door(
     "/slipstream.v1.DraftService/Drive",
     lambda ch: DraftServiceStub(ch).Drive(),
     pb.RouterToDrafter,
     lambda c: c.drafters,
 )
-DOORS = pytest.mark.parametrize("door", [DRIVE_TARGET, VERIFY, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2])
+DOORS = pytest.mark.parametrize(
+    "door", [DRIVE_TARGET, VERIFY, STATES, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2]
+)
 
 
 @asynccontextmanager
@@ -144,8 +155,13 @@ async def test_strangers_are_sent_away_with_the_reason(door):
 
 @pytest.mark.parametrize(
     ("door", "messages"),
-    [(DRIVE_TARGET, [OPEN]), (VERIFY, [Attach("s", 1, 1)]), (DRIVE_DRAFTER, [OPEN])],
-    ids=["target", "verify", "drafter"],
+    [
+        (DRIVE_TARGET, [OPEN]),
+        (VERIFY, [Attach("s", 1, 1)]),
+        (STATES, [StatesAck("s", 1)]),
+        (DRIVE_DRAFTER, [OPEN]),
+    ],
+    ids=["target", "verify", "states", "drafter"],
 )
 async def test_nothing_is_done_for_a_peer_that_did_not_greet(door, messages):
     async with busy_cluster() as c, stream_to(c, door) as stream:
@@ -255,6 +271,55 @@ def garble(target: TargetReplica, monkeypatch: pytest.MonkeyPatch) -> None:
         deliver([(to, replace(m, tokens=()) if isinstance(m, Verdict) else m) for to, m in sends])
 
     monkeypatch.setattr(target, "_send", send)
+
+
+async def test_states_that_lie_cost_blocks_and_no_token(monkeypatch):
+    """Of another text, another layout, rows that are missing, and bytes that are no rows, from the session's target.
+
+    The method of these drafters would fail on a single row that is not its text's.
+    """
+    async with cluster(reads_states=True) as c:
+        (target,) = c.targets.values()
+        (drafter,) = c.drafters.values()
+        deliver = target._send
+        lies = [
+            {"prefix_hash": 1},
+            {"dtype": StateDtype.FLOAT8, "width": 2},
+            {"first": 200},
+            {"rows": bytes(5)},
+            {"width": 0},
+        ]
+        told = 0
+
+        def send(sends: list[Send]) -> None:
+            nonlocal told
+            for to, message in sends:
+                if isinstance(message, States):
+                    deliver([(to, replace(message, **lies[told % len(lies)]))])
+                    told += 1
+                if not isinstance(message, States) or told % 3:
+                    deliver([(to, message)])
+
+        monkeypatch.setattr(target, "_send", send)
+        assert await c.tokens(c.generation(max_len=103)) == plain_greedy((1, 2, 3), 100)
+        counts = drafter.scheduler.counts
+        assert told > len(lies)
+        assert counts["states_mismatch"] > 0
+        assert counts["states_unfit"] > 0
+        assert drafter.refused["States"] > 0
+        assert counts["states"] > 50, "it asked again for what was missing"
+
+
+async def test_a_stranger_that_acknowledges_or_claims_states_gets_none_of_anothers_and_ends_nobody():
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, STATES) as states:
+        (target,) = c.targets.values()
+        (running,) = target.scheduler._admission.running
+        await states.write(encode(pb.DrafterToTargetStates, [StatesAck(running, 2**32 - 1), StatesAck("unknown", 1)]))
+        await verify.write(encode(pb.DrafterToTarget, [Attach(running, 40, 1, 40), Attach("unknown", 4, 1, 0)]))
+        bad = pb.Attach(session=running, have_len=3, states_from=4)
+        await verify.write(pb.DrafterToTarget(attaches=[bad]))
+        await eventually(lambda: target.refused["Attach"] == 1, "the claim is refused")
+        assert target.scheduler.feeds.rows.total() == 0
 
 
 async def test_a_stranger_cannot_end_or_starve_anothers_session():

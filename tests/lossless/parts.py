@@ -26,6 +26,7 @@ from cluster.routing.session import Emit, Generation, Session
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Block, Message, Sampling
+from tests.lossless.states import LAYOUT, RememberingRunner
 
 PAGE_SIZE = 2
 EOS = 0
@@ -55,6 +56,7 @@ class Setting:
     recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
     step_cost: ForwardCost | None = None  # of the target, if it knows it from a profile: then drafts are not for free
     altered: Callable[[Block, random.Random], Block] | None = None  # what becomes of a drafter's block
+    reads_states: bool = False  # whether the method reads the target's hidden states
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property
@@ -117,17 +119,22 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
         pages=setting.pages,
         page_size=PAGE_SIZE,
         max_queued=sessions,
+        states=LAYOUT if setting.reads_states else None,
     )
     return VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive(), setting.step_cost)
 
 
 def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
-    limits = DrafterLimits(setting.vocabulary, setting.context, sessions)
+    layout = LAYOUT if setting.reads_states else None
+    limits = DrafterLimits(setting.vocabulary, setting.context, sessions, layout)
     return DraftScheduler(limits, draft_ahead=not setting.lock_step)
 
 
 def an_executor(setting: Setting) -> StepExecutor:
-    return StepExecutor(ToyRunner(setting.target_logits), setting.vocabulary)
+    runner = ToyRunner(setting.target_logits)
+    if setting.reads_states:
+        runner = RememberingRunner(setting.target_logits, setting.pages, PAGE_SIZE)
+    return StepExecutor(runner, setting.vocabulary)
 
 
 def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -> DraftModel:

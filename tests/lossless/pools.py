@@ -11,8 +11,8 @@ import torch
 
 from actors.engine.executor import StepExecutor
 from actors.methods.draft_model import DraftModel
+from actors.methods.lookup.lookup_first import LookupFirst
 from actors.methods.lookup.prompt_lookup import PromptLookup
-from actors.methods.lookup_first import LookupFirst
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
 from cluster.dispatch import Send

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.methods import lookup_first
+from actors.methods.lookup import lookup_first
 from cluster.drafting.requests import Proposal
 from protos.messages import Acceptance, Sampling
 from tests.lossless.history import NextLogits, disturbed, drawn_by_history

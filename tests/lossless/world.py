@@ -14,7 +14,7 @@ import torch
 from actors.engine.executor import StepExecutor
 from actors.methods.draft_model import DraftModel
 from cluster.costs import ForwardCost
-from cluster.dispatch import Send
+from cluster.dispatch import Send, states_stream
 from cluster.drafting.method import DraftingMethod, make_pass, tell
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
@@ -22,7 +22,7 @@ from cluster.lock_step import DRAFTER, ROUTER, TARGET
 from cluster.routing.session import Command, Emit, Ended, Session, ToDrafter, ToTarget
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
-from protos.messages import Block, DraftRequest, Message, Refusal, Resync, Verdict
+from protos.messages import Block, DraftRequest, Message, Refusal, Resync, States, Verdict
 from tests.lossless.parts import (
     EOS,
     LATER_S,
@@ -34,6 +34,7 @@ from tests.lossless.parts import (
     an_executor,
     generations,
 )
+from tests.lossless.states import ReadingMethod
 from tests.unit.cluster.token_memory import TokenMemory
 
 HOP_S = 0.001
@@ -152,7 +153,8 @@ class World:
 
     def _new_drafter(self) -> ToyDrafter:
         model = a_draft_model(self._setting, self._count, clock=lambda: self._now)
-        return ToyDrafter(a_draft_scheduler(self._setting, self._count), model, model)
+        method = ReadingMethod(model) if self._setting.reads_states else model
+        return ToyDrafter(a_draft_scheduler(self._setting, self._count), method, model)
 
     def _check_that_nothing_is_left(self) -> None:
         for target in self.targets.values():
@@ -171,6 +173,8 @@ class World:
         target = self.targets[address]
         if target.is_busy:
             return
+        while (asked := target.scheduler.feeds.next_read()) is not None:
+            self._route(address, target.scheduler.feeds.sent(asked, target.executor.read(asked)))
         plan = target.scheduler.plan(self._now)
         if plan is None:
             if (due := target.scheduler.next_due()) is not None:
@@ -232,13 +236,14 @@ class World:
     def _route(self, sender: str, sends: list[Send]) -> None:
         """Router links are reliable; what drafter and target say to each other is up to the schedule.
 
-        A verdict and what is wanted after it are one frame: they come or are lost together.
+        A verdict, the states of its tokens and what is wanted after it are one frame: they come or are lost together.
         """
         frames: list[tuple[str, list[Message]]] = []
         for receiver, message in sends:
             if self._setting.altered is not None and isinstance(message, Block):
                 message = self._setting.altered(message, self._rng)
-            if isinstance(message, DraftRequest) and frames and isinstance(frames[-1][1][-1], Verdict):
+            follows = isinstance(message, DraftRequest | States) and frames and frames[-1][0] == receiver
+            if follows and isinstance(frames[-1][1][-1], Verdict | States):
                 frames[-1][1].append(message)
             else:
                 frames.append((receiver, [message]))
@@ -248,6 +253,10 @@ class World:
                 self._after(delay, lambda to=receiver, f=frame: self._deliver(to, sender, f))
 
     def _deliver(self, receiver: str, sender: str, frame: list[Message]) -> None:
+        for address in [*self.targets, *self.drafters]:
+            if receiver == states_stream(address):
+                receiver = address
+                sender = states_stream(sender) if sender in self.targets else sender
         for message in frame:
             if receiver == ROUTER:
                 self._tell_ledger(sender, message)

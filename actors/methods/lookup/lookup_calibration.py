@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from actors.methods.lookup.occurrences import Occurrences
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.tree_growth import SIBLINGS
 from cluster.drafting.open_places import OpenPlaces, Place
-from cluster.drafting.outcomes import Choices
-from cluster.drafting.tree_growth import SIBLINGS
 from cluster.pacing.smoothing import Pairs
 from protos.values import value
 

@@ -16,12 +16,12 @@ from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.ahead import draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft, DraftedToken
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.tree_growth import Path, grown_paths, tree_of
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
-from cluster.drafting.tree_growth import Path, grown_paths, tree_of
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after

@@ -14,12 +14,12 @@ from cluster.config import DraftPool
 from cluster.draft_options import SuffixOptions
 from cluster.drafting.ahead import OUTCOMES, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.tree_growth import Path, grow_limbs
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
-from cluster.drafting.tree_growth import Path, grow_limbs
 from protos.draft_tree import NO_TREE
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after

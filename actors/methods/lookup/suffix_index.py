@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.drafting.outcomes import Choices
+from cluster.drafting.candidates.outcomes import Choices
 
 MANY = 4  # occurrences: more say no more about whether anything new will follow
 LOOKED_AT = 64  # occurrences, the latest ones

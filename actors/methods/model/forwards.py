@@ -13,7 +13,7 @@ from actors.engine.runner import InterruptibleRunner
 from actors.methods.model.cached_draft import CachedDraft
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.pard import MaskTokens
-from actors.methods.model.state_feed import StateFeed
+from actors.methods.model.state_feed import FedStates
 from cluster.page_allocator import PageCopy
 
 
@@ -41,7 +41,7 @@ class DraftForwards:
         cache: DraftCache,
         masks: MaskTokens,
         pass_tokens: int,
-        states: StateFeed | None = None,
+        states: FedStates | None = None,
     ) -> None:
         self._runner = runner
         self._cache = cache

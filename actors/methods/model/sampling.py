@@ -15,7 +15,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.sampling.noise import Purpose, gumbel_argmax, gumbels, key
 from actors.sampling.processors import penalise, process
 from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.outcomes import Choices
+from cluster.drafting.candidates.outcomes import Choices
 from protos.draft_tree import NO_TREE
 from protos.messages import Sampling
 

@@ -16,7 +16,7 @@ from actors.methods.model.session_states import SessionStates
 from protos.states import StatesNeeded
 
 
-class StateFeed:
+class FedStates:
     """The true states of all open sessions, for a head that takes `max_positions`.
 
     `project` makes of rows as they are sent, (n, width), those that the head is fed, (n, hidden). Mask tokens are fed

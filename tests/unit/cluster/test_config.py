@@ -128,6 +128,7 @@ def test_eight_bits_are_for_cpus():
     ("draft", "named"),
     [
         ({"method": "prompt_lookup", "draft_model": {"quantization": "int8"}}, "draft_model has options"),
+        ({"method": "prompt_lookup", "states": {"dtype": "float8"}}, "reads none of the target"),
         ({"model": "org/draft", "prompt_lookup": {"max_ngram": 9}}, "prompt_lookup has options"),
     ],
 )

@@ -31,9 +31,12 @@ from protos.messages import (
     Resync,
     Sampling,
     Shape,
+    States,
+    StatesAck,
     Verdict,
     Welcome,
 )
+from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 from tests.unit.cluster.samples import an_open
 from tests.unit.trees import trees
 
@@ -120,6 +123,20 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     )
 
 
+@st.composite
+def attaches(draw: st.DrawFn) -> Attach:
+    have_len = draw(U32)
+    return Attach(draw(NAMES), have_len, draw(U64), draw(st.none() | st.integers(0, have_len)))
+
+
+@st.composite
+def states(draw: st.DrawFn) -> States:
+    layout = StatesFormat(draw(st.integers(1, 9)), draw(st.sampled_from(StateDtype)))
+    size = layout.row_bytes * draw(st.integers(1, 3))
+    rows = draw(st.binary(min_size=size, max_size=size))
+    return States(draw(NAMES), draw(U32), draw(U64), layout.dtype, layout.width, rows)
+
+
 HELLOS = st.builds(
     Hello, NAMES, st.text(max_size=5), st.text(max_size=5), st.lists(st.builds(LiveSession, NAMES, U32)).map(tuple), U32
 )
@@ -127,7 +144,7 @@ WELCOMES = st.builds(Welcome, NAMES, U32)
 CLOSES = st.builds(Close, NAMES, U32)
 NO_DRAFTS = st.builds(NoDraft, NAMES, U32, U64)
 DETACHES = st.builds(Detach, NAMES)
-ATTACHES = st.builds(Attach, NAMES, U32, U64)
+STATES_ACKS = st.builds(StatesAck, NAMES, U32)
 RESYNCS = st.builds(Resync, NAMES, U32, U64)
 DRAFT_REQUESTS = st.builds(
     DraftRequest,
@@ -146,8 +163,10 @@ FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then 
     pb.DrafterToRouter: (WELCOMES, RESYNCS, REFUSALS),
     pb.RouterToTarget: (HELLOS, opens(), CLOSES),
     pb.TargetToRouter: (WELCOMES, verdicts(), REFUSALS),
-    pb.DrafterToTarget: (HELLOS, DETACHES, ATTACHES, blocks(), NO_DRAFTS),
-    pb.TargetToDrafter: (WELCOMES, verdicts(), DRAFT_REQUESTS, RESYNCS),
+    pb.DrafterToTarget: (HELLOS, DETACHES, attaches(), blocks(), NO_DRAFTS),
+    pb.TargetToDrafter: (WELCOMES, verdicts(), states(), DRAFT_REQUESTS, RESYNCS),
+    pb.DrafterToTargetStates: (HELLOS, STATES_ACKS),
+    pb.TargetToDrafterStates: (WELCOMES, states()),
 }
 
 
@@ -175,6 +194,7 @@ CHAIN = DraftTree.chain(tuple(range(100)))
 SIZED = {
     "a prompt": (pb.RouterToTarget, an_open(tokens=tuple(range(4000)), max_len=4001)),
     "a verdict": (pb.TargetToDrafter, Verdict("s", 1, 1, 0, tuple(range(4000)), 0, 0)),
+    "states": (pb.TargetToDrafterStates, States("s", 7, 0, StateDtype.BFLOAT16, 64, bytes(12800))),
     "a chain": (pb.DrafterToTarget, Block("s", 1, 0, CHAIN)),
     "a tree": (pb.DrafterToTarget, Block("s", 1, 0, DraftTree(CHAIN.tokens, (-1,) * len(CHAIN)))),
     "a chain with what it was drawn from": (
@@ -225,6 +245,15 @@ def good_verdict() -> pb.Verdict:
 
 def good_draft_request() -> pb.DraftRequest:
     return encode(pb.TargetToDrafter, [DraftRequest("good", 1, 2, 7)]).draft_requests[0]
+
+
+def good_attach() -> pb.Attach:
+    return encode(pb.DrafterToTarget, [Attach("good", 4, 7, 2)]).attaches[0]
+
+
+def good_states() -> pb.States:
+    message = States("good", 3, 7, StateDtype.FLOAT8, 4, bytes(16))
+    return encode(pb.TargetToDrafterStates, [message]).states[0]
 
 
 def with_sampling(**values: float) -> Callable[[pb.Open], None]:
@@ -331,12 +360,30 @@ BAD_DRAFT_REQUESTS = {
     "unspecified shape": (with_fields(shape=0), "Shape"),
     "unknown shape": (with_fields(shape=9), "Shape"),
 }
+BAD_ATTACHES = {
+    "empty session": (with_fields(session=""), "session is empty"),
+    "states of tokens that it has not got": (with_fields(states_from=5), "states_from is 5 of 4"),
+}
+BAD_STATES = {
+    "empty session": (with_fields(session=""), "session is empty"),
+    "no rows": (with_fields(rows=b""), "0 rows"),
+    "half a row": (with_fields(rows=bytes(12)), "12 bytes, not a multiple of 8"),
+    "width 0": (with_fields(width=0), "0 wide"),
+    "huge width": (with_fields(width=MAX_STATES_WIDTH + 1), "wide, expected"),
+    "a width that does not fit": (with_fields(width=5), "not a multiple of 9"),
+    "more rows than a message has": (with_fields(rows=bytes(8 << 18)), "rows, expected 1 to 131072"),
+    "unspecified dtype": (with_fields(dtype=0), "StateDtype"),
+    "unknown dtype": (with_fields(dtype=9), "StateDtype"),
+}
 CASES = [
     pytest.param(frame, field, good, change, why, id=f"{kind}: {name}")
     for kind, frame, field, good, table in (
         ("Open", pb.RouterToTarget, "opens", good_open, BAD_OPENS),
         ("Block", pb.DrafterToTarget, "blocks", good_block, BAD_BLOCKS),
         ("Verdict", pb.TargetToRouter, "verdicts", good_verdict, BAD_VERDICTS),
+        ("Attach", pb.DrafterToTarget, "attaches", good_attach, BAD_ATTACHES),
+        ("States", pb.TargetToDrafterStates, "states", good_states, BAD_STATES),
+        ("States with verdicts", pb.TargetToDrafter, "states", good_states, BAD_STATES),
         ("DraftRequest", pb.TargetToDrafter, "draft_requests", good_draft_request, BAD_DRAFT_REQUESTS),
     )
     for name, (change, why) in table.items()

@@ -9,10 +9,10 @@ from actors.methods.heads.dflash.dflash_context import DFlashContext
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
 from actors.methods.model.sampling import DraftSampler
 from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.candidates.tree_growth import limbs_by_depth
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
 from cluster.drafting.session_texts import SessionTexts
-from cluster.drafting.tree_growth import limbs_by_depth
 from protos.messages import DraftRequest, Open, Shape
 from protos.states import StatesNeeded
 

@@ -8,6 +8,7 @@ import torch
 
 from actors.compute.linear import Product, projection
 from actors.engine.process import device_of
+from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.dflash.dflash_config import resolve_dflash
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
 from actors.methods.heads.dflash.dflash_drafting import DFlashDrafting
@@ -21,12 +22,20 @@ from actors.methods.model.sampling import DraftSampler
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
+from protos.states import StatesNeeded
 
 log = logging.getLogger(__name__)
 MAX_POSITIONS = 2048  # where a configuration does not say; only some scalings of rotary positions go by it
 
 
-def create(draft: DraftPool, setup: DraftSetup) -> DFlashDrafting:
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """What the head that `draft.model` names reads."""
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    files = read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
+    return resolve_dflash(files, target_shape(target)).needs
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where the head that `draft.model` names does not fit the target."""
     assert draft.model is not None, "a configuration whose method loads a head names it"
     device = device_of(draft.resources)
@@ -36,7 +45,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DFlashDrafting:
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())
-    return DFlashDrafting(decoder, sampler)
+    return decoded(DFlashDrafting(decoder, sampler), setup.states)
 
 
 def load_dflash(

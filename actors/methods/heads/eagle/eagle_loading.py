@@ -30,6 +30,16 @@ class EagleHead:
     dtype: torch.dtype
     device: torch.device
 
+    def page_bytes(self, page_size: int) -> int:
+        """Of one page of keys and values in all layers."""
+        config = self.config
+        return 2 * config.layers * config.kv_heads * config.head_dim * page_size * self.dtype.itemsize
+
+
+def read_eagle_config(folder: Path, target_folder: Path, overrides: EagleOverrides = AS_CONFIGURED) -> EagleConfig:
+    """What a published head is for a target. Raises ModelError where it does not fit, or is none that is known."""
+    return resolve(canonical(read_head(folder)), target_shape(target_folder), overrides)
+
 
 def load_eagle(
     folder: Path,

@@ -12,10 +12,10 @@ from torch import Tensor
 from actors.methods.model.sampling import DraftSampler
 from actors.models.forward_output import ForwardOutput
 from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.candidates.tree_growth import Path, least_of, limbs_by_depth, worth_a_limb
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
 from cluster.drafting.session_texts import SessionTexts
-from cluster.drafting.tree_growth import Path, least_of, limbs_by_depth, worth_a_limb
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded

@@ -18,6 +18,7 @@ from actors.methods.model.sampling import DraftSampler
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
+from protos.states import StatesNeeded
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,12 @@ class HeadLoader(Protocol):
         device: torch.device,
         proposable: Collection[int],
     ) -> LoadedHead: ...
+
+
+def final_state(target: Path) -> StatesNeeded:
+    """What such heads read of the target in this folder."""
+    shape = target_shape(target)
+    return StatesNeeded((shape.layers,), shape.hidden)
 
 
 def last_state_drafting(load: HeadLoader, draft: DraftPool, setup: DraftSetup, top_k: int) -> LastStateDrafting:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
+from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.draft_columns import draft_columns
 from actors.methods.heads.head_files import HeadFiles, read_head
-from actors.methods.heads.last_state.last_state_drafting import LastStateDrafting
-from actors.methods.heads.last_state.last_state_loading import last_state_drafting
+from actors.methods.heads.last_state.last_state_loading import final_state, last_state_drafting
 from actors.methods.heads.target_shape import TargetShape, target_shape
 from actors.methods.setup import DraftSetup
 from actors.models.forward_output import ForwardOutput
@@ -110,9 +110,15 @@ def _normed(x: Tensor) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
 
 
-def create(draft: DraftPool, setup: DraftSetup) -> LastStateDrafting:
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """The target's final state, at every position."""
+    return final_state(target)
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where what `draft.model` names does not fit the target."""
-    return last_state_drafting(load_mlp_speculator, draft, setup, draft.mlp_speculator.draft_probs_top_k)
+    top_k = draft.mlp_speculator.draft_probs_top_k
+    return decoded(last_state_drafting(load_mlp_speculator, draft, setup, top_k), setup.states)
 
 
 def load_mlp_speculator(

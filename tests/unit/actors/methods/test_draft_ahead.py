@@ -11,7 +11,7 @@ from actors.attention.batch import Interrupted
 from actors.compute.kv_cache import FeedRow
 from actors.methods.draft_model import DraftModel
 from cluster.drafting.ahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
-from cluster.drafting.outcomes import Choices, accepted_chance, continuations, rejections
+from cluster.drafting.candidates.outcomes import Choices, accepted_chance, continuations, rejections
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Shape

@@ -14,6 +14,7 @@ from actors.models.toy import ToyRunner
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.requests import Proposal
 from protos.messages import DraftRequest
+from protos.states import StateDtype, StatesFormat
 
 VOCABULARY = 8
 
@@ -35,6 +36,31 @@ class Noting(DraftModel):
         proposals = super().draft(requests)
         self.passes.append([len(proposal.tokens) for proposal in proposals])
         return proposals
+
+
+class Reading(Noting):
+    """Drafts from states that it has to have by then."""
+
+    states_format = StatesFormat(4, StateDtype.FLOAT8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, int] = {}
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        assert first == 0
+        self.rows[session] = len(rows) // self.states_format.row_bytes
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        assert all(self.rows[request.session] == request.base_len - 1 for request in requests)
+        return super().draft(requests)
+
+
+def test_a_method_that_reads_the_targets_states_is_profiled_with_some():
+    method = Reading()
+    profile_drafting(method, DrafterLimits(VOCABULARY, max_context=64, max_sessions=2))
+    assert method.passes
+    assert method.is_idle
 
 
 def test_blocks_have_the_length_asked_for_and_nothing_is_left_behind():

@@ -9,7 +9,7 @@ from torch import Tensor
 from actors.methods.model.cached_draft import CachedDraft
 from actors.methods.model.draft_cache import Branch, DraftCache
 from actors.methods.model.session_states import SessionStates
-from actors.methods.model.state_feed import StateFeed
+from actors.methods.model.state_feed import FedStates
 from cluster.drafting.session_texts import SessionText
 from protos.states import StatesNeeded
 from tests.unit.actors.methods.asking import Want
@@ -51,7 +51,7 @@ class Desk:
     def __init__(self) -> None:
         self.projected: list[int] = []  # rows each time
         self.cache = DraftCache(16, 4, unfed=1)
-        self.feed = StateFeed(StatesNeeded((3,), 1), self._project, 100)
+        self.feed = FedStates(StatesNeeded((3,), 1), self._project, 100)
         self.feed.open("s")
 
     def _project(self, raw: Tensor) -> Tensor:

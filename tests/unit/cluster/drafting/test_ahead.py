@@ -7,8 +7,8 @@ import pytest
 
 from cluster.drafting.ahead import AHEAD_ROWS, LEAST_CHANCE, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.candidates.outcomes import Choices
 from cluster.drafting.method import dismiss
-from cluster.drafting.outcomes import Choices
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_texts import SessionText
 from cluster.drafting.timing.forward_time import ForwardTime

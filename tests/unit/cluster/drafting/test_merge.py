@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.drafting.candidates.tree_growth import Path, likeliest_of, tree_of
 from cluster.drafting.merge import combined, merged
 from cluster.drafting.requests import Proposal
-from cluster.drafting.tree_growth import Path, likeliest_of, tree_of
 from protos.draft_tree import NO_TREE, DraftTree
 
 

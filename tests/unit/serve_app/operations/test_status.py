@@ -39,6 +39,13 @@ def test_replicas_are_summed_up() -> None:
     }
 
 
+def test_bytes_a_token_are_shown_of_targets_that_send_hidden_states() -> None:
+    states = {"verdict": 10, "apart": 30, "verdict_bytes": 1000, "apart_bytes": 3000}
+    rows = shown_rows([a_target(states=states), a_target(states=states), a_target()], [])
+    assert rows["hidden states sent, bytes a token"] == "100.00 (80 tokens)"
+    assert rows["of them with verdicts"] == "0.25 (20 of 80)"
+
+
 def test_where_nothing_has_happened_there_are_no_rates() -> None:
     rows = shown_rows([a_target()], [{"counts": {}}])
     assert rows["guess hit rate"] == "- (0 of 0)"

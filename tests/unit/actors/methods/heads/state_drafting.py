@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.methods.registry import create_method
+from actors.methods.heads.decoded_states import DecodedStates
+from actors.methods.registry import create_method, states_format
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod
@@ -30,12 +31,20 @@ class StateReading(DraftingMethod, Protocol):
     def states(self, session: str, first: int, rows: Tensor) -> None: ...
 
 
-def a_method(name: str, folder: Path) -> StateReading:
-    """Of the head in a folder, for the fixtures' target."""
-    options = {name: {"draft_probs_top_k": TOP_K}}
+def a_deployed_method(name: str, folder: Path) -> DecodedStates:
+    """Of the head in a folder, for the fixtures' target; it takes rows as they travel, in bfloat16."""
+    options: Any = {name: {"draft_probs_top_k": TOP_K}}
     draft = DraftPool(method=name, model=str(folder), **options)  # type: ignore[arg-type]
     tokens = {token: str(token) for token in ALL_TOKENS}
-    method: Any = create_method(draft, DraftSetup("float32", 64, 16, tokens, str(TARGET)))
+    setup = DraftSetup("float32", 64, 16, tokens, str(TARGET), states_format(draft, TARGET))
+    method = create_method(draft, setup)
+    assert isinstance(method, DecodedStates)
+    return method
+
+
+def a_method(name: str, folder: Path) -> StateReading:
+    """The same, which takes rows as tensors."""
+    method: Any = a_deployed_method(name, folder)._method
     return method
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from actors.methods.lookup.lookup_calibration import MOST_SURE, LookupCalibration
 from actors.methods.lookup.occurrences import Occurrences, occurrences
-from cluster.drafting.outcomes import Choices
+from cluster.drafting.candidates.outcomes import Choices
 
 ONCE = (1, 2, 3, 9, 1, 2)  # 3 followed once
 THRICE = (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2)

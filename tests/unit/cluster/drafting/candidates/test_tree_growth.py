@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.drafting.outcomes import Choices
-from cluster.drafting.tree_growth import (
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.tree_growth import (
     SIBLINGS,
     Limb,
     grow_limbs,

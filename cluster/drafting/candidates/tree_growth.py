@@ -7,7 +7,7 @@ falling order of chance, any number of first nodes is the best tree of that size
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from cluster.drafting.outcomes import Choices
+from cluster.drafting.candidates.outcomes import Choices
 from protos.draft_tree import DraftTree
 from protos.values import value
 

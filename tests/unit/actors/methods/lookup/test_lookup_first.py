@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from actors.methods.lookup.lookup_first import LookupFirst
 from actors.methods.lookup.prompt_lookup import PromptLookup
-from actors.methods.lookup_first import LookupFirst
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from protos.draft_tree import NO_TREE, DraftTree

@@ -1,0 +1,39 @@
+"""Capture of the target's hidden states: which streams a forward keeps, what is made of them, and where they lie."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.compute.state_cache import StateCache
+from actors.compute.state_codec import encode_rows
+from protos.states import StatesFormat
+
+StateProjection = Callable[[Tensor], Tensor]
+"""What the target makes of the streams, (n, layers x hidden), before they are sent: (n, width)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSpec:
+    """What the leading rank is told to capture. Pickled: `load_projection` is a function of a module."""
+
+    layers: tuple[int, ...]
+    format: StatesFormat
+    load_projection: Callable[[torch.device], StateProjection] | None = None
+
+
+class StateCapture:
+    """The states of all that is fed, encoded, beside the KV cache."""
+
+    def __init__(self, spec: CaptureSpec, pages: int, page_size: int, device: torch.device) -> None:
+        self.layers = spec.layers
+        self.cache = StateCache(pages, page_size, spec.format.row_bytes, device)
+        self._format = spec.format
+        self._project = spec.load_projection(device) if spec.load_projection is not None else None
+
+    def keep(self, places: Tensor, streams: Tensor) -> None:
+        """Of the tokens of one forward: the places that they were written to, (n,), and their streams."""
+        rows = self._project(streams) if self._project is not None else streams
+        assert rows.shape[1] == self._format.width, f"states are {rows.shape[1]} wide, not {self._format.width}"
+        self.cache.write(places, encode_rows(rows, self._format.dtype))

@@ -1,0 +1,62 @@
+"""Rows of hidden states from the wire to a head: decoded into a tensor on the way."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from actors.compute.state_codec import decode_rows
+from cluster.drafting.method import DraftingMethod, Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal
+from protos.messages import DraftRequest, Open, Shape
+from protos.states import StatesFormat
+
+
+class TakesRows(DraftingMethod, Protocol):
+    """A drafting method that reads rows of hidden states."""
+
+    def states(self, session: str, first: int, rows: Tensor) -> None:
+        """True states of the positions from `first` on, (n, width); those of an unknown session are ignored."""
+        ...
+
+
+class DecodedStates:
+    """A method that takes rows as tensors, as one that takes them as they travel."""
+
+    def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
+        self.states_format = layout
+        self._method = method
+
+    @property
+    def shapes(self) -> frozenset[Shape]:
+        return self._method.shapes
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._method.tokens_per_forward
+
+    def open(self, request: Open) -> None:
+        self._method.open(request)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._method.committed(session, tokens)
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        self._method.states(session, first, decode_rows(rows, self.states_format))
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return self._method.draft(requests)
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        return self._method.draft_ahead(requests, interrupted, early)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._method.close(sessions)
+
+
+def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:
+    """For a deployment, whose setup says how rows travel."""
+    assert layout is not None, "a deployment whose method reads states says how they travel"
+    return DecodedStates(method, layout)

@@ -1,0 +1,1 @@
+"""Candidate tokens with their chances: what verdicts may bring, and which tokens make a tree."""

@@ -1,0 +1,159 @@
+"""Hidden states for drafters: what each lacks, what rides with its verdict, and what is read from pages and sent apart.
+
+A page is its own queue: states are read from it only when there is room for them on their way, so nothing waits in
+memory, and what nobody could send yet is still there. Pure; the engine reads.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cluster.dispatch import Send, peer_of, states_stream
+from cluster.verification.admission import Admission
+from cluster.verification.sequence import StateFeed, TargetSession
+from cluster.verification.step import Outcome, Row, StateRead, places_of
+from protos.messages import Attach, DraftRequest, States, StatesAck, Verdict
+from protos.states import StatesFormat
+
+RIDE_BYTES = 256 << 10  # of known tokens that may ride with a verdict: 2 ms at 1 Gbit/s
+WINDOW_BYTES = 4 << 20  # on their way to one drafter: 3 ms at 10 Gbit/s, more than the way there and back takes
+
+
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """What a session's drafter lacks and could be sent now."""
+
+    session: TargetSession
+    feed: StateFeed
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.feed.sent
+
+
+class StateFeeds:
+    """Of all sessions of a target; with no format, nobody reads states, and nothing is ever sent."""
+
+    def __init__(self, layout: StatesFormat | None, admission: Admission) -> None:
+        self.rows: Counter[str] = Counter()  # sent, by the way that they took
+        self._layout = layout
+        self._admission = admission
+        self._pages = admission.pages
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows and bytes that were sent: with verdicts, and apart from them."""
+        row_bytes = self._layout.row_bytes if self._layout is not None else 0
+        rows = {way: self.rows[way] for way in ("verdict", "apart")}
+        return {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
+
+    # ------------------------------------------------------------ what drafters say
+
+    def attached(self, session: TargetSession, drafter: str, attach: Attach) -> None:
+        """From here on the drafter lacks everything that it does not say it has."""
+        first = attach.states_from
+        session.feed = None if first is None or self._layout is None else StateFeed(drafter, first, first)
+
+    def acked(self, peer: str, ack: StatesAck) -> None:
+        """States have arrived; only the session's own drafter can say so, and of no more than it was sent."""
+        session = self._admission.find(ack.session)
+        feed = session.live_feed if session is not None else None
+        if feed is not None and peer_of(feed.drafter) == peer_of(peer):
+            feed.acked = max(feed.acked, min(ack.have_len, feed.sent))
+
+    # ------------------------------------------------------------ with verdicts
+
+    def to_ride(self, session: TargetSession, row: Row) -> tuple[int, ...]:
+        """Places of the states that are to come back with the row's outcome, if they are of few positions."""
+        feed = session.live_feed
+        if self._layout is None or feed is None or session.paused or not row.decide:
+            return ()
+        known = (row.base_len - feed.sent) * self._layout.row_bytes
+        if not 0 <= known <= RIDE_BYTES:
+            return ()
+        return self._places(session, feed.sent, row.start + len(row.tokens))
+
+    def with_states(
+        self, session: TargetSession, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
+    ) -> list[Verdict | States | DraftRequest]:
+        """A verdict, the states that ride with it, and what is wanted after both; nothing rides where it is over."""
+        if not outcome.states or len(news) < 2:
+            return [*news]
+        return [news[0], *self._riding(session, row, outcome), *news[1:]]
+
+    def _riding(self, session: TargetSession, row: Row, outcome: Outcome) -> list[States]:
+        """Nothing while those before them are on their way apart, which they would overtake.
+
+        Nor if the drafter has attached anew meanwhile and lacks something else.
+        """
+        feed = session.live_feed
+        if feed is None or not feed.sent == feed.acked == row.states_from:
+            return []
+        found = list(self._messages(session, feed.sent, outcome.states))
+        feed.sent = found[-1].end
+        feed.acked = feed.sent  # the stream that they ride on tells if it breaks
+        self.rows["verdict"] += feed.sent - row.states_from
+        return found
+
+    # ------------------------------------------------------------ apart from verdicts
+
+    def next_read(self) -> StateRead | None:
+        """What to read from pages now, for the drafter that lacks least: what is decoded is not to wait for prompts."""
+        layout = self._layout
+        if layout is None:
+            return None
+        on_way = self._rows_on_way()
+        window = max(1, WINDOW_BYTES // layout.row_bytes)
+        found = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
+        if not found:
+            return None
+        lack = min(found, key=lambda each: each.rows)
+        first = lack.feed.sent
+        end = min(lack.end, first + layout.rows_in_message)
+        return StateRead(lack.session.open.session, first, self._places(lack.session, first, end))
+
+    def sent(self, asked: StateRead, rows: bytes) -> list[Send]:
+        """What was read goes out, unless whom it was for has gone meanwhile."""
+        session = self._admission.find(asked.session)
+        feed = session.live_feed if session is not None else None
+        if session is None or feed is None or feed.sent != asked.first or asked.end > session.cached_len:
+            return []
+        feed.sent = asked.end
+        self.rows["apart"] += len(asked.places)
+        return [(states_stream(feed.drafter), states) for states in self._messages(session, asked.first, rows)]
+
+    # ------------------------------------------------------------ helpers
+
+    def _lacks(self) -> Iterator[_Lack]:
+        for session in self._admission.running.values():
+            feed = session.live_feed
+            if feed is None or session.paused:
+                continue
+            end = session.cached_len
+            if session.displaced_from is not None:
+                end = min(end, session.displaced_from)
+            if end > feed.sent:
+                yield _Lack(session, feed, end)
+
+    def _rows_on_way(self) -> Counter[str]:
+        """By drafter."""
+        found: Counter[str] = Counter()
+        for session in self._admission:
+            if (feed := session.live_feed) is not None:
+                found[feed.drafter] += feed.sent - feed.acked
+        return found
+
+    def _places(self, session: TargetSession, first: int, end: int) -> tuple[int, ...]:
+        return tuple(places_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))
+
+    def _messages(self, session: TargetSession, first: int, rows: bytes) -> Iterator[States]:
+        layout = self._layout
+        assert layout is not None, "states come from an engine that captures them"
+        size = layout.row_bytes * layout.rows_in_message
+        for at in range(0, len(rows), size):
+            part = rows[at : at + size]
+            begin = first + at // layout.row_bytes
+            prefix_hash = session.prefix.hash_at(begin + len(part) // layout.row_bytes)
+            assert prefix_hash is not None, "states are of decided tokens"
+            yield States(session.open.session, begin, prefix_hash, layout.dtype, layout.width, part)

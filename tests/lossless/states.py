@@ -1,0 +1,137 @@
+"""A target whose hidden states say which text they are of, and a method that holds each of them against its own."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from actors.attention.batch import never
+from actors.compute.kv_cache import FeedRow
+from actors.compute.state_cache import StateCache
+from actors.compute.state_codec import decode_rows, encode_rows
+from actors.methods.draft_model import DraftModel
+from actors.models.forward_output import ForwardOutput
+from actors.models.toy import ToyRunner
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_texts import SessionTexts
+from cluster.page_allocator import PageCopy, PlaceMove
+from protos.messages import DraftRequest, Open, Shape
+from protos.states import StateDtype, StatesFormat
+
+LAYOUT = StatesFormat(width=3, dtype=StateDtype.BFLOAT16)
+MODULUS = 251  # whatever is below is exact in bfloat16
+
+
+def after(mixed: int, token: int) -> int:
+    """Tells nearly all texts apart that end with the same token."""
+    return (mixed * 31 + token + 7) % MODULUS
+
+
+def expected_rows(tokens: Sequence[int], first: int) -> list[list[float]]:
+    """The states at positions `first`, `first` + 1, ... of a text."""
+    rows: list[list[float]] = []
+    mixed = 0
+    for position, token in enumerate(tokens):
+        mixed = after(mixed, token)
+        rows.append([float(token), float(position % MODULUS), float(mixed)])
+    return rows[first:]
+
+
+class RememberingRunner(ToyRunner):
+    """Its states lie in pages as a real target's do, and each is made of the one before, wherever that lies."""
+
+    def __init__(self, table: torch.Tensor, pages: int, page_size: int) -> None:
+        super().__init__(table)
+        self._page_size = page_size
+        self._cache = StateCache(pages, page_size, LAYOUT.row_bytes, torch.device("cpu"))
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
+        self._cache.move(moves)
+        self._cache.copy(copies)
+        for row in rows:
+            self._feed(row)
+        return super().forward(rows)
+
+    def read_states(self, places: Sequence[int]) -> bytes:
+        return self._cache.read(places)
+
+    def _feed(self, row: FeedRow) -> None:
+        for index, token in enumerate(row.tokens):
+            node = index - (len(row.tokens) - len(row.parents))
+            before = row.start + index - 1 if node < 0 else self._place_before(row, node)
+            mixed = int(decode_rows(self.read_states([self._place(row, before)]), LAYOUT)[0, 2]) if before >= 0 else 0
+            state = torch.tensor([[float(token), float(row.positions[index] % MODULUS), float(after(mixed, token))]])
+            at = torch.tensor([self._place(row, row.start + index)])
+            self._cache.write(at, encode_rows(state, LAYOUT.dtype))
+
+    def _place_before(self, row: FeedRow, node: int) -> int:
+        return row.tree_start + row.parents[node]  # -1: the token before the tree
+
+    def _place(self, row: FeedRow, position: int) -> int:
+        return row.pages[position // self._page_size] * self._page_size + position % self._page_size
+
+
+class ReadingMethod:
+    """Drafts as its model does, once it has the states of all that the target has read, each as it has to be."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self.rows_read = 0
+        self._model = model
+        self._texts = SessionTexts()
+        self._known: dict[str, int] = {}  # positions whose states are here
+
+    @property
+    def shapes(self) -> frozenset[Shape]:
+        return self._model.shapes
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._model.tokens_per_forward
+
+    @property
+    def states_format(self) -> StatesFormat:
+        return LAYOUT
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        self._known[request.session] = 0
+        self._model.open(request)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
+        self._model.committed(session, tokens)
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        assert first == self._known[session], "states are missing, or come twice"
+        found = decode_rows(rows, LAYOUT).tolist()
+        tokens = self._texts[session].tokens
+        assert found == expected_rows(tokens[: first + len(found)], first), "these are the states of another text"
+        self._known[session] += len(found)
+        self.rows_read += len(found)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._check(requests)
+        return self._model.draft(requests)
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        self._check(requests)
+        return self._model.draft_ahead(requests, interrupted, early)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
+        for session in sessions:
+            self._known.pop(session, None)
+        self._model.close(sessions)
+
+    def _check(self, requests: Sequence[DraftRequest | AheadRequest]) -> None:
+        for request in requests:
+            known = self._known[request.session]
+            assert request.base_len - 1 <= known <= request.base_len, "it is to draft from states that are not here"

@@ -1,0 +1,226 @@
+"""Captured hidden states are those that transformers tells of, wherever in the pages they lie."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.compute.kv_cache import FeedRow
+from actors.compute.state_codec import decode_rows
+from actors.engine.capture import CaptureSpec, StateCapture
+from actors.engine.executor import StepExecutor
+from actors.engine.memory import state_bytes
+from actors.engine.runner import ModelRunner
+from actors.models.checkpoint import load
+from cluster.errors import ModelError
+from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.verification.step import Row, StateRead, StepPlan, places_of
+from protos.draft_tree import DraftTree
+from protos.states import StateDtype, StatesFormat
+from tests.unit.actors.groups import at_once, threads
+from tests.unit.actors.models.test_sharding import a_model
+from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of
+from tests.unit.cluster.samples import an_open
+
+PAGE_SIZE = 4
+PAGES = 32
+CPU = torch.device("cpu")
+LAYERS = (0, 2, 3)  # of three: the embeddings, a stream in the middle, and the last, which is normed
+HIDDEN = 32
+TOLERANCE = 0.02  # of a row's norm: bfloat16 keeps eight bits of each element
+A = (3, 9, 1, 12, 20)
+B = (0, 14, 2, 7, 21)
+
+
+class Captured:
+    """A model as transformers runs it, and our runner, which captures, over the same weights."""
+
+    def __init__(self, name: str, spec: CaptureSpec | None = None) -> None:
+        torch.manual_seed(6)
+        self.layers = spec.layers if spec is not None else LAYERS
+        self.layout = spec.format if spec is not None else StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16)
+        self._model: Any = jittered(MODELS[name]())
+        self._model.set_attn_implementation("eager")
+        twin = MODELS[name]()
+        twin.load_state_dict(self._model.state_dict())
+        capture = StateCapture(spec or CaptureSpec(LAYERS, self.layout), PAGES, PAGE_SIZE, CPU)
+        self.runner = ModelRunner(twin, PAGES, PAGE_SIZE, capture=capture)
+
+    @torch.inference_mode()
+    def expected(self, tokens: tuple[int, ...]) -> Tensor:
+        """By transformers, of the whole text, without any cache."""
+        found = self._model(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+        return torch.cat([found.hidden_states[layer][0] for layer in self.layers], dim=-1)
+
+    def read(self, positions: Sequence[int], pages: Sequence[int]) -> Tensor:
+        return decode_rows(self.runner.read_states(places_of(positions, pages, PAGE_SIZE)), self.layout)
+
+    def check(self, tokens: tuple[int, ...], pages: Sequence[int], first: int = 0) -> None:
+        found = self.read(range(first, len(tokens)), pages)
+        close_to(found, self.expected(tokens)[first:])
+
+
+def close_to(found: Tensor, expected: Tensor) -> None:
+    error = (found - expected).norm(dim=-1)
+    assert bool((error < TOLERANCE * expected.norm(dim=-1)).all()), "these are other states"
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def captured(request: pytest.FixtureRequest) -> Captured:
+    """The last of them goes through the model's own code, the others through the lean decoder."""
+    return Captured(request.param)
+
+
+def row(pages: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int, **more: Any) -> FeedRow:
+    return FeedRow(tokens, start, logits, pages[: -(-(start + len(tokens)) // PAGE_SIZE)], **more)
+
+
+def test_a_prompt_in_chunks_beside_another_session(captured):
+    """All that is fed, also where no logits are wanted, and single tokens, which are padded on some processors."""
+    a = tokens_of(1, 14)
+    b = tokens_of(2, 9)
+    captured.runner.forward([row(A, a[:9], 0, 0), row(B, b[:8], 0, 1)])
+    captured.runner.forward([row(A, a[9:13], 9, 0), row(B, b[8:], 8, 1)])
+    captured.runner.forward([row(A, a[13:], 13, 1)])
+    captured.check(a, A)
+    captured.check(b, B)
+
+
+def test_what_was_rolled_back_is_overwritten(captured):
+    right = tokens_of(3, 12)
+    captured.runner.forward([row(A, right[:7] + tokens_of(4, 5), 0, 6)])
+    captured.runner.forward([row(A, right[7:], 7, 1)])
+    captured.check(right, A)
+
+
+def test_nodes_of_a_tree_each_have_the_states_of_their_own_path_also_once_moved(captured):
+    decided = tokens_of(5, 6)
+    tree = DraftTree((1, 2, 3, 4, 5), (-1, -1, 1, 1, 3))
+    captured.runner.forward([row(A, decided[:-1], 0, 0)])
+    captured.runner.forward([row(A, decided[-1:] + tree.tokens, 5, 6, parents=tree.parents)])
+    path = (1, 3, 4)
+    text = decided + tuple(tree.tokens[node] for node in path)
+    at = [*range(6), *[6 + node for node in path]]
+    close_to(captured.read(at, A), captured.expected(text))
+    places = places_of(range(6, 11), A, PAGE_SIZE)
+    moves = [PlaceMove(places[node], places[step]) for step, node in enumerate(path)]
+    further = tokens_of(6, 2)
+    captured.runner.forward([row(A, further, 9, 1)], moves=moves)
+    captured.check(text + further, A)
+
+
+def test_pages_of_another_session_and_copies_of_them_hold_its_states(captured):
+    prompt = tokens_of(7, 2 * PAGE_SIZE + 3)
+    captured.runner.forward([row(A, prompt, 0, 0)])
+    tail = tokens_of(8, 3)
+    fork = (A[0], A[1], B[2], B[3])  # two pages are shared, the third is a copy
+    captured.runner.forward([row(fork, tail, len(prompt), 1)], [PageCopy(A[2], B[2])])
+    captured.check(prompt + tail, fork)
+    captured.check(prompt, A)
+
+
+def test_nothing_else_of_a_forward_changes_by_capturing(captured):
+    """And nothing is captured unless somebody asks."""
+    name = type(captured.runner._decode).__name__
+    tokens = tokens_of(9, 10)
+    rows = [row(A, tokens, 0, 4)]
+    found = captured.runner.forward(rows)
+    capture = captured.runner._capture
+    captured.runner._capture = None
+    try:
+        plain = captured.runner.forward(rows)
+    finally:
+        captured.runner._capture = capture
+    assert torch.equal(found.logits, plain.logits), name
+    assert plain.streams is None
+
+
+def halves(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A projection of two streams to one, as it is loaded on a device."""
+    assert device == CPU
+    return lambda streams: (streams[:, :HIDDEN] + streams[:, HIDDEN:]) / 2
+
+
+@pytest.mark.parametrize("dtype", StateDtype)
+def test_a_projection_at_the_source_makes_one_row_of_several_streams(dtype):
+    found = Captured("llama", CaptureSpec((1, 3), StatesFormat(HIDDEN, dtype), halves))
+    tokens = tokens_of(10, 9)
+    found.runner.forward([row(A, tokens, 0, 0)])
+    expected = halves(CPU)(found.expected(tokens))
+    read = found.read(range(9), A)
+    tolerance = 0.06 if dtype is StateDtype.FLOAT8 else TOLERANCE
+    assert bool(((read - expected).norm(dim=-1) < tolerance * expected.norm(dim=-1)).all())
+
+
+def test_a_projection_of_another_width_is_a_fault_that_shows_at_once():
+    found = Captured("llama", CaptureSpec((1, 3), StatesFormat(HIDDEN + 1, StateDtype.BFLOAT16), halves))
+    with pytest.raises(AssertionError, match="32 wide, not 33"):
+        found.runner.forward([row(A, (1, 2), 0, 0)])
+
+
+@pytest.mark.parametrize("layers", [(4,), (-1, 2), (2, 1), (1, 1), ()])
+def test_layers_that_the_model_has_not_got_are_refused(layers):
+    """A wrong layer would run, and cost nearly all acceptance."""
+    capture = StateCapture(CaptureSpec(layers, StatesFormat(HIDDEN, StateDtype.BFLOAT16)), PAGES, PAGE_SIZE, CPU)
+    model: PreTrainedModel = MODELS["llama"]()
+    with pytest.raises(ModelError, match="from 0, the embeddings, to 3"):
+        ModelRunner(model, PAGES, PAGE_SIZE, capture=capture)
+
+
+def test_states_are_counted_into_the_size_of_a_page():
+    spec = CaptureSpec(LAYERS, StatesFormat(96, StateDtype.FLOAT8))
+    assert state_bytes(spec, page_size=16) == 16 * 100
+    assert state_bytes(None, page_size=16) == 0
+
+
+def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_read_without_one():
+    """Beside rows of which nothing is wanted."""
+    found = Captured("llama")
+    executor = StepExecutor(found.runner, VOCABULARY)
+    prompt = tokens_of(11, 6)
+    opens = (an_open("a", tokens=prompt), an_open("b", tokens=prompt))
+    whole = tuple(places_of(range(6), A, PAGE_SIZE))
+    rows = (Row("a", prompt, 0, True, A[:2], state_places=whole), Row("b", prompt, 0, True, B[:2]))
+    first, other = executor.step(StepPlan((), opens, rows))
+    close_to(decode_rows(first.states, found.layout), found.expected(prompt))
+    assert other.states == b""
+    decided = first.next_token
+    (plain,) = executor.step(StepPlan((), (), (Row("b", (decided,), 6, True, B[:2]),)))
+    tree = DraftTree(((plain.next_token + 1) % VOCABULARY, plain.next_token), (-1, -1))
+    fed = (decided, *tree.tokens)
+    at = tuple(places_of(range(4, 9), A, PAGE_SIZE))  # from two positions before, which are cached, to the tree's end
+    (outcome,) = executor.step(StepPlan((), (), (Row("a", fed, 6, True, A[:3], tree, at),)))
+    assert outcome.path == (1,)
+    text = (*prompt, decided, plain.next_token)
+    close_to(decode_rows(outcome.states, found.layout), found.expected(text)[4:])
+    read = executor.answer(StateRead("a", 2, tuple(places_of(range(2, 6), A, PAGE_SIZE))))
+    assert isinstance(read, bytes)
+    close_to(decode_rows(read, found.layout), found.expected(prompt)[2:])
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(tmp_path, kind):
+    """By the lean decoder, and through the model's own code; streams are whole on each rank, norms are not split."""
+    model = a_model(kind)
+    model.save_pretrained(tmp_path)
+    layout = StatesFormat(2 * 48, StateDtype.BFLOAT16)
+    spec = CaptureSpec((1, 2), layout)
+    tokens = tuple(range(3, 12))
+
+    def forward(rank: int, share: PreTrainedModel) -> bytes | None:
+        capture = StateCapture(spec, PAGES, PAGE_SIZE, CPU) if rank == 0 else None
+        runner = ModelRunner(share, PAGES, PAGE_SIZE, capture=capture)
+        runner.forward([row(A, tokens, 0, 1)])
+        return runner.read_states(places_of(range(9), A, PAGE_SIZE)) if capture is not None else None
+
+    shares = [load(tmp_path, "float32", CPU, group).model for group in threads(3)]
+    leading, *others = at_once([partial(forward, rank, share) for rank, share in enumerate(shares)])
+    assert others == [None, None]
+    assert leading is not None
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    close_to(decode_rows(leading, layout), torch.cat([expected[1][0], expected[2][0]], dim=-1))

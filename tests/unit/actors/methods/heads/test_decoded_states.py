@@ -1,0 +1,52 @@
+"""Heads as a deployment has them: every method that reads states, made by the registry, takes rows as they travel."""
+
+import pytest
+import torch
+
+from actors.compute.state_codec import decode_rows, encode_rows
+from actors.methods.registry import MODULES
+from cluster.draft_options import HEADS
+from cluster.drafting.method import ReadsStates
+from protos.states import StateDtype
+from tests.unit.actors.methods.heads.eagle_fixtures import case, checkpoint
+from tests.unit.actors.methods.heads.state_drafting import (
+    a_deployed_method,
+    a_method,
+    a_request,
+    drafted,
+)
+from tests.unit.cluster.samples import an_open
+
+FIXTURES = {
+    "medusa": "medusa",
+    "dflash": "dflash",
+    "eagle": "eagle3",
+}  # the speculator's fixture has the state of one position only
+
+
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_encoded_rows_bring_what_the_same_rows_bring_as_tensors(name: str) -> None:
+    folder = checkpoint(FIXTURES[name])
+    known = case(FIXTURES[name])
+    ids = case("target")["input_ids"][0]
+    next_token = known["next_token"] if "next_token" in known else known["anchor"]
+    tokens = (*ids.tolist(), int(next_token))
+    method = a_deployed_method(name, folder)
+    assert isinstance(method, ReadsStates)
+    encoded = encode_rows(known["features"], StateDtype.BFLOAT16)
+    sent = bytes(encoded.flatten().tolist())
+    assert len(sent) == len(ids) * method.states_format.row_bytes
+    method.open(an_open(tokens=tokens))
+    (before,) = method.draft([a_request(tokens)])
+    assert not before.tokens, "no state has come"
+    method.states("s", 0, sent)
+    (proposal,) = method.draft([a_request(tokens)])
+    method.close(["s"])
+    rounded = decode_rows(sent, method.states_format)
+    assert torch.equal(rounded, known["features"].bfloat16().float())
+    assert proposal == drafted(a_method(name, folder), tokens, 0, rounded, a_request(tokens))
+    assert proposal.tokens
+
+
+def test_every_head_can_be_deployed() -> None:
+    assert MODULES.keys() >= HEADS
