@@ -72,7 +72,7 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
     runner = ModelRunner(a_model(), 8, 4)
     rows = [FeedRow((1, 2, 3), 0, 1, (0,)), FeedRow((4, 5), 0, 1, (1,)), FeedRow((6,), 0, 1, (2,))]
     states = torch.cat([model.model(torch.tensor([row.tokens])).last_hidden_state[0, -1:] for row in rows])
-    logits, found = runner.forward(rows)
+    logits, found, _ = runner.forward(rows)
     torch.testing.assert_close(logits, model.lm_head(states), atol=1e-5, rtol=1e-5)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -84,7 +84,7 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
         gate, up = (inputs @ weights["gate_up.weight"].T).chunk(2, -1)
         states = states[kept] + (F.silu(gate) * up) @ weights["down.weight"].T
         assert found is not None
-        logits, found = head.predict_next(found[kept], taken)
+        logits, found, _ = head.predict_next(found[kept], taken)
         torch.testing.assert_close(found, states, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(logits, model.lm_head(states), atol=1e-4, rtol=1e-4)
 
