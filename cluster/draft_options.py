@@ -94,7 +94,7 @@ class StatesOptions(_Options):
     project: Literal["target", "drafter"] = Field(
         "target",
         description="where they go through the projection that the method begins with, if it has one: at the target,"
-        " they travel in one hidden size a token instead of one a layer",
+        " they travel in one hidden size a token instead of one a layer. No method of this release has one",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
         "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"

@@ -218,6 +218,17 @@ class BlockDraft:
         """What there is stands, and is read by the next forward."""
         self.settled = len(self.drafted)
 
+    def after(self, outcome: tuple[int, ...], chance: float, max_tokens: int) -> "BlockDraft":
+        """The block that comes after an outcome of this root's verification."""
+        return BlockDraft(
+            request=self.request,
+            text=self.text,
+            base_hash=hashes_after(self.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+        )
+
     def proposal(self) -> Proposal:
         is_tree = self.takes_trees and bool(self.drafted)
         paths = self.paths if is_tree else []

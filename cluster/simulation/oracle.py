@@ -17,7 +17,6 @@ from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
 from cluster.simulation.workload import Workload
 from protos.messages import DraftRequest, Open, Shape
-from protos.prefix import hashes_after
 
 STOP = 0
 VOCABULARY = 50_000
@@ -153,14 +152,7 @@ class OracleMethod:
         return [root, *[self._sibling(root, path) for path in request.unverified.off_trunk]]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
-        return BlockDraft(
-            request=root.request,
-            text=root.text,
-            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
-            max_tokens=max_tokens,
-            outcome=outcome,
-            chance=chance,
-        )
+        return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
         """It has no draft head."""

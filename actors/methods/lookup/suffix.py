@@ -22,7 +22,6 @@ from cluster.drafting.session_texts import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
 from protos.draft_tree import NO_TREE
 from protos.messages import DraftRequest, Open, Shape
-from protos.prefix import hashes_after
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "SuffixLookup":
@@ -133,14 +132,7 @@ class SuffixLookup:
         return [root]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
-        return BlockDraft(
-            request=root.request,
-            text=root.text,
-            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
-            max_tokens=max_tokens,
-            outcome=outcome,
-            chance=chance,
-        )
+        return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
         """A lookup is as quick as any preview."""

@@ -14,7 +14,7 @@ from cluster.drafting.session_texts import SessionText
 from cluster.drafting.timing.forward_time import ForwardTime
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
-from protos.prefix import Prefix, hashes_after
+from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, an_open
 
 FIRST = 0.7  # chance of the likeliest token at every place, and of the next ones
@@ -45,14 +45,7 @@ class Counting:
         return [root]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
-        return BlockDraft(
-            request=root.request,
-            text=root.text,
-            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
-            max_tokens=max_tokens,
-            outcome=outcome,
-            chance=chance,
-        )
+        return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None: ...
 
