@@ -15,13 +15,16 @@ from cluster.pacing.acceptance import POSITIONS
 from cluster.pacing.smoothing import Mean
 
 MEMORY = 0.05  # weight of the latest step: some twenty steps, about a second
+# Weight of the latest plain step: those of one look outweigh all before. What drafters cost a target that shares a
+# machine with them changes within seconds; by looks of long ago a loss of 5 % was taken for a gain of 5 %.
+PLAIN_MEMORY = 0.15
 COMPARED = 8  # plain steps in a row that are compared with the steps with drafts before them; later ones set the pace
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile further tokens are taken for free
 
 
-def pace_after(pace: Mean, ratio: float) -> Mean:
+def pace_after(pace: Mean, ratio: float, memory: float = MEMORY) -> Mean:
     """Of steps or passes, as times their shape. One that hung for whatever reason does not count for more than two."""
-    return pace.after(min(ratio, 2 * pace.value or ratio), MEMORY)
+    return pace.after(min(ratio, 2 * pace.value or ratio), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class StepCost:
         run = self.plain_run + 1
         if run > COMPARED:
             return replace(self, pace=pace_after(self.pace, ratio / self._plain_scale), plain_run=run)
-        plain = pace_after(self.plain, ratio / self.pace.value)
+        plain = pace_after(self.plain, ratio / self.pace.value, PLAIN_MEMORY)
         return replace(self, plain=plain, plain_run=run)
 
     def after_prompts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
