@@ -1,6 +1,7 @@
 """`slipstream drafts`: what a draft checkpoint is and whether it fits, and what drafts bring, side by side."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -38,3 +39,57 @@ def inspect(
         Console().print(inspection_report(found), soft_wrap=True)
     if not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+@drafts_app.command()
+def measure(
+    configs: Annotated[
+        list[Path], typer.Argument(metavar="CONFIG...", help="YAML files that serve one target with several drafts.")
+    ],
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: 24 prompts of six kinds.')
+    ] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeatable; default: 0.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Of every answer.")] = 64,
+    block_len: Annotated[
+        list[int] | None, typer.Option(min=1, max=64, help="Tokens of a chain; repeatable; default: 1 2 4 8.")
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, typer.Option(min=1, max=64, help="Nodes of a tree; repeatable; default: 2 4 8 16.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it here.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG picture here.")] = None,
+) -> None:
+    """Measures several drafts over the same answers of their target, in this process, under coupled acceptance."""
+    from cluster.config import load_config
+    from serve_app.bench.experiment import read_prompts
+    from serve_app.cli.draft_comparison import (
+        Comparison,
+        compare,
+        comparison_data,
+        comparison_picture,
+        comparison_sheets,
+        named,
+    )
+    from serve_app.demo_data import BENCH_PROMPTS
+    from serve_app.operations.preflight import check_models
+
+    loaded = [load_config(path, (), os.environ) for path in configs]
+    comparison = Comparison(
+        drafts=named(configs, loaded),
+        prompts=tuple(each.prompt for each in read_prompts(prompts or BENCH_PROMPTS)),
+        temperatures=tuple(temperature or (0.0,)),
+        tokens=tokens,
+        block_lens=tuple(sorted(block_len or (1, 2, 4, 8))),
+        nodes=tuple(sorted(nodes or (2, 4, 8, 16))),
+    )
+    for config in loaded:
+        check_models(config, with_weights=True)
+    console = Console()
+    compared = compare(comparison, console)
+    for sheet in comparison_sheets(compared):
+        console.print(sheet)
+    if json_path is not None:
+        json_path.write_text(json.dumps(comparison_data(compared), indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        plot.write_text(comparison_picture(compared), encoding="utf-8")
