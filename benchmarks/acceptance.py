@@ -18,31 +18,20 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoTokenizer
 
-from actors.engine.executor import StepExecutor
-from actors.engine.runner import ModelRunner
 from actors.methods.loading import load_draft_model
+from actors.methods.measuring.measured_target import MeasuredTarget
 from actors.methods.model.calibration import SAMPLED, Calibration, Candidates, DraftKind, Floats
-from actors.methods.setup import DraftSetup
-from actors.models.checkpoint import load_model, local_folder, stop_ids, vocabulary
+from actors.models.checkpoint import local_folder
 from cluster.config import SlipstreamConfig
-from cluster.drafting.following import DrafterLimits
-from cluster.drafting.scheduler import DraftScheduler
-from cluster.lock_step import lock_step
-from cluster.pacing.policy import LockStep
-from cluster.routing.session import Generation, Session
-from cluster.verification.intake import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Acceptance, Sampling
+from protos.messages import Acceptance
 from serve_app.bench.experiment import read_prompts
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 
 CPU = torch.device("cpu")
 CONTEXT = 1024
-PAGE_SIZE = 16
-HASH_KEY = 1
+LONGEST_BLOCK = 16
 
 
 class FixedNoise(Calibration):
@@ -82,55 +71,28 @@ class Pair:
     """The demo's two models, loaded once."""
 
     def __init__(self, config: SlipstreamConfig) -> None:
-        folder = local_folder(config.model.target)
-        self.stops = stop_ids(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._config = config
-        self._setup = DraftSetup(config.model.dtype, CONTEXT, 16, vocabulary(folder), config.model.target)
-        self._model = load_model(folder, config.model.dtype, CPU)
-        pages = CONTEXT // PAGE_SIZE
-        self._runner = ModelRunner(self._model, pages, PAGE_SIZE)
-        self._limits = (self._runner.vocabulary, CONTEXT, 1, 512, pages, PAGE_SIZE)
+        self.target = MeasuredTarget(config.model, config.target.resources_per_rank, CONTEXT)
+        self._draft = config.draft
+        self._setup = self.target.setup(config.draft, LONGEST_BLOCK)
 
     @torch.inference_mode()
     def run(
         self, arm: Arm, temperature: float, prompts: Sequence[tuple[int, ...]], tokens: int
     ) -> tuple[Found, list[str]]:
         """All prompts, one after the other; what the arm has learned of one is known in the next."""
-        assert self._config.draft.model is not None, "the demo drafts with a model"
+        assert self._draft.model is not None, "the demo drafts with a model"
         calibration = Calibration() if arm.noise is None else FixedNoise(arm.noise)
-        method = load_draft_model(
-            local_folder(self._config.draft.model), self._config.draft, self._setup, CPU, calibration
-        )
+        method = load_draft_model(local_folder(self._draft.model), self._draft, self._setup, CPU, calibration)
         verifies = committed = first = 0
         texts = []
         for index, prompt in enumerate(prompts):
-            limits = VerificationLimits(*self._limits, trees=arm.trees)
-            target = VerificationScheduler(limits, LockStep())
-            drafter = DraftScheduler(DrafterLimits(self._runner.vocabulary, CONTEXT, 1), draft_ahead=False)
-            session = Session(self._generation(arm, temperature, index, prompt, tokens))
-            executor = StepExecutor(self._runner, self._runner.vocabulary)
-            emits = list(lock_step(session, drafter, method, target, executor))
+            generation = self.target.generation(index, prompt, tokens, temperature, arm.nodes, arm.acceptance)
+            emits = list(self.target.run(generation, method, trees=arm.trees))
             verifies += len(emits)
             committed += sum(len(emit.tokens) for emit in emits)
             first += sum(emit.accepted > 0 for emit in emits)
             texts.append(str([token for emit in emits for token in emit.tokens]))
         return Found(arm.name, temperature, arm.nodes, first / verifies, committed / verifies), texts
-
-    def _generation(self, arm: Arm, temperature: float, index: int, prompt: tuple[int, ...], tokens: int) -> Generation:
-        return Generation(
-            session=f"s{index}",
-            prompt=prompt,
-            max_len=len(prompt) + tokens,
-            stop_ids=self.stops,
-            sampling=Sampling(temperature=temperature),
-            seed=1000 + index,
-            draft_seed=2000 + index,
-            choice=0,
-            hash_key=HASH_KEY,
-            acceptance=arm.acceptance,
-            max_draft_tokens=arm.nodes,
-        )
 
 
 def rules() -> list[Arm]:
@@ -167,9 +129,7 @@ def main() -> None:
     config = demo_config()
     prepare_target(Path(config.model.target).expanduser(), console)
     pair = Pair(config)
-    chats = [[{"role": "user", "content": each.prompt}] for each in read_prompts(BENCH_PROMPTS)]
-    templated = [pair.tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-    prompts = [tuple(each["input_ids"]) for each in templated]
+    prompts = [pair.target.prompt(each.prompt) for each in read_prompts(BENCH_PROMPTS)]
     arms = shapes(arguments.nodes) if arguments.nodes else rules()
     temperatures = [0.0] if arguments.nodes else arguments.temperatures
     found: list[Found] = []

@@ -68,7 +68,7 @@ def read_head(folder: Path) -> HeadFiles:
     Pickles are read as tensors and nothing else, so that no code of theirs runs. Raises ModelError where the folder
     holds no head.
     """
-    config = _read_config(folder / "config.json")
+    config = read_config(folder / "config.json")
     tensors = _read_safetensors(folder) or _read_pickles(folder)
     if not tensors:
         raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
@@ -89,7 +89,8 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
     return read_tensors(stored[name].path, [name])[name]
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """A head's `config.json`. Raises ModelError where there is none."""
     if not path.is_file():
         raise ModelError(f"there is no {path}; a draft head's folder has a config.json")
     try:

@@ -107,8 +107,8 @@ def load_medusa(
     product: Product = projection,
 ) -> MedusaHeads:
     """Published heads, as they are on disk. Raises ModelError where they do not fit the target."""
-    files = _heads_alone(read_head(folder))
-    names = _OwnNames(files) if any(map(BLOCK.fullmatch, files.tensors)) else _VllmNames(files)
+    files = heads_alone(read_head(folder))
+    names = _names_of(files)
     config = _resolve(files, names, target_shape(target_folder))
     ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
     columns = draft_columns(folder, ids, config.vocabulary, proposable)
@@ -117,7 +117,8 @@ def load_medusa(
         return tensor.to(device, dtype).contiguous()
 
     def linear(name: str) -> Projection:
-        bias = files.tensors.get(f"{name}.bias")
+        has_bias = f"{name}.bias" in files.tensors
+        bias = files.tensor(f"{name}.bias", (config.hidden,)) if has_bias else None
         weight = files.tensor(f"{name}.weight", (config.hidden, config.hidden))
         return product(placed(weight), None if bias is None else placed(bias))
 
@@ -138,7 +139,12 @@ def load_medusa(
     return MedusaHeads(config, branches, columns.token_ids.to(device))
 
 
-def _heads_alone(files: HeadFiles) -> HeadFiles:
+def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
+    """What the heads are, in names without a prefix. Raises ModelError where they do not fit the target."""
+    return _resolve(files, _names_of(files), target)
+
+
+def heads_alone(files: HeadFiles) -> HeadFiles:
     """Without the model that heads may be merged with, and without a prefix."""
     for prefix in PREFIXES:
         if any(name.startswith(prefix) for name in files.tensors):
@@ -191,6 +197,10 @@ class _VllmNames:
 
 
 _Names = _OwnNames | _VllmNames
+
+
+def _names_of(files: HeadFiles) -> _Names:
+    return _OwnNames(files) if any(map(BLOCK.fullmatch, files.tensors)) else _VllmNames(files)
 
 
 def _resolve(files: HeadFiles, names: _Names, target: TargetShape) -> MedusaConfig:

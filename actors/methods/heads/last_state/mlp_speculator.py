@@ -131,7 +131,7 @@ def load_mlp_speculator(
 ) -> MlpSpeculator:
     """A published speculator, as it is on disk. Raises ModelError where it does not fit the target."""
     files = read_head(folder).renamed(ALIASES)
-    config = _resolve(files, target_shape(target_folder))
+    config = resolve_mlp_speculator(files, target_shape(target_folder))
     if config.columns <= max(proposable):
         raise ModelError(
             f"{folder} has embeddings for {config.columns} tokens, but the target's ids go up to {max(proposable)}; use"
@@ -159,7 +159,8 @@ def load_mlp_speculator(
     return MlpSpeculator(config, steps, columns.token_ids.to(device))
 
 
-def _resolve(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
+def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
+    """What it is, in names without a prefix. Raises ModelError where it does not fit the target."""
     if "emb.0.weight" not in files.tensors:
         raise ModelError(
             f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"

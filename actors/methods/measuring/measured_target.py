@@ -1,0 +1,173 @@
+"""A target loaded once, which decodes in lock step, and whose hidden states any drafting method may read."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+import torch
+from transformers import AutoTokenizer
+
+from actors.compute.kv_cache import FeedRow
+from actors.engine.capture import StateCapture
+from actors.engine.executor import StepExecutor
+from actors.engine.process import device_of
+from actors.engine.runner import ModelRunner
+from actors.methods.lookup.prompt_lookup import PromptLookup
+from actors.methods.registry import capture_spec, states_format
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import load_model, local_folder, stop_ids, vocabulary
+from actors.models.decoder import decoder_for
+from cluster.config import DraftPool, ModelConfig, Resources
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.method import DraftingMethod
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.errors import ConfigError
+from cluster.lock_step import lock_step
+from cluster.pacing.policy import LockStep
+from cluster.routing.session import Emit, Generation, Session
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from protos.messages import Acceptance, Open, Sampling
+
+PAGE_SIZE = 16
+STEP_TOKENS = 512
+HASH_KEY = 1
+SEED = 1000  # of the first prompt; the next ones follow
+DRAFT_SEED = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    """What the target makes of a prompt."""
+
+    open: Open  # of a session that begins with the prompt
+    tokens: tuple[int, ...]  # prompt included
+    states: bytes = field(default=b"", repr=False)  # encoded, of all tokens but the last; empty: none are read
+
+
+class MeasuredTarget:
+    """`context` bounds the tokens of a text, prompt included."""
+
+    def __init__(self, model: ModelConfig, resources: Resources, context: int) -> None:
+        self._model_config = model
+        self._context = context
+        self._folder = local_folder(model.target)
+        self._device = device_of(resources)
+        self._model = load_model(self._folder, model.dtype, self._device)
+        self._decoder = decoder_for(self._model.eval())
+        self._pages = -(-context // PAGE_SIZE)
+        self._runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder)
+        self._stops = stop_ids(self._folder)
+        self._vocabulary = vocabulary(self._folder)
+        self._steps: list[float] = []  # seconds of steps of one token
+
+    @property
+    def step_s(self) -> float:
+        """Of a step of one token, the median over all that was decoded so far."""
+        return median(self._steps)
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """Tokens of a chat's first turn, or of the text itself where the target has no template."""
+        tokenizer = AutoTokenizer.from_pretrained(self._folder)
+        if tokenizer.chat_template is None:
+            return tuple(tokenizer(text)["input_ids"])
+        chat = [{"role": "user", "content": text}]
+        return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
+
+    def setup(self, draft: DraftPool, max_draft_tokens: int) -> DraftSetup:
+        """What a method is told of this target."""
+        return DraftSetup(
+            self._model_config.dtype,
+            self._context,
+            max_draft_tokens,
+            self._vocabulary,
+            self._model_config.target,
+            states_format(draft, self._folder),
+        )
+
+    def generation(
+        self,
+        index: int,
+        prompt: tuple[int, ...],
+        tokens: int,
+        temperature: float,
+        max_draft_tokens: int,
+        acceptance: Acceptance = Acceptance.COUPLED,
+    ) -> Generation:
+        """Of so many tokens after prompt number `index`. Raises ConfigError where that is more than the context."""
+        if len(prompt) + tokens > self._context:
+            raise ConfigError(
+                f"prompt {index} has {len(prompt)} tokens, and {tokens} are to follow, expected at most"
+                f" {self._context} in all; measure fewer tokens, or raise model.max_context"
+            )
+        return Generation(
+            session=f"s{index}",
+            prompt=prompt,
+            max_len=len(prompt) + tokens,
+            stop_ids=self._stops,
+            sampling=Sampling(temperature=temperature),
+            seed=SEED + index,
+            draft_seed=DRAFT_SEED + index,
+            choice=0,
+            hash_key=HASH_KEY,
+            acceptance=acceptance,
+            max_draft_tokens=max_draft_tokens,
+        )
+
+    def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[Emit]:
+        """In lock step with a method that reads no hidden states."""
+        limits = VerificationLimits(
+            self._runner.vocabulary, self._context, 1, STEP_TOKENS, self._pages, PAGE_SIZE, trees=trees
+        )
+        target = VerificationScheduler(limits, LockStep())
+        drafter = DraftScheduler(DrafterLimits(self._runner.vocabulary, self._context, 1), draft_ahead=False)
+        executor = StepExecutor(self._runner, self._runner.vocabulary)
+        return lock_step(Session(generation), drafter, method, target, executor)
+
+    def decode(self, generation: Generation) -> DecodedText:
+        """Plainly; what coupled acceptance commits is the same whatever is drafted."""
+        tokens = list(generation.prompt)
+        ends = []
+        for emit in self.run(generation, PromptLookup(1, 1), trees=False):
+            tokens += emit.tokens
+            ends.append(time.perf_counter())
+        self._steps += [end - began for began, end in pairwise(ends)]  # not the first, which reads the prompt
+        return DecodedText(_opened(generation), tuple(tokens))
+
+    @torch.inference_mode()
+    def states(self, draft: DraftPool, texts: Sequence[DecodedText]) -> list[bytes]:
+        """Of each text, what a method reads of it, as the engine captures it; empty for most methods."""
+        spec = capture_spec(draft, self._folder, self._model_config.dtype)
+        if spec is None:
+            return [b""] * len(texts)
+        capture = StateCapture(spec, self._pages, PAGE_SIZE, self._device)
+        runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
+        return [self._captured(runner, text.tokens[:-1]) for text in texts]
+
+    def _captured(self, runner: ModelRunner, tokens: tuple[int, ...]) -> bytes:
+        pages = tuple(range(self._pages))
+        for start in range(0, len(tokens), STEP_TOKENS):
+            part = tokens[start : start + STEP_TOKENS]
+            runner.forward([FeedRow(part, start, 1, pages[: -(-(start + len(part)) // PAGE_SIZE)])])
+        return runner.read_states(range(len(tokens)))
+
+
+def _opened(generation: Generation) -> Open:
+    """The session as a drafter gets it."""
+    is_ratio = generation.acceptance is Acceptance.RATIO and not generation.sampling.greedy
+    return Open(
+        session=generation.session,
+        attempt=1,
+        tokens=generation.prompt,
+        prompt_len=len(generation.prompt),
+        max_len=generation.max_len,
+        stop_ids=generation.stop_ids,
+        sampling=generation.sampling,
+        seed=generation.draft_seed if is_ratio else generation.seed,
+        choice=generation.choice,
+        hash_key=generation.hash_key,
+        acceptance=generation.acceptance,
+        max_draft_tokens=generation.max_draft_tokens,
+    )
