@@ -87,10 +87,15 @@ def target_parts(target: str) -> TargetParts:
         eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         vocabulary=int(text.vocab_size),
         max_positions=int(text.max_position_embeddings),
-        rope=dict(text.rope_parameters),
+        rope=_rope(text.rope_parameters),
     )
-    is_llama_kind = set(config.architectures or ()) <= LLAMA_KIND
+    is_llama_kind = bool(config.architectures) and set(config.architectures) <= LLAMA_KIND
     return TargetParts(folder, sizes, int(text.num_hidden_layers), is_llama_kind)
+
+
+def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Where kinds of layers have their own, those of full attention, which a head has."""
+    return dict(parameters.get("full_attention", parameters))
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:

@@ -21,9 +21,11 @@ from examples.train_head.objective import Learned
 from examples.train_head.options import HeadKind
 from examples.train_head.shards import Shards, StatesBatch
 from examples.train_head.states import states_of
+from examples.train_head.target_parts import target_parts
 from examples.train_head.trainer import BEST, LATEST
 from protos.states import StateDtype, StatesFormat
 from tests.unit.actors.methods.heads.eagle_fixtures import TARGET
+from tests.unit.actors.tiny_models import MODELS, jittered
 from tests.unit.examples.train_head.tiny_training import (
     CPU,
     HIDDEN,
@@ -109,6 +111,31 @@ def test_an_eagle_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabula
             output = runner.forward([row])
             expected = trained_logits(training, batch, step)[last]
             torch.testing.assert_close(output.logits[-1], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_of_other_architectures_draft_as_they_were_trained(tmp_path, name):
+    """Biases, norms of queries and keys, and what starts from no layer of its target."""
+    target = tmp_path / "target"
+    jittered(MODELS[name]()).save_pretrained(target)
+    shards = stored(tmp_path / "states", target=target, layers=(1, 2))
+    training = a_training(tmp_path / "head", shards, an_option(HeadKind.EAGLE), steps=2, target=target)
+    training.run()
+    head = load_eagle(tmp_path / "head" / LATEST, target, torch.float32, CPU)
+    batch = one_text(shards)
+    fed = tuple(batch.tokens[0, 1:].tolist())
+    runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
+    row = FeedRow(fed, 0, len(fed), PAGES, states=runner.project(batch.states[0, :-1]))
+    expected = trained_logits(training, batch, 0)[:-1]
+    torch.testing.assert_close(runner.forward([row]).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_target_that_caps_its_logits_is_refused(tmp_path):
+    model = MODELS["llama"]()
+    model.config.final_logit_softcapping = 30.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="final_logit_softcapping"):
+        target_parts(str(tmp_path))
 
 
 def test_states_are_stored_at_the_positions_that_the_target_serves_them_for(shards):

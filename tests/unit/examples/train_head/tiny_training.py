@@ -36,13 +36,15 @@ def sequences(count: int = SEQUENCES) -> list[TokenIds]:
     return found
 
 
-def stored(folder: Path, per_shard: int = 16) -> Shards:
-    """The states of all sequences."""
-    texts = sequences()
-    counts = np.bincount(np.concatenate(texts), minlength=VOCABULARY)
+def stored(folder: Path, per_shard: int = 16, target: Path = TARGET, layers: tuple[int, ...] = LAYERS) -> Shards:
+    """The states of all sequences, whose ids are cut down to the target's vocabulary."""
+    model = load_model(target, "float32", CPU)
+    vocabulary = model.config.get_text_config().vocab_size
+    texts = [sequence % vocabulary for sequence in sequences()]
+    counts = np.bincount(np.concatenate(texts), minlength=vocabulary)
     StatesDescription(
-        target=str(TARGET),
-        layers=LAYERS,
+        target=str(target),
+        layers=layers,
         hidden=HIDDEN,
         dtype="float32",
         opening=OPENING,
@@ -51,17 +53,17 @@ def stored(folder: Path, per_shard: int = 16) -> Shards:
         token_counts=tuple(counts.tolist()),
         per_shard=per_shard,
     ).write(folder)
-    store_states(load_model(TARGET, "float32", CPU), texts, LAYERS, folder, per_shard, 8)
+    store_states(model, texts, layers, folder, per_shard, 8)
     return Shards(folder)
 
 
 def a_training(
-    out: Path, shards: Shards, head: HeadOptions, steps: int = 12, run_steps: int | None = None, **schedule: Any
+    out: Path, shards: Shards, head: HeadOptions, steps: int = 12, target: Path = TARGET, **schedule: Any
 ) -> Training:
     """In float32, saving after every fourth step."""
     options = Schedule(steps, batch=8, warmup=2, **{"learning_rate": 1e-2, "lm_head_rate": 1.0, **schedule})
     running = Running(save_every=4, dtype="float32")
-    return Training(out, target_parts(str(TARGET)), shards, head, options, running)
+    return Training(out, target_parts(str(target)), shards, head, options, running)
 
 
 def an_option(kind: HeadKind, draft_vocabulary: int | None = None, layers: int = 1) -> HeadOptions:
