@@ -32,7 +32,7 @@ from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import LockStep
-from cluster.routing.session import Generation, Session
+from cluster.routing.session import Emit, Generation, Session
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from examples.train_head.answers import prompt_ids
@@ -71,6 +71,7 @@ class Drafted:
     tokens_a_verify: float
     first_right: float  # share of blocks whose first token was accepted
     block_ms: float  # median time of a block
+    answers: list[list[int]]  # token ids, by prompt: the target's own, whatever was drafted
 
 
 class Pair:
@@ -89,17 +90,17 @@ class Pair:
     def run(self, prompts: Sequence[Sequence[int]], block_len: int, tokens: int) -> Drafted:
         """All prompts, one after the other."""
         method = TimedMethod(create_method(self._draft, self._setup))
-        emits = []
-        for index, prompt in enumerate(prompts):
-            emits += self._emits(method, index, prompt, block_len, tokens)
+        rounds = [self._rounds(method, index, prompt, block_len, tokens) for index, prompt in enumerate(prompts)]
+        emits = [emit for answer in rounds for emit in answer]
         return Drafted(
             block_len=block_len,
             tokens_a_verify=sum(len(emit.tokens) for emit in emits) / len(emits),
             first_right=sum(emit.accepted > 0 for emit in emits) / len(emits),
             block_ms=1e3 * median(method.seconds),
+            answers=[[token for emit in answer for token in emit.tokens] for answer in rounds],
         )
 
-    def _emits(self, method: Any, index: int, prompt: Sequence[int], block_len: int, tokens: int) -> list[Any]:
+    def _rounds(self, method: Any, index: int, prompt: Sequence[int], block_len: int, tokens: int) -> list[Emit]:
         rows = self._runner.vocabulary
         limits = VerificationLimits(rows, CONTEXT, 1, 512, PAGES, PAGE_SIZE, trees=False, states=self._layout)
         target = VerificationScheduler(limits, LockStep())

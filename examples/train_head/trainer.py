@@ -56,6 +56,7 @@ class Point:
     loss: float
     agreement: list[float]  # in training, by step of the unroll
     held_out: list[float]
+    held_out_sequences: int  # more of them while shards are still being written
     held_out_loss: float
 
 
@@ -71,6 +72,7 @@ class Training:
         self._head = head
         self._schedule = schedule
         self._running = running
+        self._held_out = held_out(shards.sequences)[: running.held_out]
         self._device = torch.device(running.device)
         self._dtype: torch.dtype = getattr(torch, running.dtype)
         self._made_by = asdict(head) | asdict(schedule) | {"kind": head.kind.value}
@@ -106,8 +108,7 @@ class Training:
     @torch.no_grad()
     def held_out(self) -> Learned:
         """Over sequences that are never trained on, one at a time."""
-        sequences = held_out(self._shards.sequences)[: self._running.held_out]
-        found = [self._forward([sequence]) for sequence in sequences]
+        found = [self._forward([sequence]) for sequence in self._held_out]
         agreement = torch.stack([one.agreement for one in found]).mean(dim=0)
         return Learned(torch.stack([one.loss for one in found]).mean(), agreement)
 
@@ -154,6 +155,7 @@ class Training:
             loss=round(self._loss, 4),
             agreement=_rounded(self._agreement),
             held_out=_rounded(found.agreement),
+            held_out_sequences=len(self._held_out),
             held_out_loss=round(found.loss.item(), 4),
         )
         with (self._out / CURVE).open("a") as curve:
@@ -166,6 +168,7 @@ class Training:
         state: dict[str, Any] = {"made_by": self._made_by, "module": self.module.state_dict()}
         state |= {"optimizer": self._optimizer.state_dict(), "step": self.step, "positions": self._positions}
         state |= {"seconds": self._seconds, "best": self._best, "loss": self._loss, "agreement": self._agreement}
+        state |= {"held_out_sequences": len(self._held_out)}
         write_state(self._out, state)
 
     def _resume(self) -> None:
@@ -177,7 +180,8 @@ class Training:
         self.step = state["step"]
         self._positions = state["positions"]
         self._seconds = state["seconds"]
-        self._best = state["best"]
+        if state.get("held_out_sequences") == len(self._held_out):  # else figures do not compare
+            self._best = state["best"]
         self._loss = state["loss"]
         self._agreement = state["agreement"]
 
