@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.errors import ModelError
-from examples.train_head.draft_module import PublishedHead
+from examples.train_head.heads.draft_module import PublishedHead
 
 STATE = "training.pt"
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.train_head.draft_module import DraftModule
+from examples.train_head.heads.draft_module import DraftModule
 from examples.train_head.shards import StatesBatch
 
 DECAY = 0.8  # of the weight of a step, from one to the next (EAGLE-3)

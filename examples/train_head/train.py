@@ -13,9 +13,9 @@ import torch
 import typer
 from rich.console import Console
 
+from examples.train_head.heads.target_parts import target_parts
 from examples.train_head.options import HeadKind, HeadOptions, Running, Schedule
 from examples.train_head.shards import Shards
-from examples.train_head.target_parts import target_parts
 from examples.train_head.trainer import Training
 
 

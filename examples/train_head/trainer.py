@@ -13,16 +13,16 @@ from torch import Tensor
 
 from cluster.errors import ModelError
 from examples.train_head.checkpoints import read_state, write_head, write_state
-from examples.train_head.draft_module import DraftModule
-from examples.train_head.draft_vocabulary import frequent_tokens
-from examples.train_head.eagle_head import EagleModule
-from examples.train_head.medusa_module import MedusaModule
-from examples.train_head.mlp_speculator_module import MlpSpeculatorModule
+from examples.train_head.heads.draft_module import DraftModule
+from examples.train_head.heads.draft_vocabulary import frequent_tokens
+from examples.train_head.heads.eagle_head import EagleModule
+from examples.train_head.heads.medusa_module import MedusaModule
+from examples.train_head.heads.mlp_speculator_module import MlpSpeculatorModule
+from examples.train_head.heads.target_parts import TargetParts
 from examples.train_head.objective import Learned, Teacher, learned
 from examples.train_head.options import HeadKind, HeadOptions, Running, Schedule
 from examples.train_head.sampling_order import batches, held_out
 from examples.train_head.shards import Shards, StoredSequence
-from examples.train_head.target_parts import TargetParts
 
 CURVE = "curve.jsonl"
 LATEST = "latest"

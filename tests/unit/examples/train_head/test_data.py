@@ -10,7 +10,7 @@ from actors.models.checkpoint import load_model
 from cluster.errors import ModelError
 from examples.train_head.answers import batches as prompt_batches
 from examples.train_head.answers import chat_ids, draw, opening_ids, prompt_ids, temperatures, written
-from examples.train_head.draft_vocabulary import frequent_tokens
+from examples.train_head.heads.draft_vocabulary import frequent_tokens
 from examples.train_head.sampling_order import HELD_OUT_EVERY, batches, held_out
 from examples.train_head.shards import StoredSequence
 from examples.train_head.token_files import common_opening, read_tokens, write_tokens

@@ -17,11 +17,11 @@ from actors.methods.heads.last_state.mlp_speculator import load_mlp_speculator
 from actors.models.checkpoint import load_model
 from actors.models.weights import read_tensors
 from cluster.errors import ModelError
+from examples.train_head.heads.target_parts import target_parts
 from examples.train_head.objective import Learned
 from examples.train_head.options import HeadKind
 from examples.train_head.shards import Shards, StatesBatch
 from examples.train_head.states import states_of
-from examples.train_head.target_parts import target_parts
 from examples.train_head.trainer import BEST, LATEST
 from protos.states import StateDtype, StatesFormat
 from tests.unit.actors.methods.heads.eagle_fixtures import TARGET

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from actors.models.checkpoint import load_model
+from examples.train_head.heads.target_parts import target_parts
 from examples.train_head.options import HeadKind, HeadOptions, Running, Schedule
 from examples.train_head.shards import Shards, StatesDescription
 from examples.train_head.states import store_states
-from examples.train_head.target_parts import target_parts
 from examples.train_head.token_files import TokenIds
 from examples.train_head.trainer import CURVE, Training
 from tests.unit.actors.methods.heads.eagle_fixtures import TARGET

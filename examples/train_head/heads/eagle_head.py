@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from actors.methods.heads.eagle.eagle_layer_ids import KEY
 from actors.methods.heads.head_rope import rope_of, rotary_of
-from examples.train_head.draft_module import DraftModule, PublishedHead, tokens_after
-from examples.train_head.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
+from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
+from examples.train_head.heads.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
+from examples.train_head.heads.target_parts import TargetParts, normal
 from examples.train_head.shards import StatesBatch
-from examples.train_head.target_parts import TargetParts, normal
 
 
 class EagleModule(DraftModule):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.methods.heads.last_state.mlp_speculator import EPS
-from examples.train_head.draft_module import DraftModule, PublishedHead, tokens_after
+from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
+from examples.train_head.heads.target_parts import TargetParts, normal
 from examples.train_head.shards import StatesBatch
-from examples.train_head.target_parts import TargetParts, normal
 
 
 class MlpSpeculatorModule(DraftModule):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.train_head.target_parts import HeadSizes, LayerTensors, normal
+from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, normal
 
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.train_head.draft_module import DraftModule, PublishedHead
+from examples.train_head.heads.draft_module import DraftModule, PublishedHead
+from examples.train_head.heads.target_parts import TargetParts
 from examples.train_head.shards import StatesBatch
-from examples.train_head.target_parts import TargetParts
 
 
 class MedusaModule(DraftModule):
