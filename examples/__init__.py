@@ -1,0 +1,1 @@
+"""Examples: what users may copy and change."""

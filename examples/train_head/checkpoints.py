@@ -1,0 +1,44 @@
+"""What a training leaves on disk: the head as it is published, and all that is needed to go on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from cluster.errors import ModelError
+from examples.train_head.heads.draft_module import PublishedHead
+
+STATE = "training.pt"
+
+
+def write_head(folder: Path, head: PublishedHead, dtype: torch.dtype) -> None:
+    """The weights are replaced at once, so a reader never sees half of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()).contiguous()
+        for name, tensor in head.tensors.items()
+    }
+    unfinished = folder / "model.unfinished"
+    save_file(tensors, unfinished)
+    (folder / "config.json").write_text(json.dumps(head.config | {"torch_dtype": str(dtype).split(".")[1]}, indent=1))
+    unfinished.replace(folder / "model.safetensors")
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Replaces what is there at once."""
+    unfinished = folder / f"{STATE}.unfinished"
+    torch.save(state, unfinished)
+    unfinished.replace(folder / STATE)
+
+
+def read_state(folder: Path, made_by: dict[str, Any]) -> dict[str, Any] | None:
+    """None where there is none. Raises ModelError where it was made with other options than these."""
+    path = folder / STATE
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if state["made_by"] != made_by:
+        raise ModelError(f"{path} was made by {state['made_by']}, not by {made_by}; use another folder")
+    return state

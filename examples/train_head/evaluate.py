@@ -1,0 +1,160 @@
+"""Measures how a head drafts: tokens a verify by the length of blocks, greedy, and the time of a block of one token.
+
+    python -m examples.train_head.evaluate TARGET HEAD PROMPTS.jsonl [--method eagle] [--compare CONFIG.yaml]
+
+Sessions run one at a time in lock step over the real schedulers, engine and drafting method, without a network.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedModel
+
+from actors.engine.capture import StateCapture
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from actors.methods.registry import capture_spec, create_method, states_format
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import load_model, local_folder, stop_ids, vocabulary
+from cluster.config import DraftPool, load_config
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.method import DraftingMethod
+from cluster.drafting.requests import Proposal
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.lock_step import lock_step
+from cluster.pacing.policy import LockStep
+from cluster.routing.session import Emit, Generation, Session
+from cluster.verification.intake import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from examples.train_head.answers import prompt_ids
+from protos.messages import Acceptance, DraftRequest, Sampling
+
+CPU = torch.device("cpu")
+CONTEXT = 1024
+PAGE_SIZE = 16
+PAGES = CONTEXT // PAGE_SIZE
+MAX_BLOCK = 16
+
+
+class TimedMethod:
+    """A drafting method, and how long its blocks took, in seconds."""
+
+    def __init__(self, method: DraftingMethod) -> None:
+        self.seconds: list[float] = []
+        self._method = method
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        started = time.perf_counter()
+        found = self._method.draft(requests)
+        if requests:
+            self.seconds.append(time.perf_counter() - started)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What blocks of one length brought."""
+
+    block_len: int
+    tokens_a_verify: float
+    first_right: float  # share of blocks whose first token was accepted
+    block_ms: float  # median time of a block
+    answers: list[list[int]]  # token ids, by prompt: the target's own, whatever was drafted
+
+
+class Pair:
+    """A target and what drafts for it."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel, draft: DraftPool, dtype: str) -> None:
+        self._draft = draft
+        self._layout = states_format(draft, folder)
+        self._stops = stop_ids(folder)
+        self._setup = DraftSetup(dtype, CONTEXT, MAX_BLOCK, vocabulary(folder), str(folder), self._layout)
+        spec = capture_spec(draft, folder, dtype)
+        capture = None if spec is None else StateCapture(spec, PAGES, PAGE_SIZE, CPU)
+        self._runner = ModelRunner(model, PAGES, PAGE_SIZE, capture=capture)
+
+    @torch.inference_mode()
+    def run(self, prompts: Sequence[Sequence[int]], block_len: int, tokens: int) -> Drafted:
+        """All prompts, one after the other."""
+        method = TimedMethod(create_method(self._draft, self._setup))
+        rounds = [self._rounds(method, index, prompt, block_len, tokens) for index, prompt in enumerate(prompts)]
+        emits = [emit for answer in rounds for emit in answer]
+        return Drafted(
+            block_len=block_len,
+            tokens_a_verify=sum(len(emit.tokens) for emit in emits) / len(emits),
+            first_right=sum(emit.accepted > 0 for emit in emits) / len(emits),
+            block_ms=1e3 * median(method.seconds),
+            answers=[[token for emit in answer for token in emit.tokens] for answer in rounds],
+        )
+
+    def _rounds(self, method: Any, index: int, prompt: Sequence[int], block_len: int, tokens: int) -> list[Emit]:
+        rows = self._runner.vocabulary
+        limits = VerificationLimits(rows, CONTEXT, 1, 512, PAGES, PAGE_SIZE, trees=False, states=self._layout)
+        target = VerificationScheduler(limits, LockStep())
+        drafter = DraftScheduler(DrafterLimits(rows, CONTEXT, 1, self._layout), draft_ahead=False)
+        generation = Generation(
+            session=f"s{index}",
+            prompt=tuple(prompt),
+            max_len=len(prompt) + tokens,
+            stop_ids=self._stops,
+            sampling=Sampling(temperature=0.0),
+            seed=index,
+            draft_seed=index,
+            choice=0,
+            hash_key=1,
+            acceptance=Acceptance.COUPLED,
+            max_draft_tokens=block_len,
+        )
+        executor = StepExecutor(self._runner, rows)
+        return list(lock_step(Session(generation), drafter, method, target, executor))
+
+
+def main(
+    target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
+    head: Annotated[str, typer.Argument(help="Folder of the head.")],
+    prompts: Annotated[Path, typer.Argument(help="JSON lines, as examples.train_head.answers reads them.")],
+    method: Annotated[str, typer.Option(help="Drafting method of the head.")] = "eagle",
+    compare: Annotated[Path | None, typer.Option(help="Config of a deployment, whose draft is measured too.")] = None,
+    first: Annotated[int | None, typer.Option(help="Of the prompts; by default all.")] = None,
+    block_len: Annotated[list[int] | None, typer.Option(help="Of blocks; by default 1 to 5.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of an answer, at most.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Of the CPU.")] = 1,
+) -> None:
+    """Measures how a head drafts."""
+    torch.set_num_threads(threads)
+    folder = local_folder(target)
+    model = load_model(folder, dtype, CPU)
+    texts = prompt_ids(AutoTokenizer.from_pretrained(folder), prompts)[:first]
+    options: dict[str, Any] = {"method": method, "model": head}
+    drafts = [DraftPool(**options), *([] if compare is None else [load_config(compare).draft])]
+    sheet = Table("draft", "block", "tokens a verify", "first right", "ms a block")
+    for draft in drafts:
+        pair = Pair(folder, model, draft, dtype)
+        for length in track(block_len or range(1, 6), description=draft.method):
+            found = pair.run(texts, length, tokens)
+            sheet.add_row(
+                f"{draft.method} {Path(draft.model or '').name}",
+                str(length),
+                f"{found.tokens_a_verify:.3f}",
+                f"{found.first_right:.3f}",
+                f"{found.block_ms:.2f}",
+            )
+    Console().print(sheet)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The heads in training, by kind, and what they borrow of the target."""

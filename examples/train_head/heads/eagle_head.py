@@ -1,0 +1,106 @@
+"""An EAGLE-3 head in training: it goes on from its own outputs, as when it drafts.
+
+(EAGLE-3: Li et al. 2025, arXiv 2503.01840; training-time test is in its section 3.2.) The layout of what it writes is
+SafeAILab's.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from actors.methods.heads.eagle.eagle_layer_ids import KEY
+from actors.methods.heads.head_rope import rope_of, rotary_of
+from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
+from examples.train_head.heads.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
+from examples.train_head.heads.target_parts import TargetParts, normal
+from examples.train_head.shards import StatesBatch
+
+
+class EagleModule(DraftModule):
+    """Starts from the target's last layers, its final norm, and the rows of its LM head for the draft vocabulary."""
+
+    def __init__(self, target: TargetParts, reads: Sequence[int], token_ids: Tensor, layers: int, seed: int) -> None:
+        super().__init__()
+        sizes = target.sizes
+        generator = torch.Generator().manual_seed(seed)
+        self._sizes = sizes
+        self._reads = tuple(reads)
+        self.fc = nn.Linear(len(reads) * sizes.hidden, sizes.hidden, bias=False)
+        # The last of the states is nearest to what the last layers expect of their residual stream.
+        earlier = 0.1 * normal(generator, sizes.hidden, (len(reads) - 1) * sizes.hidden)
+        self.fc.weight = nn.Parameter(torch.cat([earlier, torch.eye(sizes.hidden)], dim=-1))
+        self._stack = [EagleLayer(sizes, is_first=index == 0) for index in range(layers)]
+        self.layers = nn.ModuleList(self._stack)
+        for index, layer in enumerate(self._stack):
+            start = target.layer(target.layers - layers + index)
+            if start is not None:
+                layer.start_from(start, sizes, generator)
+        final_norm = target.final_norm()
+        self.norm = RootMeanSquare(torch.ones(sizes.hidden) if final_norm is None else final_norm, sizes.eps)
+        self.lm_head = nn.Parameter(target.lm_head()[token_ids].clone())
+        self.register_buffer("embedding", target.embedding(), persistent=False)
+        self.register_buffer("token_ids", token_ids, persistent=False)
+        self._rotary = rotary_of(rope_of({"rope_parameters": sizes.rope}), sizes.head_dim, sizes.max_positions)
+
+    def steps(self, batch: StatesBatch, count: int) -> Iterator[Tensor]:
+        state = self.fc(batch.states.to(self.fc.weight.dtype))
+        seen = [SeenSteps() for _ in self._stack]
+        for step in range(count):
+            state = self._forward(tokens_after(batch.tokens, step + 1), state, step, seen)
+            yield self.norm(state)
+
+    def logits(self, outputs: Tensor, step: int) -> Tensor:
+        return F.linear(outputs, self.lm_head)
+
+    def _forward(self, tokens: Tensor, state: Tensor, step: int, seen: list[SeenSteps]) -> Tensor:
+        """What the layers make of a token and the state before it, at positions `step` later than the places."""
+        first = self._stack[0]
+        embedded = F.embedding(tokens, self.get_buffer("embedding")).to(state.dtype)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) + step
+        cos, sin = self._rotary(state.float(), position_ids=positions.unsqueeze(0))
+        rotation = (cos[0], sin[0])
+        inputs = torch.cat((first.input_layernorm(embedded), first.hidden_norm(state)), dim=-1)
+        hidden = first.attend(inputs, state, rotation, seen[0])
+        for layer, mine in zip(self._stack[1:], seen[1:], strict=True):
+            hidden = layer.attend(layer.input_layernorm(hidden), hidden, rotation, mine)
+        return hidden
+
+    def published(self) -> PublishedHead:
+        tensors = {_published_name(name): parameter.detach() for name, parameter in self.named_parameters()}
+        ids = self.token_ids.cpu()
+        is_smaller = len(ids) < self._sizes.vocabulary
+        return PublishedHead(self._config(), tensors | ({"d2t": ids - torch.arange(len(ids))} if is_smaller else {}))
+
+    def _config(self) -> dict[str, Any]:
+        sizes = self._sizes
+        attention = self._stack[0].self_attn
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": sizes.hidden,
+            "target_hidden_size": sizes.hidden,
+            "intermediate_size": sizes.intermediate,
+            "num_hidden_layers": len(self._stack),
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "attention_bias": attention.q_proj.bias is not None,
+            "rms_norm_eps": sizes.eps,
+            "vocab_size": sizes.vocabulary,
+            "draft_vocab_size": len(self.token_ids),
+            "max_position_embeddings": sizes.max_positions,
+            "rope_theta": sizes.rope.get("rope_theta"),
+            "rope_parameters": sizes.rope,
+            "tie_word_embeddings": False,
+            KEY: list(self._reads),
+        }
+
+
+def _published_name(name: str) -> str:
+    if name == "lm_head":
+        return "lm_head.weight"
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name

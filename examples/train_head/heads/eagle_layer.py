@@ -1,0 +1,138 @@
+"""A decoder layer whose attention is trained as it drafts: over true states first, then over its own outputs."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, normal
+
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+class RootMeanSquare(nn.Module):
+    """In float32 inside."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self._eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """With the weights of a layer's `self_attn`; q_norm and k_norm where they are there."""
+
+    def __init__(self, sizes: HeadSizes, inputs: int) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.q_proj = nn.Linear(inputs, sizes.heads * sizes.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
+
+    def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], seen: "SeenSteps") -> Tensor:
+        sizes = self._sizes
+        query = self._heads(self.q_proj(inputs), sizes.heads, "q_norm")
+        key = self._heads(self.k_proj(inputs), sizes.kv_heads, "k_norm")
+        value = self._heads(self.v_proj(inputs), sizes.kv_heads)
+        query = rotated(query, rotation)
+        groups = sizes.heads // sizes.kv_heads
+        seen.add(rotated(key, rotation).repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        attended = seen.attend(query, sizes.head_dim**-0.5)
+        return torch.as_tensor(self.o_proj(attended.transpose(1, 2).flatten(2)))
+
+    def _heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
+        """(rows, heads, longest, head dim)."""
+        split = x.view(*x.shape[:-1], count, self._sizes.head_dim)
+        if norm and hasattr(self, norm):
+            split = self.get_submodule(norm)(split)
+        return split.transpose(1, 2)
+
+
+class SeenSteps:
+    """Keys and values of the steps so far, in one layer.
+
+    Those of step 0, made of true states, are seen from all later places. Those of a later step stand for one drafted
+    token: they are seen from the place that they were drafted at, by the steps after it.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, key: Tensor, value: Tensor) -> None:
+        """Of the next step, (rows, heads, longest, head dim)."""
+        self._keys.append(key)
+        self._values.append(value)
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """Of the step that was added last, over it and those before, (rows, heads, longest, head dim)."""
+        if len(self._keys) == 1:
+            return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True, scale=scaling)
+        longest = query.shape[2]
+        later = torch.ones(longest, longest, dtype=torch.bool, device=query.device).triu(1)
+        true = (query @ self._keys[0].mT).masked_fill(later, float("-inf"))
+        drafted = [(query * key).sum(dim=-1, keepdim=True) for key in self._keys[1:]]
+        shares = torch.softmax(torch.cat([true, *drafted], dim=-1).float() * scaling, dim=-1).to(query.dtype)
+        attended = shares[..., :longest] @ self._values[0]
+        for step, value in enumerate(self._values[1:]):
+            attended = attended + shares[..., longest + step, None] * value
+        return attended
+
+
+def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """By cosines and sines, (longest, head dim)."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer with the names of its checkpoint; the first one of a head attends over embedding and state."""
+
+    def __init__(self, sizes: HeadSizes, is_first: bool) -> None:
+        super().__init__()
+        ones = torch.ones(sizes.hidden)
+        self.self_attn = Attention(sizes, (2 if is_first else 1) * sizes.hidden)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(sizes.hidden, sizes.intermediate, bias=False),
+                "up_proj": nn.Linear(sizes.hidden, sizes.intermediate, bias=False),
+                "down_proj": nn.Linear(sizes.intermediate, sizes.hidden, bias=False),
+            }
+        )
+        self.input_layernorm = RootMeanSquare(ones, sizes.eps)
+        self.post_attention_layernorm = RootMeanSquare(ones, sizes.eps)
+        if is_first:
+            self.hidden_norm = RootMeanSquare(ones, sizes.eps)  # of the state beside the embedding
+
+    def start_from(self, layer: LayerTensors, sizes: HeadSizes, generator: torch.Generator) -> None:
+        """With the weights of the target's; the first layer's state takes the place of its input.
+
+        What a target's layer has besides, biases and norms of queries and keys, the head has then too.
+        """
+        for norm in HEAD_NORMS:
+            if f"{norm}.weight" in layer:
+                self.self_attn.add_module(norm.split(".")[1], RootMeanSquare(layer[f"{norm}.weight"], sizes.eps))
+        is_first = hasattr(self, "hidden_norm")
+        for name, tensor in layer.items():
+            module_name, _, kind = name.rpartition(".")
+            module = self.get_submodule(module_name)
+            if is_first and kind == "weight" and module_name.endswith(("q_proj", "k_proj", "v_proj")):
+                # The embedding's half is small, not zero: queries and keys of zeros would teach each other nothing.
+                tensor = torch.cat([0.1 * normal(generator, *tensor.shape), tensor], dim=-1)
+            setattr(module, kind, nn.Parameter(tensor.clone()))
+        if is_first:
+            self.hidden_norm.weight = nn.Parameter(layer["input_layernorm.weight"].clone())
+
+    def attend(self, inputs: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], seen: SeenSteps) -> Tensor:
+        """The layer's output; `inputs` are normed."""
+        hidden = residual + self.self_attn(inputs, rotation, seen)
+        normed = self.post_attention_layernorm(hidden)
+        return torch.as_tensor(
+            hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed))
+        )

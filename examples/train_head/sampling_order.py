@@ -1,0 +1,38 @@
+"""Which sequences are in which step: a function of the seed and the step, so training can go on where it stopped."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from examples.train_head.shards import StoredSequence
+
+HELD_OUT_EVERY = 32  # sequences of which one is never trained on
+POOL = 8  # batches whose sequences are sorted by length, so that little is padded
+
+
+def held_out(sequences: Sequence[StoredSequence]) -> list[StoredSequence]:
+    """The same ones however many shards there are by now; shards hold shuffled sequences."""
+    return list(sequences[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+
+
+def batches(sequences: Sequence[StoredSequence], size: int, seed: int, step: int) -> Iterator[list[StoredSequence]]:
+    """From a step on, without end: all that are not held out, in another order in every epoch."""
+    trained = [one for index, one in enumerate(sequences) if (index + 1) % HELD_OUT_EVERY]
+    size = min(size, len(trained))
+    per_epoch = len(trained) // size
+    epoch = step // per_epoch
+    first = step % per_epoch
+    while True:
+        for group in _epoch(trained, size, per_epoch, np.random.default_rng((seed, epoch)))[first:]:
+            yield [trained[index] for index in group]
+        epoch += 1
+        first = 0
+
+
+def _epoch(trained: Sequence[StoredSequence], size: int, count: int, rng: np.random.Generator) -> list[list[int]]:
+    order = rng.permutation(len(trained)).tolist()[: size * count]
+    groups: list[list[int]] = []
+    for start in range(0, len(order), POOL * size):
+        pool = sorted(order[start : start + POOL * size], key=lambda index: len(trained[index]))
+        groups += [pool[first : first + size] for first in range(0, len(pool), size)]
+    return [groups[index] for index in rng.permutation(len(groups))]

@@ -1,0 +1,45 @@
+"""Files of token ids: `.npz` with one array `tokens`, (sequences, longest), whose rows are padded at the end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.errors import ModelError
+
+KEY = "tokens"
+
+TokenIds = NDArray[np.int64]
+
+
+def read_tokens(path: Path) -> list[TokenIds]:
+    """The sequences of a file, each (length,). Raises ModelError where it has no such array."""
+    with np.load(path) as stored:
+        if KEY not in stored.files or stored[KEY].ndim != 2:
+            raise ModelError(f"{path} holds {stored.files}, expected an array {KEY} of shape (sequences, longest)")
+        return [without_padding(row) for row in stored[KEY].astype(np.int64)]
+
+
+def without_padding(row: TokenIds) -> TokenIds:
+    """A row whose end is one token over and over is padded with it: the first of them ends a turn, and stays."""
+    others = np.flatnonzero(row != row[-1])
+    end = int(others[-1]) + 2 if len(others) else 1
+    return row[:end]
+
+
+def write_tokens(path: Path, sequences: Sequence[Sequence[int]]) -> None:
+    """Replaces the file at once; rows are padded with their own last token."""
+    longest = max(map(len, sequences))
+    rows = [[*sequence, *[sequence[-1]] * (longest - len(sequence))] for sequence in sequences]
+    unfinished = path.with_suffix(".unfinished.npz")
+    np.savez_compressed(unfinished, tokens=np.array(rows, dtype=np.uint32))
+    unfinished.replace(path)
+
+
+def common_opening(sequences: Sequence[TokenIds]) -> int:
+    """How many tokens all sequences begin with, such as a system prompt: they teach nothing."""
+    shortest = min(map(len, sequences))
+    rows = np.stack([sequence[:shortest] for sequence in sequences])
+    differs = (rows != rows[0]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else shortest

@@ -1,0 +1,59 @@
+"""Trains a draft head for a target on its stored states, and writes it in a published layout.
+
+    python -m examples.train_head.train TARGET STATES OUT [--draft-vocabulary 8192] [--steps 2000] [--minutes 30]
+
+OUT/best is the head with the highest held-out agreement, OUT/latest the newest one, OUT/curve.jsonl the learning curve.
+The same command goes on where an earlier run stopped.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from examples.train_head.heads.target_parts import target_parts
+from examples.train_head.options import HeadKind, HeadOptions, Running, Schedule
+from examples.train_head.shards import Shards
+from examples.train_head.trainer import Training
+
+
+def main(
+    target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
+    states: Annotated[Path, typer.Argument(help="Folder that examples.train_head.states has written.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the head and all that is needed to go on.")],
+    kind: Annotated[HeadKind, typer.Option(help="Which head.")] = HeadKind.EAGLE,
+    unroll: Annotated[int, typer.Option(help="Tokens drafted in training; heads of Medusa and MLPSpeculator.")] = 3,
+    layers: Annotated[int, typer.Option(help="Of an EAGLE head.")] = 1,
+    draft_vocabulary: Annotated[int | None, typer.Option(help="Most frequent tokens that are proposed.")] = None,
+    steps: Annotated[int, typer.Option(help="Of the whole training, by which the learning rate falls.")] = 2000,
+    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 1e-3,
+    lm_head_rate: Annotated[float, typer.Option(help="Share of it for embeddings and LM heads.")] = 0.2,
+    scored_share: Annotated[float, typer.Option(help="Of the places that a step learns from.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="Of this run; the next one goes on.")] = float("inf"),
+    save_every: Annotated[int, typer.Option(help="Steps, after which held-out agreement is measured too.")] = 100,
+    held_out: Annotated[int, typer.Option(help="Sequences that it is measured on.")] = 32,
+    dtype: Annotated[str, typer.Option(help="Of products in training, and of the head.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Of the CPU.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the start and of the order of sequences.")] = 0,
+) -> None:
+    """Trains a draft head."""
+    torch.set_num_threads(threads)
+    training = Training(
+        out,
+        target_parts(target),
+        Shards(states),
+        HeadOptions(kind, unroll, layers, draft_vocabulary, seed),
+        Schedule(steps, batch, learning_rate, lm_head_rate, scored_share=scored_share),
+        Running(minutes, save_every, held_out, dtype, device),
+    )
+    parameters = sum(parameter.numel() for parameter in training.module.parameters())
+    Console().print(f"{parameters / 1e6:.1f} M parameters, from step {training.step}")
+    training.run()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,281 @@
+"""Heads learn, are written as others write them, and compute the same in training and in service."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.compute.kv_cache import FeedRow
+from actors.compute.state_codec import decode_rows
+from actors.engine.capture import CaptureSpec, StateCapture
+from actors.engine.runner import ModelRunner
+from actors.methods.heads.eagle.eagle_loading import load_eagle
+from actors.methods.heads.eagle.eagle_runner import EagleRunner
+from actors.methods.heads.last_state.medusa import load_medusa
+from actors.methods.heads.last_state.mlp_speculator import load_mlp_speculator
+from actors.models.checkpoint import load_model
+from actors.models.weights import read_tensors
+from cluster.errors import ModelError
+from examples.train_head.heads.target_parts import target_parts
+from examples.train_head.objective import Learned
+from examples.train_head.options import HeadKind
+from examples.train_head.shards import Shards, StatesBatch
+from examples.train_head.states import states_of
+from examples.train_head.trainer import BEST, LATEST
+from protos.states import StateDtype, StatesFormat
+from tests.unit.actors.methods.heads.eagle_fixtures import TARGET
+from tests.unit.actors.tiny_models import MODELS, jittered
+from tests.unit.examples.train_head.tiny_training import (
+    CPU,
+    HIDDEN,
+    LAYERS,
+    OPENING,
+    UNROLL,
+    VOCABULARY,
+    a_training,
+    an_option,
+    curve,
+    sequences,
+    stored,
+)
+
+TOLERANCE = 1e-4
+BFLOAT16 = 0.02  # of the largest state: what a row loses on the wire, twice over
+PAGE_SIZE = 4
+PAGES = tuple(range(16))
+HEADS = [
+    pytest.param(HeadKind.EAGLE, None, 1, id="eagle"),
+    pytest.param(HeadKind.EAGLE, 40, 1, id="eagle with a draft vocabulary"),
+    pytest.param(HeadKind.EAGLE, None, 2, id="eagle of two layers"),
+    pytest.param(HeadKind.MEDUSA, None, 1, id="medusa"),
+    pytest.param(HeadKind.MEDUSA, 40, 1, id="medusa with a draft vocabulary"),
+    pytest.param(HeadKind.MLP_SPECULATOR, None, 1, id="mlp_speculator"),
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    return stored(tmp_path_factory.mktemp("states"))
+
+
+def one_text(shards: Shards) -> StatesBatch:
+    return shards.batch([max(shards.sequences, key=len)], CPU)
+
+
+def trained_logits(training, batch: StatesBatch, step: int) -> Tensor:
+    """Of a step of the unroll, (longest, columns)."""
+    outputs = list(training.module.steps(batch, UNROLL))[step]
+    with torch.no_grad():
+        return training.module.logits(outputs[0], step)
+
+
+@pytest.mark.parametrize(("kind", "draft_vocabulary", "layers"), HEADS)
+def test_the_loss_falls_and_the_head_agrees_more_often(tmp_path, shards, kind, draft_vocabulary, layers):
+    training = a_training(tmp_path, shards, an_option(kind, draft_vocabulary, layers), steps=40)
+    before = training.held_out()
+    training.run()
+    after = training.held_out()
+    assert after.loss < 0.9 * before.loss
+    assert after.agreement.sum() > before.agreement.sum()
+    assert [point["step"] for point in curve(tmp_path)] == list(range(4, 41, 4))
+    assert curve(tmp_path)[-1]["held_out"] == [round(share, 4) for share in after.agreement.tolist()]
+
+
+# ---------------------------------------------------------------- training and service
+
+
+@pytest.mark.parametrize(("draft_vocabulary", "layers"), [(None, 1), (40, 1), (None, 2)])
+def test_an_eagle_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabulary, layers):
+    """Every step of the unroll at every place, against the loaded head that is fed the same states and tokens."""
+    training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE, draft_vocabulary, layers), steps=8)
+    training.run()
+    head = load_eagle(tmp_path / LATEST, TARGET, torch.float32, CPU)
+    assert head.config.needs.layers == LAYERS
+    assert head.token_ids.tolist() == training.module.token_ids.tolist()
+    batch = one_text(shards)
+    tokens = batch.tokens[0].tolist()
+    fed = tokens[1:]
+    runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
+    states = runner.project(batch.states[0, :-1])
+    for last in (0, OPENING, len(fed) - UNROLL):
+        row = FeedRow(tuple(fed[: last + 1]), 0, last + 1, PAGES, states=states[: last + 1])
+        output = runner.forward([row])
+        torch.testing.assert_close(
+            output.logits, trained_logits(training, batch, 0)[: last + 1], atol=TOLERANCE, rtol=0
+        )
+        for step in range(1, UNROLL):
+            assert output.hidden is not None
+            place = last + step
+            row = FeedRow((fed[place],), place, 1, PAGES, states=output.hidden[-1:])
+            output = runner.forward([row])
+            expected = trained_logits(training, batch, step)[last]
+            torch.testing.assert_close(output.logits[-1], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_of_other_architectures_draft_as_they_were_trained(tmp_path, name):
+    """Biases, norms of queries and keys, and what starts from no layer of its target."""
+    target = tmp_path / "target"
+    jittered(MODELS[name]()).save_pretrained(target)
+    shards = stored(tmp_path / "states", target=target, layers=(1, 2))
+    training = a_training(tmp_path / "head", shards, an_option(HeadKind.EAGLE), steps=2, target=target)
+    training.run()
+    head = load_eagle(tmp_path / "head" / LATEST, target, torch.float32, CPU)
+    batch = one_text(shards)
+    fed = tuple(batch.tokens[0, 1:].tolist())
+    runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
+    row = FeedRow(fed, 0, len(fed), PAGES, states=runner.project(batch.states[0, :-1]))
+    expected = trained_logits(training, batch, 0)[:-1]
+    torch.testing.assert_close(runner.forward([row]).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_target_that_caps_its_logits_is_refused(tmp_path):
+    model = MODELS["llama"]()
+    model.config.final_logit_softcapping = 30.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="final_logit_softcapping"):
+        target_parts(str(tmp_path))
+
+
+def test_states_are_stored_at_the_positions_that_the_target_serves_them_for(shards):
+    """The rows that a deployed target keeps for its drafters, read from its pages, against those of a shard."""
+    batch = one_text(shards)
+    layout = StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16)
+    capture = StateCapture(CaptureSpec(LAYERS, layout), len(PAGES), PAGE_SIZE, CPU)
+    runner = ModelRunner(load_model(TARGET, "float32", CPU), len(PAGES), PAGE_SIZE, capture=capture)
+    tokens = tuple(batch.tokens[0].tolist())
+    output = runner.forward([FeedRow(tokens, 0, len(tokens), PAGES)])
+    served = decode_rows(runner.read_states(range(len(tokens))), layout)
+    largest = float(batch.states.abs().max())
+    torch.testing.assert_close(served, batch.states[0], atol=BFLOAT16 * largest, rtol=0)
+    assert output.logits.argmax(dim=-1).tolist() == batch.choices[0].tolist()
+    rolled = batch.states[0].roll(1, dims=0)
+    assert (served - rolled).abs().max() > 4 * BFLOAT16 * largest, "a shift by one position would not show"
+
+
+@pytest.mark.parametrize("draft_vocabulary", [None, 40])
+def test_medusa_heads_draft_as_they_were_trained(tmp_path, shards, draft_vocabulary):
+    training = a_training(tmp_path, shards, an_option(HeadKind.MEDUSA, draft_vocabulary), steps=8)
+    training.run()
+    heads = load_medusa(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
+    assert heads.token_ids.tolist() == training.module.token_ids.tolist()
+    assert heads.width == UNROLL
+    batch = one_text(shards)
+    for depth in range(UNROLL):
+        found = heads.predict_next(batch.final[0], (), depth).logits
+        torch.testing.assert_close(found, trained_logits(training, batch, depth), atol=TOLERANCE, rtol=0)
+
+
+def test_an_mlp_speculator_drafts_as_it_was_trained(tmp_path, shards):
+    training = a_training(tmp_path, shards, an_option(HeadKind.MLP_SPECULATOR), steps=8)
+    training.run()
+    head = load_mlp_speculator(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
+    batch = one_text(shards)
+    tokens = batch.tokens[0].tolist()
+    places = len(tokens) - UNROLL
+    states = batch.final[0, :places]
+    for depth in range(UNROLL):
+        taken = tokens[depth + 1 : depth + 1 + places]
+        output = head.predict_next(states, taken, depth)
+        expected = trained_logits(training, batch, depth)[:places]
+        torch.testing.assert_close(output.logits, expected, atol=TOLERANCE, rtol=0)
+        assert output.hidden is not None
+        states = output.hidden
+
+
+def test_a_head_that_reads_the_states_of_another_position_shows(tmp_path, shards):
+    """Or the equality above could hold for heads that hardly look at states."""
+    training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=4)
+    batch = one_text(shards)
+    shifted = replace(batch, states=batch.states.roll(1, dims=1))
+    off_by = (trained_logits(training, batch, 0) - trained_logits(training, shifted, 0)).abs().max()
+    assert off_by > 100 * TOLERANCE
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def test_a_training_in_two_runs_is_the_same_as_in_one(tmp_path, shards):
+    whole = a_training(tmp_path / "whole", shards, an_option(HeadKind.EAGLE), steps=8)
+    whole.run()
+    first = a_training(tmp_path / "parts", shards, an_option(HeadKind.EAGLE), steps=8)
+    stopped_after(first, 4)
+    second = a_training(tmp_path / "parts", shards, an_option(HeadKind.EAGLE), steps=8)
+    assert second.step == 4
+    second.run()
+    for name, tensor in whole.module.state_dict().items():
+        torch.testing.assert_close(second.module.state_dict()[name], tensor, atol=0, rtol=0)
+    ignored = {"seconds"}
+    assert [
+        {key: value for key, value in point.items() if key not in ignored} for point in curve(tmp_path / "parts")
+    ] == [{key: value for key, value in point.items() if key not in ignored} for point in curve(tmp_path / "whole")]
+
+
+def stopped_after(training, step: int) -> None:
+    """Interrupts it as a signal would, just after it has saved."""
+
+    def save() -> None:
+        saved()
+        raise KeyboardInterrupt
+
+    saved = training._save
+    training._save = save
+    with pytest.raises(KeyboardInterrupt):
+        training.run()
+    assert training.step == step
+
+
+def test_a_training_with_other_options_does_not_go_on_from_this_one(tmp_path, shards):
+    a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=4).run()
+    with pytest.raises(ModelError, match="use another folder"):
+        a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=5)
+
+
+def test_the_best_head_is_kept(tmp_path, shards, monkeypatch):
+    """Where the held-out agreement falls again, the newest head is another one than the best."""
+    training = a_training(tmp_path, shards, an_option(HeadKind.MEDUSA), steps=12)
+    shares = iter([0.2, 0.3, 0.1])
+
+    def measured() -> Learned:
+        return Learned(torch.tensor(1.0), torch.tensor([next(shares)] * UNROLL))
+
+    monkeypatch.setattr(training, "held_out", measured)
+    kept: list[dict[str, Tensor]] = []
+    wrote = training._save
+
+    def save() -> None:
+        wrote()
+        kept.append(read_tensors(tmp_path / LATEST / "model.safetensors"))
+
+    monkeypatch.setattr(training, "_save", save)
+    training.run()
+    best = read_tensors(tmp_path / BEST / "model.safetensors")
+    assert all(torch.equal(best[name], tensor) for name, tensor in kept[1].items())
+    assert not all(torch.equal(best[name], tensor) for name, tensor in kept[2].items())
+
+
+def test_a_shard_that_is_there_is_not_computed_again(tmp_path):
+    found = stored(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
+    dropped = sorted(times)[1]
+    dropped.unlink()
+    again = stored(tmp_path)
+    changed = {path for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert changed == {dropped}
+    assert len(again.sequences) == len(found.sequences) == len(sequences())
+
+
+def test_states_of_other_sequences_are_refused(tmp_path):
+    stored(tmp_path, per_shard=16)
+    with pytest.raises(ModelError, match="use another folder"):
+        stored(tmp_path, per_shard=8)
+
+
+def test_padding_does_not_change_states():
+    model = load_model(TARGET, "float32", CPU)
+    short, long = sequences()[4], sequences()[0]
+    together = states_of(model, [short, long], LAYERS)[0]
+    alone = states_of(model, [short], LAYERS)[0]
+    torch.testing.assert_close(together[2], alone[2], atol=1e-5, rtol=0)
+    assert together[0].tolist() == short.tolist()
