@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.draft_options import (
-    HEADS,
     SECTIONS_TAKEN,
+    STATE_READERS,
     TAKING_MODELS,
     DraftModelOptions,
     HeadOptions,
@@ -27,7 +27,6 @@ from cluster.errors import ConfigError
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
-STATE_READERS = HEADS  # methods that read the target's hidden states
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -118,11 +117,13 @@ class DraftPool(_Frozen):
         "mlp_speculator",
         "dflash",
         "eagle",
+        "mtp",
     ] = Field(
         "draft_model",
         description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts"
         " with some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
-        " mlp_speculator, dflash and eagle are published heads, which read the target's hidden states",
+        " mlp_speculator, dflash and eagle are published heads, which read the target's hidden states; mtp does too,"
+        " and is the module that the target's own checkpoint comes with",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
@@ -133,6 +134,7 @@ class DraftPool(_Frozen):
     mlp_speculator: HeadOptions = HeadOptions()
     dflash: HeadOptions = HeadOptions()
     eagle: HeadOptions = HeadOptions()
+    mtp: HeadOptions = HeadOptions()
     states: StatesOptions = StatesOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
@@ -153,6 +155,9 @@ class DraftPool(_Frozen):
             raise ValueError(f"states has options, but method {self.method} reads none of the target; leave them out")
         if self.draft_model.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
+        options = getattr(self, self.method, None)
+        if isinstance(options, HeadOptions) and options.quantization != "none" and self.resources.num_gpus:
+            raise ValueError(f"{self.method}.quantization {options.quantization} is for CPUs; leave it out")
         return self
 
 

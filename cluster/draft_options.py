@@ -86,6 +86,11 @@ class HeadOptions(_Options):
     """Of a method that drafts with a published head, which reads the target's hidden states."""
 
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="int8: the head's matrix products in 8 bits, on CPUs; only what is proposed changes, never an"
+        " answer",
+    )
 
 
 class StatesOptions(_Options):
@@ -112,12 +117,16 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "mlp_speculator": frozenset({"mlp_speculator"}),
         "dflash": frozenset({"dflash"}),
         "eagle": frozenset({"eagle"}),
+        "mtp": frozenset({"mtp"}),
     }
 )
 """By method: the sections whose options it has a use for."""
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 """The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
+
+STATE_READERS = HEADS | {"mtp"}
+"""The methods that read the target's hidden states; an MTP module lies in the target's own checkpoint."""
 
 TAKING_MODELS = frozenset({"draft_model", "lookup_first"}) | HEADS
 """The methods that load a checkpoint of their own."""

@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from actors.attention import AttentionBackend
 from actors.engine.memory import page_count
 from actors.engine.process import device_of
@@ -15,6 +13,7 @@ from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.eagle.eagle_loading import EagleHead, load_eagle, read_eagle_config
 from actors.methods.heads.eagle.eagle_runner import EagleRunner
 from actors.methods.heads.head_files import PICKLES
+from actors.methods.heads.head_products import head_products
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
@@ -23,6 +22,7 @@ from actors.methods.model.state_feed import FedStates
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
+from cluster.draft_options import HeadOptions
 from protos.states import StatesNeeded
 
 log = logging.getLogger(__name__)
@@ -37,13 +37,24 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where the head that `draft.model` names does not fit the target, or the device."""
     device = device_of(draft.resources)
-    dtype: torch.dtype = getattr(torch, setup.dtype)
-    target = local_folder(setup.target)
-    head = load_eagle(_folder(draft), target, dtype, device, proposable=setup.target_tokens.keys())
+    products = head_products(draft.eagle, setup.dtype, device)
+    head = load_eagle(
+        _folder(draft),
+        local_folder(setup.target),
+        products.dtype,
+        device,
+        proposable=setup.target_tokens.keys(),
+        product=products.product,
+    )
+    return deployed(head, draft, draft.eagle, setup)
+
+
+def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: DraftSetup) -> DecodedStates:
+    """The method around a head, with a cache as large as the configuration has it; logs how it was understood."""
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
-    pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, device)
-    limits = DraftingLimits(draft.eagle.draft_probs_top_k)
+    pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, head.device)
+    limits = DraftingLimits(options.draft_probs_top_k)
     return decoded(eagle_draft_model(head, pages, page_size, limits, setup.max_draft_tokens), setup.states)
 
 

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from actors.methods.setup import DraftSetup
-from cluster.config import STATE_READERS, DraftPool
+from cluster.config import DraftPool
+from cluster.draft_options import STATE_READERS
 from cluster.drafting.method import DraftingMethod
 from protos.states import StateDtype, StatesFormat, StatesNeeded
 
@@ -36,6 +37,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "mlp_speculator": "actors.methods.heads.last_state.mlp_speculator",
         "dflash": "actors.methods.heads.dflash.dflash_loading",
         "eagle": "actors.methods.eagle_drafting",
+        "mtp": "actors.methods.mtp_drafting",
     }
 )
 

@@ -111,6 +111,10 @@ class BlockDraft:
         """Whether there is nothing to add."""
         return self.is_cut or len(self.drafted) == self.max_tokens
 
+    def is_further(self, place: int) -> bool:
+        """Whether the token so many places on is predicted after another one, without a forward in between."""
+        return self.is_guessed or (place > 0 and not self.is_root)
+
     @property
     def is_done(self) -> bool:
         """Whether another forward would bring nothing better either."""

@@ -85,6 +85,10 @@ class SessionTexts:
     def __contains__(self, session: str) -> bool:
         return session in self._all
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._all
+
     def __getitem__(self, session: str) -> SessionText:
         return self._all[session]
 

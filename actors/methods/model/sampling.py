@@ -51,7 +51,7 @@ class DraftSampler:
         together: list[_Place] = []
         for draft, logits, hidden in read:
             places = [
-                _Place(draft, row, state, draft.position + place, draft.is_guessed or (place > 0 and not draft.is_root))
+                _Place(draft, row, state, draft.position + place, draft.is_further(place))
                 for place, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
             ]
             if draft.ratio:

@@ -7,101 +7,84 @@ from torch import Tensor
 
 from actors.methods.heads.dflash.dflash_context import DFlashContext
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
+from actors.methods.heads.places_at_once import fill_places
+from actors.methods.heads.predicted_drafting import PredictedDraft
 from actors.methods.model.sampling import DraftSampler
-from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.candidates.tree_growth import limbs_by_depth
-from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
-from cluster.drafting.session_texts import SessionTexts
-from protos.messages import DraftRequest, Open, Shape
 from protos.states import StatesNeeded
 
 
-class DFlashDrafting:
-    """The method. A session of which a state is missing gets nothing."""
-
-    shapes = frozenset(Shape)
+class DFlashPredictor:
+    """A `StatePredictor`: blocks ahead of a verdict are what further places of the block before them say."""
 
     def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler) -> None:
         self._decoder = decoder
         self._sampler = sampler
-        self._texts = SessionTexts()
         self._contexts: dict[str, DFlashContext] = {}
+        self._blocks: dict[str, tuple[int, Tensor]] = {}  # the latest: hash of the text before, and (places, hidden)
 
     @property
-    def tokens_per_forward(self) -> int:
+    def width(self) -> int:
         return self._decoder.config.block_size - 1
 
     @property
     def needs(self) -> StatesNeeded:
         return self._decoder.config.needs
 
-    # ------------------------------------------------------------ sessions
+    def reach(self, depth: int) -> int:
+        """The context of a block is of the target's states alone, so that after its last place it waits for those."""
+        return max(0, self.width - depth)
 
-    def open(self, request: Open) -> None:
-        self._texts.open(request)
-        self._contexts[request.session] = DFlashContext()
+    # ------------------------------------------------------------ states
 
-    def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
-        self._sampler.decided(session, self._texts[session].tokens)
+    def open(self, session: str) -> None:
+        self._contexts[session] = DFlashContext()
+        self._blocks.pop(session, None)
 
-    @torch.inference_mode()
-    def states(self, session: str, first: int, rows: Tensor) -> None:
-        """The target's states of positions from `first` on, in any order and more than once.
-
-        Rows are as wide as `needs` says, or as the head is where they were projected at the source (rows, hidden).
-        Those of a session that is not open are ignored.
-        """
+    def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
+        """Rows are as wide as `needs` says, or as the head is where they were projected at the source."""
         config = self._decoder.config
         assert rows.shape[-1] in (config.needs.width, config.hidden), "rows are as wide as was asked for"
-        if session not in self._texts:
-            return
         like = self._decoder.like
         rows = rows.to(like.device, like.dtype)
         is_raw = rows.shape[-1] == config.needs.width
         self._contexts[session].put(first, self._decoder.project(rows) if is_raw else rows.clone())
 
-    def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
-        for name in sessions:
-            self._contexts.pop(name, None)
-            self._sampler.close(name)
+    def decided(self, session: str, length: int) -> None:
+        """Its context is read when the next block is drafted."""
+
+    def close(self, session: str) -> None:
+        self._contexts.pop(session, None)
+        self._blocks.pop(session, None)
+
+    def is_ready(self, session: str, length: int) -> bool:
+        return self._contexts[session].has(length - 1)
 
     # ------------------------------------------------------------ blocks
 
-    @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        drafts = [self._begin(request) for request in requests]
-        ready = [draft for draft in drafts if self._contexts[draft.request.session].has(draft.request.base_len - 1)]
-        if ready:
-            self._fill(ready)
-        return [draft.proposal() for draft in drafts]
+    def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        fill_places(drafts, self.width, self._foresee, self._sampler, interrupted)
 
-    def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
-    ) -> list[Proposal]:
-        """The states that the next block comes after are being computed, so nothing can be drafted ahead."""
-        return nothing_ahead(requests)
+    def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> Sequence[Tensor]:
+        self._draft_blocks([draft for draft in drafts if self._known(draft) is None])
+        hidden = [
+            known[:count]
+            for draft, count in zip(drafts, places, strict=True)
+            if (known := self._known(draft)) is not None
+        ]
+        return torch.split(self._decoder.logits(torch.cat(hidden)), list(places))
 
-    def _begin(self, request: DraftRequest) -> BlockDraft:
-        return BlockDraft(
-            request=request,
-            text=self._texts[request.session],
-            base_hash=request.prefix_hash,
-            max_tokens=min(request.max_tokens, self.tokens_per_forward),
-        )
-
-    def _fill(self, drafts: Sequence[BlockDraft]) -> None:
+    def _draft_blocks(self, drafts: Sequence[PredictedDraft]) -> None:
         """Blocks are computed whole, however few of their tokens are asked for: masks see one another."""
-        contexts = [self._contexts[draft.request.session] for draft in drafts]
+        if not drafts:
+            return
+        sessions = [draft.request.session for draft in drafts]
+        contexts = [self._contexts[session] for session in sessions]
         anchors = [draft.text.tokens[-1] for draft in drafts]
         starts = [draft.request.base_len - 1 for draft in drafts]
-        hidden = self._decoder.hidden(contexts, anchors, starts)
-        counts = [draft.max_tokens for draft in drafts]
-        wanted = [row[1 : 1 + count] for row, count in zip(hidden, counts, strict=True)]
-        logits = torch.split(self._decoder.logits(torch.cat(wanted)), counts)
-        self._sampler.extend([(draft, rows, None) for draft, rows in zip(drafts, logits, strict=True)])
-        for draft in drafts:
-            if draft.takes_trees:
-                draft.grown = limbs_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
+        for draft, hidden in zip(drafts, self._decoder.hidden(contexts, anchors, starts), strict=True):
+            self._blocks[draft.request.session] = (draft.base_hash, hidden[1:])
+
+    def _known(self, draft: PredictedDraft) -> Tensor | None:
+        """The latest block, (places, hidden), if it comes after the same text."""
+        base_hash, hidden = self._blocks.get(draft.request.session, (None, None))
+        return hidden if base_hash == draft.base_hash else None

@@ -11,10 +11,12 @@ from actors.engine.process import device_of
 from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.dflash.dflash_config import resolve_dflash
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
-from actors.methods.heads.dflash.dflash_drafting import DFlashDrafting
+from actors.methods.heads.dflash.dflash_drafting import DFlashPredictor
 from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader
 from actors.methods.heads.head_files import PICKLES, read_head
+from actors.methods.heads.head_products import head_products
 from actors.methods.heads.head_rope import rotary_of
+from actors.methods.heads.predicted_drafting import PredictedDrafting
 from actors.methods.heads.target_shape import target_shape
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.limits import DraftingLimits
@@ -39,13 +41,14 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where the head that `draft.model` names does not fit the target."""
     assert draft.model is not None, "a configuration whose method loads a head names it"
     device = device_of(draft.resources)
-    dtype: torch.dtype = getattr(torch, setup.dtype)
+    products = head_products(draft.dflash, setup.dtype, device)
     head = local_folder(draft.model, more=PICKLES)
-    decoder = load_dflash(head, local_folder(setup.target), dtype, device, setup.target_tokens.keys())
+    target = local_folder(setup.target)
+    decoder = load_dflash(head, target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())
-    return decoded(DFlashDrafting(decoder, sampler), setup.states)
+    return decoded(PredictedDrafting(DFlashPredictor(decoder, sampler), sampler), setup.states)
 
 
 def load_dflash(

@@ -16,6 +16,7 @@ class EagleKind(Enum):
 
     EAGLE = "EAGLE-1/2"  # a projection of embedding and state, which is the target's final one
     EAGLE3 = "EAGLE-3"  # embedding and state side by side
+    MTP = "multi-token prediction"  # as EAGLE-1, of embedding and state normed each by itself
 
 
 class FeatureNorm(Enum):
@@ -77,6 +78,7 @@ class EagleConfig:
     embedding: WeightSource
     lm_head: WeightSource
     mask_token: int | None  # of a head that predicts several tokens in one forward (P-EAGLE)
+    hides_first: bool = False  # the embedding at position 0
 
     def describe(self) -> list[str]:
         """One line a fact, for whoever wants to know how a head was understood."""

@@ -46,6 +46,8 @@ class EagleDecoder:
         ones of the target or earlier ones of the head."""
         weights = self._weights
         embedded = weights.embedding_norm(F.embedding(batch.tokens, weights.embedding))
+        if self._config.hides_first:
+            embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(-1), 0.0)
         rotation = rotation_of(self._rotary, embedded, batch.positions)
         first, *others = weights.layers
         inputs, residual = self._entry(embedded, states)
@@ -58,9 +60,9 @@ class EagleDecoder:
     def _entry(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer attends over, before its own norm, and its residual."""
         weights = self._weights
-        if self._config.kind is EagleKind.EAGLE:
+        if self._config.kind is not EagleKind.EAGLE3:
             assert weights.fc is not None, "a head of the first kind has a projection"
-            fused = weights.fc(torch.cat((embedded, states), dim=-1))
+            fused = weights.fc(torch.cat((embedded, weights.state_norm(states)), dim=-1))
             return fused, fused
         normed = weights.state_norm(states)
         residual = normed if self._config.norm_before_residual else states

@@ -13,7 +13,7 @@ from actors.methods.heads.eagle.eagle_decoder import EagleDecoder
 from actors.methods.heads.eagle.eagle_names import canonical
 from actors.methods.heads.eagle.eagle_resolution import resolve
 from actors.methods.heads.eagle.eagle_weights import WeightReader
-from actors.methods.heads.head_files import read_head
+from actors.methods.heads.head_files import HeadFiles, read_head
 from actors.methods.heads.head_rope import rotary_of
 from actors.methods.heads.target_shape import target_shape
 
@@ -56,6 +56,19 @@ def load_eagle(
     """
     files = canonical(read_head(folder))
     config = resolve(files, target_shape(target_folder), overrides)
+    return head_of(files, config, target_folder, dtype, device, proposable, product)
+
+
+def head_of(
+    files: HeadFiles,
+    config: EagleConfig,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int] | None,
+    product: Product,
+) -> EagleHead:
+    """Of tensors in names of `eagle_names`."""
     reader = WeightReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)

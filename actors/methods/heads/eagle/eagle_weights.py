@@ -28,7 +28,7 @@ class EagleWeights:
     embedding_norm: Norm
     feature_norms: tuple[Norm, ...]  # of equal parts of a row of the target's states; none
     fc: Projection | None
-    state_norm: Norm  # EAGLE-3: of the state that a step is fed
+    state_norm: Norm  # of the state that a step is fed, but for EAGLE-1
     layers: tuple[Layer, ...]
     norm: Norm | None  # after the last layer
     lm_head: Projection
@@ -59,7 +59,7 @@ class WeightReader:
             embedding_norm=self._norm("layers.0.input_layernorm" if is_eagle3 else "embed_layernorm", not is_eagle3),
             feature_norms=self._feature_norms(),
             fc=self._fc(),
-            state_norm=self._norm("layers.0.hidden_norm", True) if is_eagle3 else unchanged,
+            state_norm=self._norm("layers.0.hidden_norm" if is_eagle3 else "state_layernorm", True),
             layers=tuple(self._layer(index) for index in range(config.layers)),
             norm=self._output_norm(is_eagle3),
             lm_head=self._lm_head(embedding, columns),

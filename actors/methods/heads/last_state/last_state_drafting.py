@@ -9,23 +9,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.attention.batch import never
+from actors.methods.heads.last_state.last_rows import LastRows
+from actors.methods.heads.places_at_once import fill_places
+from actors.methods.heads.predicted_drafting import PredictedDraft
 from actors.methods.model.sampling import DraftSampler
 from actors.models.forward_output import ForwardOutput
-from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.candidates.tree_growth import Path, least_of, limbs_by_depth, worth_a_limb
-from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
-from cluster.drafting.session_texts import SessionTexts
-from protos.messages import DraftRequest, Open, Shape
+from cluster.drafting.candidates.tree_growth import Path, least_of, worth_a_limb
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
 
 LIMB_TOKENS = 2  # that a limb has, at most: what is further off is seldom among a block's likeliest
-MOST_ROWS = 512  # of a session, which may come before the verdicts that they belong to
 
 
-class LastStateHead(Protocol):
-    """Predicts some tokens after a state of the target."""
+class LastStateConfig(Protocol):
+    """What a head was understood to be."""
 
     @property
     def width(self) -> int:
@@ -33,141 +31,124 @@ class LastStateHead(Protocol):
         ...
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether what it predicts depends on the tokens taken before; otherwise on their number alone."""
-        ...
-
-    @property
     def needs(self) -> StatesNeeded: ...
 
+    @property
+    def recurs(self) -> bool:
+        """Whether it reads the tokens taken, and states of its own; otherwise it reads the target's state alone."""
+        ...
+
+    def reach(self, depth: int) -> int:
+        """Tokens that it predicts after `depth` further ones whose states are not there; 0: it has to wait for them."""
+        ...
+
+    def describe(self) -> list[str]:
+        """One line a fact."""
+        ...
+
+
+class LastStateHead(Protocol):
+    """Predicts some tokens after a state of the target."""
+
+    @property
+    def config(self) -> LastStateConfig: ...
+
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """What follows `tokens`, which come after as many as `depth` drafted ones or are the last decided ones.
+        """What follows `tokens`, which come after as many as `depth` others that the target's states do not tell of.
 
         Each was taken after one of the states, (rows, hidden): the target's, or what was returned before.
         """
         ...
 
 
-class LastRows:
-    """Of each session the target's states from its last decided token but one on, by position."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._rows: dict[str, dict[int, Tensor]] = {}
-
-    def keep(self, session: str, first: int, rows: Tensor, wanted: int) -> None:
-        """Rows of the positions from `first` on, (rows, width), as far as they are `wanted` ones or later."""
-        kept = self._rows.setdefault(session, {})
-        for position in range(max(first, wanted), first + len(rows)):
-            kept[position] = rows[position - first].to(self._device, self._dtype, copy=True)
-        for position in sorted(kept)[MOST_ROWS:]:
-            del kept[position]
-
-    def forget_before(self, session: str, wanted: int) -> None:
-        kept = self._rows.get(session, {})
-        for position in [position for position in kept if position < wanted]:
-            del kept[position]
-
-    def at(self, session: str, position: int) -> Tensor | None:
-        """(width,), if it has come."""
-        return self._rows.get(session, {}).get(position)
-
-    def close(self, session: str) -> None:
-        self._rows.pop(session, None)
-
-
-class LastStateDrafting:
-    """The method around such a head. A session whose state has not come gets nothing."""
-
-    shapes = frozenset(Shape)
+class LastStatePredictor:
+    """A `StatePredictor` around such a head."""
 
     def __init__(self, head: LastStateHead, sampler: DraftSampler, rows: LastRows) -> None:
         self._head = head
         self._sampler = sampler
         self._rows = rows
-        self._texts = SessionTexts()
 
     @property
-    def tokens_per_forward(self) -> int:
-        return self._head.width
+    def width(self) -> int:
+        return self._head.config.width
 
     @property
     def needs(self) -> StatesNeeded:
-        return self._head.needs
+        return self._head.config.needs
 
-    # ------------------------------------------------------------ sessions
+    def reach(self, depth: int) -> int:
+        return self._head.config.reach(depth)
 
-    def open(self, request: Open) -> None:
-        self._texts.open(request)
-        self._rows.close(request.session)
+    # ------------------------------------------------------------ states
 
-    def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
-        self._sampler.decided(session, self._texts[session].tokens)
-        self._rows.forget_before(session, self._position(session))
+    def open(self, session: str) -> None:
+        self._rows.close(session)
 
-    def states(self, session: str, first: int, rows: Tensor) -> None:
-        """The target's states of positions from `first` on, (rows, width): in any order, and more than once.
-
-        Those of a session that is not open are ignored.
-        """
+    def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
         assert rows.shape[-1] == self.needs.width, "rows are as wide as was asked for"
-        if session in self._texts:
-            self._rows.keep(session, first, rows, self._position(session))
+        self._rows.keep(session, first, rows, _position(length))
 
-    def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
-        for name in sessions:
-            self._rows.close(name)
-            self._sampler.close(name)
+    def decided(self, session: str, length: int) -> None:
+        self._rows.forget_before(session, _position(length))
 
-    def _position(self, session: str) -> int:
-        """Of the state that the last decided token was drawn from."""
-        return len(self._texts[session].tokens) - 2
+    def close(self, session: str) -> None:
+        self._rows.close(session)
+
+    def is_ready(self, session: str, length: int) -> bool:
+        return self._rows.at(session, _position(length)) is not None
+
+    def _state(self, draft: PredictedDraft) -> Tensor:
+        """Of the target, (hidden,), that the last decided token was drawn from."""
+        state = self._rows.at(draft.request.session, _position(draft.request.base_len))
+        assert state is not None, "it is asked for nothing before"
+        return state
 
     # ------------------------------------------------------------ blocks
 
-    @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        drafts = [self._begin(request) for request in requests]
-        ready = [draft for draft in drafts if draft.state is not None]
-        self._go_on(ready, self._head.width)
-        trees = [draft for draft in ready if draft.takes_trees and draft.drafted]
-        if self._head.reads_tokens:
-            self._go_on([limb for draft in trees for limb in self._branch_off(draft)], LIMB_TOKENS)
+    def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        if self._head.config.recurs:
+            self._recur(drafts, interrupted)
         else:
-            for draft in trees:
-                draft.grown = limbs_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
-        return [draft.proposal() for draft in drafts]
+            fill_places(drafts, self.width, self._foresee, self._sampler, interrupted)
 
-    def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
-    ) -> list[Proposal]:
-        """The state that the next token is drawn from is being computed, so nothing can be drafted after it."""
-        return nothing_ahead(requests)
+    def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> list[Tensor]:
+        """Place by place for all that want it: each is a head of its own."""
+        states = [self._state(draft) for draft in drafts]
+        found: list[list[Tensor]] = [[] for _ in drafts]
+        for depth in range(max(places)):
+            wanted = [index for index, count in enumerate(places) if count > depth]
+            tokens = [drafts[index].text.tokens[-1] for index in wanted]
+            output = self._head.predict_next(torch.stack([states[index] for index in wanted]), tokens, depth)
+            for index, logits in zip(wanted, output.logits, strict=True):
+                found[index].append(logits)
+        return [torch.stack(rows) for rows in found]
 
-    def _begin(self, request: DraftRequest) -> BlockDraft:
-        return BlockDraft(
-            request=request,
-            text=self._texts[request.session],
-            base_hash=request.prefix_hash,
-            max_tokens=request.max_tokens,
-            state=self._rows.at(request.session, self._position(request.session)),
-        )
+    def _recur(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        for draft in drafts:
+            if draft.state is None:  # else it comes after an outcome
+                draft.state = self._state(draft)
+        if not self._go_on(drafts, interrupted):
+            return
+        self._go_on([limb for draft in drafts for limb in self._branch_off(draft)], never)
+        for draft in drafts:
+            draft.end()
 
-    def _go_on(self, drafts: Sequence[BlockDraft], tokens: int) -> None:
-        """Up to so many further tokens for each, as far as the head reaches; those of one depth together."""
-        for _ in range(tokens):
-            by_depth: dict[int, list[BlockDraft]] = {}
+    def _go_on(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
+        """Chains to their ends, those of one depth together; whether it was not interrupted."""
+        while True:
+            by_depth: dict[int, list[PredictedDraft]] = {}
             for draft in drafts:
-                depth = len(draft.stem) + len(draft.drafted)
-                if not draft.is_complete and depth < self._head.width:
-                    by_depth.setdefault(depth, []).append(draft)
+                if not draft.is_complete and len(draft.drafted) < draft.longest:
+                    by_depth.setdefault(draft.depth, []).append(draft)
+            if not by_depth:
+                return True
+            if interrupted():
+                return False
             for depth, together in by_depth.items():
                 self._extend(together, depth)
 
-    def _extend(self, drafts: Sequence[BlockDraft], depth: int) -> None:
+    def _extend(self, drafts: Sequence[PredictedDraft], depth: int) -> None:
         states, taken = zip(*[_last(draft) for draft in drafts], strict=True)
         output = self._head.predict_next(torch.stack(states), taken, depth)
         assert output.hidden is not None, "such a head gives the states to go on from"
@@ -175,31 +156,41 @@ class LastStateDrafting:
             list(zip(drafts, torch.split(output.logits, 1), torch.split(output.hidden, 1), strict=True))
         )
 
-    def _branch_off(self, block: BlockDraft) -> list[BlockDraft]:
+    def _branch_off(self, block: PredictedDraft) -> list[PredictedDraft]:
         """Limbs from tokens beside its own."""
+        if not block.takes_trees or not block.drafted:
+            return []
         paths = block.paths
         least = max(block.least_chance, least_of(paths, block.max_tokens))
-        block.limbs += [
+        found = [
             self._limb(block, stem, chance)
             for stem, chance in worth_a_limb(paths, block.tokens, least)
-            if len(stem) < min(block.max_tokens, self._head.width)
+            if len(stem) < min(block.max_tokens, self.width)
         ]
-        return block.limbs
+        block.limbs += found
+        return found
 
-    def _limb(self, block: BlockDraft, stem: Path, chance: float) -> BlockDraft:
-        return BlockDraft(
+    def _limb(self, block: PredictedDraft, stem: Path, chance: float) -> PredictedDraft:
+        tokens = min(LIMB_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
+        return PredictedDraft(
             request=block.request,
             text=block.text,
             base_hash=hashes_after(block.base_hash, stem)[-1],
-            max_tokens=min(LIMB_TOKENS, block.max_tokens - len(stem)),
-            outcome=stem,
+            max_tokens=tokens,
+            outcome=(*block.outcome, *stem),
             chance=chance,
             stem=stem,
             state=block.drafted[len(stem) - 1].state,
+            longest=tokens,
         )
 
 
-def _last(draft: BlockDraft) -> tuple[Tensor, int]:
+def _position(length: int) -> int:
+    """Of the state that the last of so many tokens was drawn from."""
+    return length - 2
+
+
+def _last(draft: PredictedDraft) -> tuple[Tensor, int]:
     """The last token so far, and the state that it was taken after."""
     state, token = draft.last
     assert isinstance(state, Tensor), "a draft begins with a state"

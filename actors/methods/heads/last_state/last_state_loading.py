@@ -8,9 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.compute.linear import Product
 from actors.engine.process import device_of
 from actors.methods.heads.head_files import PICKLES
-from actors.methods.heads.last_state.last_state_drafting import LastRows, LastStateDrafting, LastStateHead
+from actors.methods.heads.head_products import head_products
+from actors.methods.heads.last_state.last_rows import LastRows
+from actors.methods.heads.last_state.last_state_drafting import LastStateHead, LastStatePredictor
+from actors.methods.heads.predicted_drafting import PredictedDrafting
 from actors.methods.heads.target_shape import target_shape
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.limits import DraftingLimits
@@ -18,17 +22,10 @@ from actors.methods.model.sampling import DraftSampler
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
+from cluster.draft_options import HeadOptions
 from protos.states import StatesNeeded
 
 log = logging.getLogger(__name__)
-
-
-class HeadConfig(Protocol):
-    """What a head was understood to be."""
-
-    def describe(self) -> list[str]:
-        """One line a fact."""
-        ...
 
 
 class LoadedHead(LastStateHead, Protocol):
@@ -38,9 +35,6 @@ class LoadedHead(LastStateHead, Protocol):
     def token_ids(self) -> Tensor:
         """Of the target, by column of the logits, (columns,)."""
         ...
-
-    @property
-    def config(self) -> HeadConfig: ...
 
 
 class HeadLoader(Protocol):
@@ -53,6 +47,7 @@ class HeadLoader(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         proposable: Collection[int],
+        product: Product,
     ) -> LoadedHead: ...
 
 
@@ -62,14 +57,17 @@ def final_state(target: Path) -> StatesNeeded:
     return StatesNeeded((shape.layers,), shape.hidden)
 
 
-def last_state_drafting(load: HeadLoader, draft: DraftPool, setup: DraftSetup, top_k: int) -> LastStateDrafting:
-    """The head that `draft.model` names, drafting with as many entries of draft_probs; logs how it was understood."""
+def last_state_drafting(
+    load: HeadLoader, draft: DraftPool, setup: DraftSetup, options: HeadOptions
+) -> PredictedDrafting:
+    """The head that `draft.model` names, with the options of its method; logs how it was understood."""
     assert draft.model is not None, "a configuration whose method loads a head names it"
     device = device_of(draft.resources)
-    dtype: torch.dtype = getattr(torch, setup.dtype)
+    products = head_products(options, setup.dtype, device)
     target = local_folder(setup.target, with_weights=False)
-    head = load(local_folder(draft.model, more=PICKLES), target, dtype, device, setup.target_tokens.keys())
+    folder = local_folder(draft.model, more=PICKLES)
+    head = load(folder, target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(head.config.describe()))
     rows = target_shape(target).vocabulary
-    sampler = DraftSampler(head.token_ids, rows, DraftingLimits(top_k), Calibration())
-    return LastStateDrafting(head, sampler, LastRows(device, dtype))
+    sampler = DraftSampler(head.token_ids, rows, DraftingLimits(options.draft_probs_top_k), Calibration())
+    return PredictedDrafting(LastStatePredictor(head, sampler, LastRows(device, products.dtype)), sampler)

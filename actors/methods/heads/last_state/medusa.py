@@ -44,6 +44,18 @@ class MedusaConfig:
     vocabulary: int  # the target's
     needs: StatesNeeded
 
+    @property
+    def width(self) -> int:
+        return self.heads
+
+    @property
+    def recurs(self) -> bool:
+        return False
+
+    def reach(self, depth: int) -> int:
+        """There is a head for each of the next places and no state but the target's: after the last one it waits."""
+        return max(0, self.heads - depth)
+
     def describe(self) -> list[str]:
         """One line a fact, for whoever wants to know how heads were understood."""
         return [
@@ -64,20 +76,10 @@ class _Branch:
 class MedusaHeads:
     """A `LastStateHead`."""
 
-    reads_tokens = False
-
     def __init__(self, config: MedusaConfig, branches: Sequence[_Branch], token_ids: Tensor) -> None:
         self.config = config
         self.token_ids = token_ids  # (columns,) of the target, by column of the logits
         self._branches = branches
-
-    @property
-    def width(self) -> int:
-        return self.config.heads
-
-    @property
-    def needs(self) -> StatesNeeded:
-        return self.config.needs
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         """By the head of that depth; the states, (rows, hidden), stay the target's."""
@@ -95,7 +97,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where what `draft.model` names does not fit the target."""
-    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa.draft_probs_top_k), setup.states)
+    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa), setup.states)
 
 
 def load_medusa(

@@ -44,6 +44,18 @@ class MlpSpeculatorConfig:
     needs: StatesNeeded
 
     @property
+    def width(self) -> int:
+        return self.steps
+
+    @property
+    def recurs(self) -> bool:
+        return True
+
+    def reach(self, depth: int) -> int:
+        """It goes on from its own states, after its last step by that step again, where that takes such states."""
+        return self.steps if self.steps > 1 else max(0, 1 - depth)
+
+    @property
     def state_share(self) -> float:
         """What the earlier state counts for; after all steps, the target's counts for the half."""
         return float(0.5 ** (0.5 / self.steps))
@@ -78,25 +90,15 @@ class SpeculatorStep:
 class MlpSpeculator:
     """A `LastStateHead`."""
 
-    reads_tokens = True
-
     def __init__(self, config: MlpSpeculatorConfig, steps: Sequence[SpeculatorStep], token_ids: Tensor) -> None:
         self.config = config
         self.token_ids = token_ids  # (columns,) of the target, by column of the logits
         self._steps = steps
 
-    @property
-    def width(self) -> int:
-        return self.config.steps
-
-    @property
-    def needs(self) -> StatesNeeded:
-        return self.config.needs
-
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         """States are the target's, (rows, hidden), at depth 0, later (rows, inner)."""
         config = self.config
-        step = self._steps[depth]
+        step = self._steps[min(depth, config.steps - 1)]
         if depth == 0 and config.scales_input:
             states = _normed(states) / math.sqrt(2)
         taken = F.embedding(torch.tensor(tokens, device=states.device), step.embedding)
@@ -117,8 +119,8 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where what `draft.model` names does not fit the target."""
-    top_k = draft.mlp_speculator.draft_probs_top_k
-    return decoded(last_state_drafting(load_mlp_speculator, draft, setup, top_k), setup.states)
+    options = draft.mlp_speculator
+    return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup.states)
 
 
 def load_mlp_speculator(

@@ -15,7 +15,7 @@ from actors.methods.registry import MODULES, capture_spec, create_method, states
 from actors.methods.setup import DraftSetup
 from cluster import config
 from cluster.config import DraftPool
-from cluster.draft_options import HEADS, PromptLookupOptions, StatesOptions
+from cluster.draft_options import STATE_READERS, PromptLookupOptions, StatesOptions
 from protos.states import StateDtype, StatesFormat, StatesNeeded
 from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.cluster.samples import an_open
@@ -58,8 +58,8 @@ TARGET = Path("target")
 NAMED = DraftPool(method="prompt_lookup")
 
 
-@pytest.mark.parametrize("method", sorted(MODULES.keys() - HEADS))
-def test_methods_other_than_heads_read_nothing_of_the_target(method: str) -> None:
+@pytest.mark.parametrize("method", sorted(MODULES.keys() - STATE_READERS))
+def test_other_methods_read_nothing_of_the_target(method: str) -> None:
     draft = NAMED.model_copy(update={"method": method})
     assert states_needed(draft, TARGET) is None
     assert states_format(draft, TARGET) is None

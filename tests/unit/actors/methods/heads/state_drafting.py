@@ -31,9 +31,9 @@ class StateReading(DraftingMethod, Protocol):
     def states(self, session: str, first: int, rows: Tensor) -> None: ...
 
 
-def a_deployed_method(name: str, folder: Path) -> DecodedStates:
+def a_deployed_method(name: str, folder: Path, **changes: Any) -> DecodedStates:
     """Of the head in a folder, for the fixtures' target; it takes rows as they travel, in bfloat16."""
-    options: Any = {name: {"draft_probs_top_k": TOP_K}}
+    options: Any = {name: {"draft_probs_top_k": TOP_K} | changes}
     draft = DraftPool(method=name, model=str(folder), **options)  # type: ignore[arg-type]
     tokens = {token: str(token) for token in ALL_TOKENS}
     setup = DraftSetup("float32", 64, 16, tokens, str(TARGET), states_format(draft, TARGET))

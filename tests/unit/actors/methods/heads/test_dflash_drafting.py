@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.methods.heads.dflash.dflash_context import MOST_EARLY, DFlashContext
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape
 from protos.prefix import Prefix
@@ -92,7 +92,7 @@ def test_a_session_that_is_opened_again_begins_without_states(method: StateReadi
 
 
 def test_states_may_be_projected_at_their_source(method: StateReading) -> None:
-    rows = method._decoder.project(FEATURES)  # type: ignore[attr-defined]
+    rows = method._predictor._decoder.project(FEATURES)  # type: ignore[attr-defined]
     assert rows.shape == (12, 32)
     assert drafted(method, TOKENS, 0, rows, a_request(TOKENS)).tokens == BLOCK
 
@@ -137,10 +137,3 @@ def test_windows_see_what_they_would_if_all_were_computed_at_once(tmp_path: Path
         sliding.committed("s", TOKENS[length : length + 1])
     sliding.close(["s"])
     assert proposal == drafted(sliding, TOKENS, 0, FEATURES, a_request(TOKENS))
-
-
-def test_nothing_is_drafted_ahead_and_a_target_that_does_not_wait_is_told_so(method: StateReading) -> None:
-    prefix_hash = Prefix(KEY, TOKENS).hash
-    plain = AheadRequest("s", len(TOKENS), prefix_hash, 4, unverified=NO_TREE)
-    step = AheadRequest("t", len(TOKENS), prefix_hash, 4, unverified=DraftTree.chain((5,)))
-    assert method.draft_ahead([plain, step], lambda: False) == [Proposal("s", len(TOKENS), prefix_hash, NO_TREE)]

@@ -1,15 +1,20 @@
 """Each way in which published EAGLE heads differ, against a restatement in plain torch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.compute.kv_cache import FeedRow
 from actors.methods.eagle_drafting import eagle_draft_model
 from actors.methods.heads.eagle.eagle_config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
+from actors.methods.heads.eagle.eagle_runner import EagleRunner
 from actors.methods.model.limits import DraftingLimits
+from actors.models.forward_output import ForwardOutput
 from protos.prefix import Prefix
 from tests.unit.actors.methods.asking import Want, propose
 from tests.unit.actors.methods.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by
@@ -94,9 +99,17 @@ def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
 @pytest.mark.parametrize("mask_shape", [(1, 96), (1, 1, 96)])
 @pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
 def test_a_head_that_predicts_several_tokens_in_one_forward(
-    tmp_path: Path, key: str, mask_shape: tuple[int, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, mask_shape: tuple[int, ...]
 ) -> None:
     """P-EAGLE: after the text come mask tokens with the projection of mask_hidden, each a place for a token."""
+    fed: list[list[tuple[int, ...]]] = []  # by forward and row
+    forward = EagleRunner.forward
+
+    def counted(runner: EagleRunner, rows: Sequence[FeedRow], *others: Any) -> ForwardOutput:
+        fed.append([row.tokens for row in rows])
+        return forward(runner, rows, *others)
+
+    monkeypatch.setattr(EagleRunner, "forward", counted)
     variant = Variant(mask_shape=mask_shape, layers=2, feature_norm="fc_norm", config={key: 90})
     restated = RestatedEagle(variant)
     head = loaded(restated.save(tmp_path))
@@ -112,8 +125,11 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
         want = Want(an_open("s", sampling=GREEDY, tokens=(1,)), tokens, Prefix(KEY, tokens).hash, 3)
         method.open(replace(want.open, tokens=want.tokens))
         method.states("s", 0, raw[: length - 1])
+        fed.clear()
         (proposal,) = propose(method, [want])
         assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
+        assert len(fed) == 1, "all three tokens are of one forward"
+        assert fed[0][0][-2:] == (90, 90)
         propose(method, [replace(want, unverified=proposal.tree)])
     states = torch.cat([states[:-2], restated(torch.tensor(tokens[1:]), states[:-2])[1][-1:], mask, mask])
     tokens = (*tokens, 50)  # whose true state is late: what the text's last place predicted is fed, not what masks did

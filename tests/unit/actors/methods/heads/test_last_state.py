@@ -1,13 +1,11 @@
 """Drafting from one state of the target: which row is read, what becomes of it, and what comes of its absence."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from actors.methods.heads.last_state.last_state_drafting import MOST_ROWS, LastRows
+from actors.methods.heads.last_state.last_rows import MOST_ROWS, LastRows
 from actors.sampling.noise import Purpose, gumbel, gumbel_argmax, key
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape
 from protos.prefix import Prefix
@@ -134,7 +132,7 @@ def test_trees_of_a_recurrent_head_go_on_from_tokens_beside_the_trunk(speculator
     assert tree.depth <= 3
     off = [path for path in tree.paths if tree.tokens[path[0]] != tree.trunk[0] and len(path) == 2]
     assert off, "nothing follows a token beside the trunk"
-    head = speculator._head  # type: ignore[attr-defined]
+    head = speculator._predictor._head  # type: ignore[attr-defined]
     first = head.predict_next(rows, [tokens[-1]], 0)
     for path in off:
         beside, then = (tree.tokens[node] for node in path)
@@ -195,14 +193,3 @@ def test_sessions_of_one_pass_get_what_each_gets_alone(medusa: StateReading, spe
         assert method.draft(requests) == alone
         assert all(proposal.tokens for proposal in alone)
         method.close(list(kinds))
-
-
-def test_nothing_is_drafted_ahead_and_a_target_that_does_not_wait_is_told_so(medusa: StateReading) -> None:
-    medusa.open(an_open(tokens=TOKENS))
-    medusa.states("s", 0, MEDUSA["features"])
-    prefix_hash = Prefix(KEY, TOKENS).hash
-    step = AheadRequest("s", len(TOKENS), prefix_hash, 4, unverified=DraftTree.chain((5,)))
-    assert medusa.draft_ahead([step], lambda: False) == []
-    plain = replace(step, unverified=NO_TREE)
-    assert medusa.draft_ahead([plain], lambda: False) == [Proposal("s", len(TOKENS), prefix_hash, NO_TREE)]
-    medusa.close(["s"])

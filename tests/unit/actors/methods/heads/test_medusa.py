@@ -33,16 +33,18 @@ def loaded(folder: Path, proposable: Any = ALL_TOKENS, target: Path = TARGET) ->
 
 def logits(heads: MedusaHeads, states: Tensor = FEATURES) -> Tensor:
     """(heads, rows, columns)."""
-    return torch.stack([heads.predict_next(states, [0] * len(states), depth).logits for depth in range(heads.width)])
+    return torch.stack(
+        [heads.predict_next(states, [0] * len(states), depth).logits for depth in range(heads.config.width)]
+    )
 
 
 def test_the_heads_say_what_the_reference_says() -> None:
     """Its configuration says two heads, as published ones do whose files hold five."""
     heads = loaded(checkpoint("medusa"))
-    assert heads.width == 5
+    assert heads.config.width == 5
     assert off_by(logits(heads), CASE["medusa_logits_all"]) < TOLERANCE
     assert off_by(logits(heads)[:, -1], CASE["medusa_logits_last"]) < TOLERANCE
-    assert (heads.needs.layers, heads.needs.width) == ((8,), 32)
+    assert (heads.config.needs.layers, heads.config.needs.width) == ((8,), 32)
     assert heads.config.describe()[1] == "reads the target's state 8, its final one, 32 elements"
 
 

@@ -36,7 +36,7 @@ def chain(head: MlpSpeculator, feature: Tensor = CASE["features"]) -> tuple[Tens
     token = int(CASE["next_token"])
     logits = []
     tokens = []
-    for depth in range(head.width):
+    for depth in range(head.config.width):
         output = head.predict_next(state, [token], depth)
         assert output.hidden is not None
         state = output.hidden
@@ -51,7 +51,7 @@ def test_it_says_what_the_reference_says() -> None:
     logits, tokens = chain(head)
     assert off_by(logits, CASE["chain_logits"]) < TOLERANCE
     assert tokens == CASE["chain_tokens"].tolist()
-    assert (head.width, head.needs.layers, head.needs.width) == (3, (8,), 32)
+    assert (head.config.width, head.config.needs.layers, head.config.needs.width) == (3, (8,), 32)
     assert head.config.describe()[0] == "MLPSpeculator of 3 steps with weights of their own, 24 wide"
 
 

@@ -1,0 +1,1 @@
+"""Multi-token prediction modules, which come with a target in its own checkpoint."""

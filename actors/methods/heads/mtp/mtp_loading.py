@@ -1,0 +1,71 @@
+"""Loads a target's own multi-token prediction module as what it computes like: an EAGLE head with two more norms.
+
+(DeepSeek-V3: arXiv 2412.19437, section 2.2.) It is fed the embedding of a token and the target's final state before it,
+each normed by itself, and one decoder layer, a norm and the target's LM head make of them what comes next. What comes
+after is predicted with its own normed output in the place of the target's state.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from actors.compute.linear import Product, projection
+from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleKind
+from actors.methods.heads.eagle.eagle_loading import AS_CONFIGURED, EagleHead, head_of
+from actors.methods.heads.eagle.eagle_resolution import resolve
+from actors.methods.heads.head_files import HeadFiles
+from actors.methods.heads.mtp.mtp_names import MtpLayout, check_layer, layout_in
+from actors.methods.heads.target_shape import target_shape
+from actors.models.weights import read_tensors, stored_tensors
+from cluster.errors import ModelError
+from protos.states import StatesNeeded
+
+
+def mtp_states(target: Path) -> StatesNeeded:
+    """What the module of the target in this folder reads: its final state, after the last norm."""
+    shape = target_shape(target)
+    return StatesNeeded((shape.layers,), shape.hidden)
+
+
+def load_mtp(
+    target: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> EagleHead:
+    """The first module of the target in this folder; of the target no tensor is read but those that it shares.
+
+    Raises ModelError where there is none, or none that is supported.
+    """
+    shape = target_shape(target)
+    layout = layout_in(stored_tensors(target), shape.layers, str(target))
+    files = _files(target, layout)
+    check_layer(files.tensors, str(target))
+    return head_of(files, _config(files, layout), target, dtype, device, proposable, product)
+
+
+def _config(files: HeadFiles, layout: MtpLayout) -> EagleConfig:
+    window = files.config.get("sliding_window")
+    if window and files.config.get("use_sliding_window", True):
+        raise ModelError(f"the target in {files.folder} attends to a window of {window}, which is not supported in MTP")
+    config = resolve(files, target_shape(files.folder), AS_CONFIGURED)
+    return replace(config, kind=EagleKind.MTP, hides_first=layout.hides_first)
+
+
+def _files(target: Path, layout: MtpLayout) -> HeadFiles:
+    """The module's tensors under an EAGLE head's names, and the target's configuration for one layer."""
+    stored = {name: place for name, place in stored_tensors(target).items() if name.startswith(layout.prefix)}
+    tensors: dict[str, Tensor] = {}
+    for path in sorted({place.path for place in stored.values()}):
+        names = [name for name, place in stored.items() if place.path == path]
+        tensors |= {layout.own_name(name): tensor for name, tensor in read_tensors(path, names).items()}
+    if layout.state_first:
+        state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
+        tensors["fc.weight"] = torch.cat((embedding, state), dim=-1)
+    config = AutoConfig.from_pretrained(target).get_text_config().to_dict()
+    return HeadFiles(target, config | {"num_hidden_layers": 1, "layer_types": None, "norm_output": True}, tensors)

@@ -1,0 +1,107 @@
+"""Where a checkpoint keeps its multi-token prediction module, and under which names.
+
+The layouts differ in names, in the order in which embedding and state go side by side, and in whether the embedding at
+position 0 is hidden: the module was trained without it (vLLM's deepseek_mtp.py and mimo_mtp.py).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cluster.errors import ModelError
+
+LAYER = re.compile(
+    r"layers\.0\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
+    r"|mlp\.(gate|up|down)_proj)\.(weight|bias)"
+)
+"""Tensors of a decoder layer of the Llama kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """Names of the tensors beside the decoder layer's, by those of EAGLE heads; all begin with `prefix`."""
+
+    name: str
+    prefix: str
+    fc: str
+    embedding_norm: str
+    state_norm: str
+    last_norm: str
+    layer: str = ""  # what the decoder layer's names begin with
+    lm_head: str = ""
+    state_first: bool = False  # beside the embedding
+    hides_first: bool = False  # the embedding at position 0
+
+    def own_name(self, stored: str) -> str:
+        """Of a tensor as EAGLE heads have it."""
+        name = stored.removeprefix(self.prefix)
+        module, _, kind = name.rpartition(".")
+        known = {
+            self.fc: "fc",
+            self.embedding_norm: "embed_layernorm",
+            self.state_norm: "state_layernorm",
+            self.last_norm: "lm_head_layernorm",
+            self.lm_head: "lm_head",
+            "embed_tokens": "embed_tokens",
+        }
+        return f"{known[module]}.{kind}" if module in known else f"layers.0.{name.removeprefix(self.layer)}"
+
+
+def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
+    """Those that are known, for a target with so many layers."""
+    deepseek = MtpLayout(
+        name="DeepSeek's",
+        prefix=f"model.layers.{layers}.",
+        fc="eh_proj",
+        embedding_norm="enorm",
+        state_norm="hnorm",
+        last_norm="shared_head.norm",
+        lm_head="shared_head.head",
+        hides_first=True,
+    )
+    mimo = MtpLayout(
+        name="MiMo's",
+        prefix="model.mtp_layers.0.",
+        fc="input_proj",
+        embedding_norm="token_layernorm",
+        state_norm="hidden_layernorm",
+        last_norm="final_layernorm",
+        state_first=True,
+        hides_first=True,
+    )
+    qwen = MtpLayout(
+        name="Qwen's",
+        prefix="mtp.",
+        fc="fc",
+        embedding_norm="pre_fc_norm_embedding",
+        state_norm="pre_fc_norm_hidden",
+        last_norm="norm",
+        layer="layers.0.",
+    )
+    return deepseek, mimo, qwen
+
+
+def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
+    """The layout of a checkpoint with these tensors. Raises ModelError where it is none that is known."""
+    names = set(stored)
+    for layout in layouts_of(layers):
+        if f"{layout.prefix}{layout.fc}.weight" in names:
+            return layout
+    looked_for = ", ".join(f"{layout.prefix}{layout.fc}.weight" for layout in layouts_of(layers))
+    raise ModelError(
+        f"{where} holds no multi-token prediction module that is known here: none of {looked_for}; use a target that"
+        " comes with one, or another drafting method"
+    )
+
+
+def check_layer(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raises ModelError unless the decoder layer is of the Llama kind."""
+    others = sorted(name for name in tensors if name.startswith("layers.") and not LAYER.fullmatch(name))
+    if others:
+        shown = ", ".join(name.removeprefix("layers.0.") for name in others[:4])
+        raise ModelError(
+            f"the multi-token prediction module in {where} has a decoder layer with {shown}, expected queries, keys,"
+            " values and a gated MLP, as Llama and Qwen have; experts and latent attention are not supported"
+        )

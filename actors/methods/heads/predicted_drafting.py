@@ -1,0 +1,224 @@
+"""Drafting with a head that predicts several tokens from the target's states: blocks that are wanted, and ahead.
+
+While tokens are verified, the target's states of them are not there yet, so blocks ahead of a verdict go on from what
+the head itself made of the text before; how far that goes is the head's to say (`StatePredictor.reach`). With the
+verdict come the true states: from then on blocks begin with those, and the block under verification is read anew.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.methods.model.sampling import DraftSampler
+from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
+from cluster.drafting.block_draft import BlockDraft, DraftedToken
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
+from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.timing.forward_time import ForwardTime
+from protos.messages import DraftRequest, Open, Shape
+from protos.prefix import hashes_after
+from protos.states import StatesNeeded
+
+SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
+UNKNOWN = DraftedToken(0, Choices((), ()), 0.0)  # a place of which the head can say nothing
+
+
+@dataclass(kw_only=True, eq=False)
+class PredictedDraft(BlockDraft):
+    """Its chain has at most `longest` tokens; a tree may have more of them, up to `max_tokens`."""
+
+    longest: int
+    logits: Tensor | None = None  # (places, columns) after the request's text, of a head that predicts places at once
+
+    @property
+    def depth(self) -> int:
+        """Tokens so far that the target's states do not tell of."""
+        return len(self.outcome) + len(self.drafted)
+
+    def is_further(self, place: int) -> bool:
+        return self.depth + place > 0
+
+    def end(self) -> None:
+        """The head has said what it can: of the other places of a root, nothing."""
+        if self.is_root:
+            self.drafted += [UNKNOWN] * (self.max_tokens - len(self.drafted))
+        self.settle()
+        self.is_cut = True
+
+
+class StatePredictor(Protocol):
+    """A head and what it keeps of each session's states. Sessions that it is told of are open."""
+
+    @property
+    def width(self) -> int:
+        """Tokens that it predicts after a text whose states are there."""
+        ...
+
+    @property
+    def needs(self) -> StatesNeeded: ...
+
+    def reach(self, depth: int) -> int:
+        """Tokens that it predicts after `depth` further ones whose states are not there; 0: it has to wait for them."""
+        ...
+
+    def open(self, session: str) -> None: ...
+
+    def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
+        """The target's states from position `first` on, (n, width), in any order, of a session with so many tokens."""
+        ...
+
+    def decided(self, session: str, length: int) -> None:
+        """The session's text has so many tokens now."""
+        ...
+
+    def close(self, session: str) -> None:
+        """Forgets a session; an unknown one is ignored."""
+        ...
+
+    def is_ready(self, session: str, length: int) -> bool:
+        """Whether the states are there of all of so many tokens but the last, as far as it reads them."""
+        ...
+
+    def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        """Drafts what it can of each, and ends it; an interruption leaves those as they are then."""
+        ...
+
+
+class PredictedDrafting:
+    """The method. A session whose states have not come gets nothing."""
+
+    shapes = frozenset(Shape)
+    outcomes = OUTCOMES
+
+    def __init__(
+        self, predictor: StatePredictor, sampler: DraftSampler, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._predictor = predictor
+        self._sampler = sampler
+        self._clock = clock
+        self._ahead_time = ForwardTime()
+        self._texts = SessionTexts()
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._predictor.width
+
+    @property
+    def needs(self) -> StatesNeeded:
+        return self._predictor.needs
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        self._predictor.open(request.session)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
+        text = self._texts[session].tokens
+        self._sampler.decided(session, text)
+        self._predictor.decided(session, len(text))
+
+    @torch.inference_mode()
+    def states(self, session: str, first: int, rows: Tensor) -> None:
+        """The target's states of positions from `first` on, (n, width): in any order, and more than once.
+
+        Those of a session that is not open are ignored.
+        """
+        if session in self._texts:
+            self._predictor.states(session, first, rows, len(self._texts[session].tokens))
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
+        for name in sessions:
+            self._predictor.close(name)
+            self._sampler.close(name)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is kept of any session."""
+        return self._texts.is_empty
+
+    # ------------------------------------------------------------ blocks
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        drafts = [self._block(request) for request in requests]
+        self._predictor.fill([draft for draft in drafts if self._is_ready(draft.request)], never)
+        return [draft.proposal() for draft in drafts]
+
+    @torch.inference_mode()
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        """A target that goes on without a block is told where there is none."""
+        ready = [request for request in requests if self._is_ready(request)]
+        drafts: list[PredictedDraft] = draft_ahead(self, ready, self._ahead_time, self._clock, interrupted, early)
+        found = proposals(drafts)
+        served = {proposal.session for proposal in found}
+        return found + nothing_ahead([request for request in requests if request.session not in served])
+
+    def _is_ready(self, request: DraftRequest | AheadRequest) -> bool:
+        return self._predictor.is_ready(request.session, request.base_len)
+
+    def _block(self, request: DraftRequest) -> PredictedDraft:
+        return PredictedDraft(
+            request=request,
+            text=self._texts[request.session],
+            base_hash=request.prefix_hash,
+            max_tokens=request.max_tokens,
+            longest=min(request.max_tokens, self._predictor.reach(0)),
+        )
+
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, request: AheadRequest) -> list[PredictedDraft]:
+        """The trunk under verification, which is read from the true states before it, and tokens beside it."""
+        main = self._root(request, request.unverified.trunk)
+        beside = request.unverified.off_trunk[:SIBLINGS_READ]
+        return [main, *[self._root(request, path, main) for path in beside]]
+
+    def _root(self, request: AheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:
+        return PredictedDraft(
+            request=request,
+            text=self._texts[request.session],
+            base_hash=request.prefix_hash,
+            max_tokens=len(path) + 1,
+            unverified=path,
+            tells_all=main is None,
+            main=main,
+            chance=1.0 if main is None else SIBLING_FIRST,
+            longest=sum(self._predictor.reach(depth) > 0 for depth in range(len(path) + 1)),
+        )
+
+    def fork(
+        self, root: PredictedDraft, outcome: tuple[int, ...], chance: float, max_tokens: int
+    ) -> PredictedDraft | None:
+        longest = min(max_tokens, self._predictor.reach(len(outcome)))
+        if not longest:
+            return None
+        return PredictedDraft(
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+            state=root.drafted[len(outcome) - 1].state,
+            longest=longest,
+            logits=root.logits,
+        )
+
+    def preview(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        """A forward of the head is as quick as any preview."""
+
+    def extend(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> list[PredictedDraft]:
+        self._predictor.fill(drafts, interrupted)
+        return [draft for draft in drafts if draft.is_cut]

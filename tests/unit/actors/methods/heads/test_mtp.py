@@ -1,0 +1,281 @@
+"""MTP modules against the equations of DeepSeek-V3's report, section 2.2, in every layout that is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actors.methods.heads.mtp.mtp_loading import load_mtp
+from actors.methods.registry import create_method, states_needed
+from actors.methods.setup import DraftSetup
+from actors.models import weights
+from cluster.config import DraftPool
+from cluster.drafting.requests import AheadRequest
+from cluster.errors import ModelError
+from protos.draft_tree import DraftTree
+from protos.prefix import Prefix
+from protos.states import StateDtype, StatesFormat
+from tests.unit.actors.methods.heads.eagle_fixtures import CPU, Drive, off_by
+from tests.unit.actors.methods.heads.state_drafting import a_request
+from tests.unit.cluster.samples import KEY, an_open
+
+HIDDEN = 32
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 8
+WIDE = 40
+VOCABULARY = 96
+LAYERS = 3  # of the target
+EPS = 1e-5
+BASE = 10000.0
+TOLERANCE = 1e-5
+TEXT = (5, 17, 3, 3, 60, 41, 9, 88, 2)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": EPS,
+    "rope_theta": BASE,
+    "tie_word_embeddings": False,
+}
+
+Tensors = dict[str, Tensor]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed)) * shape[-1] ** -0.5
+
+
+def norm_weight(seed: int, size: int = HIDDEN) -> Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def module() -> Tensors:
+    """By the report's symbols: M, and the three norms; TRM's own names."""
+    layer = {
+        "input_layernorm": norm_weight(4),
+        "self_attn.q_proj": drawn(HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj": drawn(KV_HEADS * HEAD_DIM, HIDDEN, seed=1),
+        "self_attn.v_proj": drawn(KV_HEADS * HEAD_DIM, HIDDEN, seed=2),
+        "self_attn.o_proj": drawn(HIDDEN, HEADS * HEAD_DIM, seed=3),
+        "self_attn.q_norm": norm_weight(5, HEAD_DIM),
+        "self_attn.k_norm": norm_weight(6, HEAD_DIM),
+        "post_attention_layernorm": norm_weight(7),
+        "mlp.gate_proj": drawn(WIDE, HIDDEN),
+        "mlp.up_proj": drawn(WIDE, HIDDEN, seed=1),
+        "mlp.down_proj": drawn(HIDDEN, WIDE),
+    }
+    return layer | {
+        "M": drawn(HIDDEN, 2 * HIDDEN),
+        "norm of h": norm_weight(1),
+        "norm of Emb": norm_weight(2),
+        "last norm": norm_weight(3),
+    }
+
+
+EMB = 3 * drawn(VOCABULARY, HIDDEN)
+OUT_HEAD = 5 * drawn(VOCABULARY, HIDDEN, seed=1)
+SHARED = {"model.embed_tokens.weight": EMB, "lm_head.weight": OUT_HEAD}
+
+
+class Equations:
+    """Equations 21 to 23, of depth 1: h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))], TRM over them, OutHead.
+
+    `hides_first` is what released modules were trained with: no embedding at the first position. The state that is fed
+    for further tokens is TRM's output after the norm that OutHead begins with.
+    """
+
+    def __init__(self, hides_first: bool) -> None:
+        self.t = module()
+        self._hides_first = hides_first
+
+    def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and states, of tokens t_1, ... and the states h_0, ... before them."""
+        embedded = EMB[tokens]
+        if self._hides_first:
+            embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
+        mixed = torch.cat((self._normed(states, "norm of h"), self._normed(embedded, "norm of Emb")), dim=-1)
+        normed = self._normed(self._trm(mixed @ self.t["M"].T), "last norm")
+        return normed @ OUT_HEAD.T, normed
+
+    def chain(self, text: tuple[int, ...], states: Tensor, count: int) -> tuple[int, ...]:
+        tokens = list(text)
+        for _ in range(count):
+            logits, own = self(torch.tensor(tokens[1:]), states)
+            tokens.append(int(logits[-1].argmax()))
+            states = torch.cat((states, own[-1:]))
+        return tuple(tokens[len(text) :])
+
+    def _trm(self, x: Tensor) -> Tensor:
+        normed = self._normed(x, "input_layernorm")
+        q, k, v = ((normed @ self.t[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
+        q = self._turned(self._normed(q, "self_attn.q_norm"))
+        k = self._turned(self._normed(k, "self_attn.k_norm")).repeat_interleave(HEADS // KV_HEADS, dim=1)
+        v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+        x = x + attended @ self.t["self_attn.o_proj"].T
+        normed = self._normed(x, "post_attention_layernorm")
+        gated = F.silu(normed @ self.t["mlp.gate_proj"].T) * (normed @ self.t["mlp.up_proj"].T)
+        return x + gated @ self.t["mlp.down_proj"].T
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.t[name]
+
+    def _turned(self, x: Tensor) -> Tensor:
+        half = HEAD_DIM // 2
+        angles = torch.arange(len(x)).unsqueeze(1) * BASE ** (-torch.arange(half) / half)
+        cos = angles.cos().unsqueeze(1)
+        sin = angles.sin().unsqueeze(1)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def swapped(weight: Tensor) -> Tensor:
+    """M for the embedding first, as most checkpoints have it; the report has the state first."""
+    state, embedding = weight.chunk(2, dim=-1)
+    return torch.cat((embedding, state), dim=-1)
+
+
+def deepseek() -> Tensors:
+    names = {"norm of h": "hnorm", "norm of Emb": "enorm", "last norm": "shared_head.norm", "M": "eh_proj"}
+    found = module() | {"M": swapped(module()["M"])}
+    stored = {f"model.layers.{LAYERS}.{names.get(name, name)}.weight": tensor for name, tensor in found.items()}
+    copies = {"embed_tokens.weight": EMB, "shared_head.head.weight": OUT_HEAD}
+    return stored | {f"model.layers.{LAYERS}.{name}": tensor.clone() for name, tensor in copies.items()}
+
+
+def without_copies() -> Tensors:
+    """Embedding and LM head are the target's."""
+    return {name: t for name, t in deepseek().items() if "embed_tokens" not in name and "shared_head.head" not in name}
+
+
+def mimo() -> Tensors:
+    names = {
+        "norm of h": "hidden_layernorm",
+        "norm of Emb": "token_layernorm",
+        "last norm": "final_layernorm",
+        "M": "input_proj",
+    }
+    return {f"model.mtp_layers.0.{names.get(name, name)}.weight": tensor for name, tensor in module().items()}
+
+
+def qwen() -> Tensors:
+    names = {"norm of h": "pre_fc_norm_hidden", "norm of Emb": "pre_fc_norm_embedding", "last norm": "norm", "M": "fc"}
+    found = module() | {"M": swapped(module()["M"])}
+    return {f"mtp.{names.get(name, f'layers.0.{name}')}.weight": tensor for name, tensor in found.items()}
+
+
+LAYOUTS = {"deepseek": deepseek, "without copies": without_copies, "mimo": mimo, "qwen": qwen}
+
+
+def target_with(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    """Of the target itself there is what a module shares, and one tensor more."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    of_target = SHARED | {"model.layers.0.mlp.up_proj.weight": torch.zeros(WIDE, HIDDEN)}
+    kept = {name: tensor.clone().contiguous() for name, tensor in (of_target | tensors).items()}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def states_of(count: int) -> Tensor:
+    return 2 * torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_computes_the_equations(tmp_path: Path, layout: str) -> None:
+    """A text, and two further tokens that are fed its own states."""
+    equations = Equations(hides_first=layout != "qwen")
+    drive = Drive(load_mtp(target_with(tmp_path, LAYOUTS[layout]()), torch.float32, CPU, range(VOCABULARY)))
+    tokens = torch.tensor((*TEXT[1:], 31, 7))
+    states = states_of(len(TEXT) - 1)
+    length = len(states)
+    found = drive.feed(tokens[:length], states, 0)
+    for end in (length, length + 1, length + 2):
+        logits, own = equations(tokens[:end], states)
+        assert found.hidden is not None
+        assert off_by(found.logits[-1], logits[-1]) < TOLERANCE
+        assert off_by(found.hidden[-1], own[-1]) < TOLERANCE
+        states = torch.cat((states, own[-1:]))
+        if end < length + 2:
+            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "qwen"])
+def test_another_first_embedding_would_be_noticed(tmp_path: Path, layout: str) -> None:
+    drive = Drive(load_mtp(target_with(tmp_path, LAYOUTS[layout]()), torch.float32, CPU, range(VOCABULARY)))
+    tokens = torch.tensor(TEXT[1:])
+    logits, _ = Equations(hides_first=layout == "qwen")(tokens, states_of(len(tokens)))
+    assert off_by(drive.feed(tokens, states_of(len(tokens)), 0).logits, logits) > 0.01
+
+
+def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path) -> None:
+    """From the target's final state, and from its own where that has not come."""
+    folder = target_with(tmp_path, deepseek())
+    draft = DraftPool(method="mtp")
+    needs = states_needed(draft, folder)
+    assert needs is not None
+    assert (needs.layers, needs.width) == ((LAYERS,), HIDDEN)
+    tokens = {token: str(token) for token in range(VOCABULARY)}
+    layout = StatesFormat(HIDDEN, StateDtype.BFLOAT16)
+    method: Any = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))
+    method.open(an_open(tokens=TEXT))
+    method._method.states("s", 0, states_of(len(TEXT) - 1))
+    expected = Equations(hides_first=True).chain(TEXT, states_of(len(TEXT) - 1), 5)
+    (proposal,) = method.draft([a_request(TEXT, 3)])
+    assert proposal.tokens == expected[:3]
+    request = AheadRequest("s", len(TEXT), Prefix(KEY, TEXT).hash, 3, DraftTree.chain(expected[:1]))
+    found = {each.outcome: each.tokens for each in method.draft_ahead([request], lambda: False)}
+    assert found[expected[:2]] == expected[2:5]
+
+
+def test_of_the_target_only_what_it_shares_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    usual = weights.read_tensors
+
+    def spied(path: Path, names: list[str]) -> Tensors:
+        read.extend(names)
+        return usual(path, names)
+
+    monkeypatch.setattr("actors.methods.heads.mtp.mtp_loading.read_tensors", spied)
+    monkeypatch.setattr("actors.methods.heads.head_files.read_tensors", spied)
+    load_mtp(target_with(tmp_path, mimo()), torch.float32, CPU, range(VOCABULARY))
+    assert set(read) == {*mimo(), *SHARED}
+
+
+def added(name: str) -> Tensors:
+    return deepseek() | {f"model.layers.{LAYERS}.{name}.weight": torch.zeros(4, 4)}
+
+
+def gated() -> Tensors:
+    return qwen() | {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(2 * HEADS * HEAD_DIM, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "named"),
+    [
+        ({}, {}, "holds no multi-token prediction module that is known here"),
+        (added("mlp.experts.0.up_proj"), {}, r"decoder layer with mlp\.experts\.0\.up_proj\.weight, expected"),
+        (added("self_attn.kv_a_proj_with_mqa"), {}, "latent attention are not supported"),
+        (gated(), {}, r"q_proj\.weight in .* has shape \(64, 32\), expected \(32, 32\)"),
+        (deepseek(), {"use_sliding_window": True, "sliding_window": 8}, "attends to a window of 8"),
+        (deepseek(), {"attention_bias": True}, "has attention_bias, but no tensor"),
+    ],
+    ids=["none", "experts", "latent attention", "gated attention", "a window", "a bias"],
+)
+def test_what_is_not_supported_is_refused(tmp_path: Path, tensors: Tensors, config: Any, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        load_mtp(target_with(tmp_path, tensors, **config), torch.float32, CPU, range(VOCABULARY))
