@@ -9,7 +9,7 @@ it needs fewer sessions.
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -17,15 +17,15 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from protos.messages import Acceptance, Sampling
-from tests.lossless.parts import EOS, Setting
+from tests.lossless.parts import EOS, Schedule, Setting
 from tests.lossless.world import World, calm, near_patience, only_with_eos_in_time, stormy
 
 VOCABULARY = 4
 SESSIONS = 1000
 FALSE_ALARM = 1e-5
 EQUAL_SESSIONS = 300  # where texts are compared with those of plain decoding
-FEW = 8  # sessions in a world, and how many such worlds
-FEW_WORLDS = 100
+FEW = 8  # sessions in a world, and how many such worlds; `tests/exhaustive` has more
+FEW_WORLDS = 60
 EQUAL_WORLDS = 25
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(7)) * 1.5
 
@@ -120,19 +120,43 @@ def test_a_drafter_draws_from_what_it_sends_however_coarse_that_is(weight_scale)
     assert sum(s.counts.accepted for s in world.sessions.values()) > SESSIONS / 2
 
 
-@pytest.mark.parametrize(
-    "several", [{}, {"width": 2}, {"recurrent": 2}], ids=["one at a time", "two by masks", "two by a head"]
+WAYS_TO_DRAFT_AHEAD = (
+    pytest.mark.parametrize(
+        "several", [{}, {"width": 2}, {"recurrent": 2}], ids=["one at a time", "two by masks", "two by a head"]
+    ),
+    pytest.mark.parametrize("pages", [4096, 8], ids=["pages for all", "preemption"]),
+    pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__),
 )
-@pytest.mark.parametrize("pages", [4096, 8], ids=["pages for all", "preemption"])
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
-@pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
-def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, schedule, pages, several):
+
+
+def in_all_ways(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of `drafting_ahead` with everything that it may be asked."""
+    for mark in WAYS_TO_DRAFT_AHEAD:
+        test = mark(test)
+    return test
+
+
+def drafted_ahead(setting: Setting, seeds: range) -> list[tuple[int, ...]]:
+    """The texts of a world for each seed, in all of which guesses have mattered."""
+    samples: list[tuple[int, ...]] = []
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(setting, FEW, seed)
+        samples += world.run()
+        counts.update(world.drafting.counts, preempted=world.verification.preempted)
+    assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
+    assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
+    assert (counts["preempted"] > len(seeds) / 10) == (setting.pages < 4096)
+    return samples
+
+
+def drafting_ahead(acceptance: Acceptance, schedule: Schedule, pages: int, several: dict[str, int]) -> Setting:
     """Interrupted at random; and where the target's pages are few, in the middle of being preempted.
 
     A draft that names several tokens at a time finds others for a position than a forward of its own would, and
     which of the two a position has depends on where its block begins.
     """
-    setting = Setting(
+    return Setting(
         TARGET,
         DRAFTERS["good"],
         acceptance,
@@ -143,20 +167,18 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
         pages=pages,
         **several,
     )
-    samples: list[tuple[int, ...]] = []
-    counts: Counter[str] = Counter()
-    seeds = range(FEW_WORLDS if acceptance is Acceptance.RATIO else EQUAL_WORLDS)
-    for seed in seeds:
-        world = World(setting, FEW, seed)
-        samples += world.run()
-        counts.update(world.drafting.counts, preempted=world.verification.preempted)
+
+
+@in_all_ways
+@pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
+def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, schedule, pages, several):
+    setting = drafting_ahead(acceptance, schedule, pages, several)
     if acceptance is Acceptance.RATIO:
-        assert p_value(setting, samples) > FALSE_ALARM
+        assert p_value(setting, drafted_ahead(setting, range(FEW_WORLDS))) > FALSE_ALARM
     else:
-        assert samples == [text for seed in seeds for text in plain_texts(setting.new_tokens, FEW, seed)]
-    assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
-    assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
-    assert (counts["preempted"] > len(seeds) / 10) == (pages < 4096)
+        seeds = range(EQUAL_WORLDS)
+        plain = [text for seed in seeds for text in plain_texts(setting.new_tokens, FEW, seed)]
+        assert drafted_ahead(setting, seeds) == plain
 
 
 def with_best_two_swapped(logits: Tensor) -> Tensor:

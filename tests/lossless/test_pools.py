@@ -13,7 +13,7 @@ from cluster.routing.session import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
 from tests.lossless.history import NextLogits, disturbed, drawn_by_history
-from tests.lossless.parts import EOS, Setting
+from tests.lossless.parts import EOS, Schedule, Setting
 from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
 from tests.lossless.world import calm, near_patience, stormy
@@ -35,8 +35,9 @@ CASES = {
 }
 FEW = 4  # tokens, for texts that can be counted
 FEW_NEW = 3
+FEW_PROMPT = (1, 2, 1)
 FEW_AT_ONCE = 8
-FEW_WORLDS = 80
+FEW_WORLDS = 60  # `tests/exhaustive` has more
 FEW_TARGET = drawn_by_history(FEW, seed=3, scale=1.5)
 FEW_DRAFT = disturbed(FEW_TARGET, drawn_by_history(FEW, seed=4, scale=0.5))
 
@@ -88,28 +89,32 @@ def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     return exact
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
-def test_losses_lookups_and_dear_verification_keep_the_distribution_under_ratio(schedule):
+def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
     """What a lookup finds is a point mass; who looks up and who is lost depends on no token that was drawn."""
     pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, lookup_first=True)
-    prompt = (1, 2, 1)
     setting = Setting(
         torch.zeros(FEW, FEW),
         torch.zeros(FEW, FEW),
         Acceptance.RATIO,
         schedule,
         new_tokens=FEW_NEW,
-        prompt=prompt,
+        prompt=FEW_PROMPT,
         ahead=2,
         interruption=0.1,
         step_cost=DEAR,
     )
     samples: list[tuple[int, ...]] = []
     seen: Counter[str] = Counter()
-    for seed in range(FEW_WORLDS):
+    for seed in range(worlds):
         world = PoolWorld(setting, pools, FEW_AT_ONCE, seed)
         samples += world.run()
         seen += world.counts
-    assert p_value_of(exact_distribution(prompt), samples) > FALSE_ALARM
     assert min(seen["blocks"], seen["blocks looked up"]) > len(samples) / 10
     assert min(seen["moved to another target"], seen["moved to another drafter"]) > len(samples) / 10
+    return samples
+
+
+@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+def test_losses_lookups_and_dear_verification_keep_the_distribution_under_ratio(schedule):
+    samples = texts_with_losses(schedule, FEW_WORLDS)
+    assert p_value_of(exact_distribution(FEW_PROMPT), samples) > FALSE_ALARM

@@ -113,6 +113,7 @@ class World:
         self._now = 0.0
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._alarms: set[float] = set()  # times at which somebody looks whether something has become due
         self.branches_accepted = 0  # paths that a chain would not have had
         self.steps: list[tuple[Row, ...]] = []  # the targets'
         self.sessions = {g.session: Session(g) for g in generations(setting, sessions, self._rng)}
@@ -177,8 +178,9 @@ class World:
             self._route(address, target.scheduler.feeds.sent(asked, target.executor.read(asked)))
         plan = target.scheduler.plan(self._now)
         if plan is None:
-            if (due := target.scheduler.next_due()) is not None:
-                self._after(due - self._now, lambda: None)
+            if (due := target.scheduler.next_due()) is not None and due not in self._alarms:
+                self._alarms.add(due)  # once: each event until then would set another
+                self._at(due, lambda: None)
             return
         target.is_busy = True
         if plan.rows:
@@ -224,7 +226,10 @@ class World:
     # ------------------------------------------------------------ transport
 
     def _after(self, delay: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self._now + delay, next(self._order), happen))
+        self._at(self._now + delay, happen)
+
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happen))
 
     def _do(self, commands: list[Command]) -> None:
         for command in commands:
