@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cluster.draft_options import (
     HEADS,
+    PROJECTING_HEADS,
     SECTIONS_TAKEN,
     TAKING_MODELS,
     DraftModelOptions,
+    EagleOptions,
     HeadOptions,
     LayerSkipOptions,
     Positive,
@@ -132,7 +134,7 @@ class DraftPool(_Frozen):
     medusa: HeadOptions = HeadOptions()
     mlp_speculator: HeadOptions = HeadOptions()
     dflash: HeadOptions = HeadOptions()
-    eagle: HeadOptions = HeadOptions()
+    eagle: EagleOptions = EagleOptions()
     states: StatesOptions = StatesOptions()
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
@@ -151,6 +153,8 @@ class DraftPool(_Frozen):
                 raise ValueError(f"{section} has options, but method {self.method} has no use for them; leave them out")
         if self.states != StatesOptions() and self.method not in STATE_READERS:
             raise ValueError(f"states has options, but method {self.method} reads none of the target; leave them out")
+        if self.states.project == "target" and self.method not in PROJECTING_HEADS:
+            raise ValueError(f"states.project is target, but method {self.method} has no projection; leave it out")
         if self.draft_model.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
         return self

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from cluster.errors import ModelError
+from protos.states import StatesNeeded
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -88,17 +91,63 @@ class HeadOptions(_Options):
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
 
 
+class EagleOptions(HeadOptions):
+    """Of eagle. All but the first correct a published head's own configuration; left out, it is as the head says."""
+
+    states: tuple[int, ...] | None = Field(
+        None,
+        description="which of the target's states an EAGLE-3 head reads side by side, rising: k is the stream after k"
+        " layers",
+    )
+    layer_ids: Literal["state", "output"] | None = Field(
+        None,
+        description="what a layer id k in an EAGLE-3 head's configuration means: state k, or the output of layer k,"
+        " which is state k + 1; a wrong one costs most of the acceptance",
+    )
+    output_norm: Literal["nothing", "logits", "both"] | None = Field(
+        None,
+        description="what the norm after the head's last layer is for: the logits, or the states that it goes on from"
+        " too; overrides norm_output, which SpecForge's files of before September 2026 mean otherwise",
+    )
+    max_positions: Positive | None = Field(
+        None, description="positions that the head takes; published ones often say 2048, whatever they were trained for"
+    )
+
+    @field_validator("states")
+    @classmethod
+    def _rising(cls, states: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if states is not None and (not states or states[0] < 0 or list(states) != sorted(set(states))):
+            raise ValueError(f"states are {list(states)}, expected at least one, from 0, each higher than the last")
+        return states
+
+
 class StatesOptions(_Options):
     """How the target's hidden states travel, for methods that read them."""
 
-    project: Literal["target", "drafter"] = Field(
-        "target",
-        description="where they go through the projection that the method begins with, if it has one: at the target,"
-        " they travel in one hidden size a token instead of one a layer. No method of this release has one",
+    project: Literal["auto", "target", "drafter"] = Field(
+        "auto",
+        description="where they go through the projection that an EAGLE-3 or DFlash head begins with: at the target,"
+        " they are kept and travel in one hidden size a token instead of one a layer, and drafts are the same. auto: at"
+        " the target, if the head has a projection and it makes them narrower; target is refused for heads without one",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
         "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"
     )
+
+    def projects_at_target(self, needed: StatesNeeded) -> bool:
+        """Whether the target applies the method's projection.
+
+        Raises ModelError where it is told to and there is none.
+        """
+        narrowed = needed.projected_width
+        if self.project == "target" and narrowed is None:
+            raise ModelError(
+                "draft.states.project is target, but the head that draft.model names begins with no projection of the"
+                " target's states alone; set it to auto or drafter"
+            )
+        if self.project == "auto":
+            return narrowed is not None and narrowed < needed.width
+        return self.project == "target"
 
 
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -118,6 +167,9 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 """The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
+
+PROJECTING_HEADS = frozenset({"dflash", "eagle"})
+"""Those of them that may begin with a projection of the states alone; whether one does, its checkpoint says."""
 
 TAKING_MODELS = frozenset({"draft_model", "lookup_first"}) | HEADS
 """The methods that load a checkpoint of their own."""

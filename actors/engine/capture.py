@@ -22,15 +22,26 @@ class CaptureSpec:
     format: StatesFormat
     load_projection: Callable[[torch.device], StateProjection] | None = None
 
+    def projection_on(self, device: torch.device) -> StateProjection | None:
+        """Loads it, if there is one."""
+        return self.load_projection(device) if self.load_projection is not None else None
+
 
 class StateCapture:
-    """The states of all that is fed, encoded, beside the KV cache."""
+    """The states of all that is fed, encoded, beside the KV cache; `project` is the spec's projection, loaded."""
 
-    def __init__(self, spec: CaptureSpec, pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        project: StateProjection | None = None,
+    ) -> None:
         self.layers = spec.layers
         self.cache = StateCache(pages, page_size, spec.format.row_bytes, device)
         self._format = spec.format
-        self._project = spec.load_projection(device) if spec.load_projection is not None else None
+        self._project = project
 
     def keep(self, places: Tensor, streams: Tensor) -> None:
         """Of the tokens of one forward: the places that they were written to, (n,), and their streams."""

@@ -6,8 +6,8 @@ the target's hidden states, which `STATE_READERS` of the configuration names, al
     states_needed(draft: DraftPool, target: Path) -> StatesNeeded
     load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
 
-where `target` is the target's folder. The second is asked for only where `draft.states.project` is `target`, and may be
-left out: then the streams of the layers travel as they are.
+where `target` is the target's folder. The second may be left out where the first never names a `projected_width`. It
+is called in the target's process, and loads nothing but the projection.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
 def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
     """How rows of hidden states travel, if the method reads them."""
     needed = states_needed(draft, target)
-    return None if needed is None else StatesFormat(needed.width, StateDtype[draft.states.dtype.upper()])
+    return None if needed is None else _format(draft, needed)
 
 
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
@@ -65,12 +65,18 @@ def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | N
     from actors.engine.capture import CaptureSpec
 
     needed = states_needed(draft, target)
-    layout = states_format(draft, target)
-    if needed is None or layout is None:
+    if needed is None:
         return None
-    projects = draft.states.project == "target" and hasattr(_module(draft), "load_projection")
-    load = partial(_load_projection, draft, target, dtype) if projects else None
-    return CaptureSpec(needed.layers, layout, load)
+    is_projected = draft.states.projects_at_target(needed)
+    load = partial(_load_projection, draft, target, dtype) if is_projected else None
+    return CaptureSpec(needed.layers, _format(draft, needed), load)
+
+
+def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
+    """Raises ModelError where the target is to project and the method has no projection."""
+    width = needed.projected_width if draft.states.projects_at_target(needed) else needed.width
+    assert width is not None, "what is projected has a width"
+    return StatesFormat(width, StateDtype[draft.states.dtype.upper()])
 
 
 def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) -> "StateProjection":

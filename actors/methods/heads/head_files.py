@@ -6,6 +6,7 @@ Which method a folder holds is for its loader to tell, by the keys of the config
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,9 @@ class HeadFiles:
 def read_head(folder: Path) -> HeadFiles:
     """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors where there are both.
 
+    Files are mapped into memory, not read, except for pickles in the format of before torch 1.6: what is computed with
+    is read when it is placed.
+
     Pickles are read as tensors and nothing else, so that no code of theirs runs. Raises ModelError where the folder
     holds no head.
     """
@@ -114,7 +118,7 @@ def _read_pickles(folder: Path) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
     if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):

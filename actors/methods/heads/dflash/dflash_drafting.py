@@ -18,12 +18,16 @@ from protos.states import StatesNeeded
 
 
 class DFlashDrafting:
-    """The method. A session of which a state is missing gets nothing."""
+    """The method. A session of which a state is missing gets nothing.
+
+    Rows come as the target has them or, with `is_projected`, as it has projected them.
+    """
 
     shapes = frozenset(Shape)
 
-    def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler) -> None:
+    def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler, is_projected: bool = False) -> None:
         self._decoder = decoder
+        self._is_projected = is_projected
         self._sampler = sampler
         self._texts = SessionTexts()
         self._contexts: dict[str, DFlashContext] = {}
@@ -50,17 +54,17 @@ class DFlashDrafting:
     def states(self, session: str, first: int, rows: Tensor) -> None:
         """The target's states of positions from `first` on, in any order and more than once.
 
-        Rows are as wide as `needs` says, or as the head is where they were projected at the source (rows, hidden).
-        Those of a session that is not open are ignored.
+        (rows, width) as `needs` says, or (rows, hidden) where they were projected at the source. Those of a session
+        that is not open are ignored.
         """
-        config = self._decoder.config
-        assert rows.shape[-1] in (config.needs.width, config.hidden), "rows are as wide as was asked for"
+        needs = self.needs
+        width = needs.projected_width if self._is_projected else needs.width
+        assert rows.shape[-1] == width, "rows are as wide as was asked for"
         if session not in self._texts:
             return
         like = self._decoder.like
         rows = rows.to(like.device, like.dtype)
-        is_raw = rows.shape[-1] == config.needs.width
-        self._contexts[session].put(first, self._decoder.project(rows) if is_raw else rows.clone())
+        self._contexts[session].put(first, rows.clone() if self._is_projected else self._decoder.project(rows))
 
     def close(self, sessions: Sequence[str]) -> None:
         self._texts.close(sessions)

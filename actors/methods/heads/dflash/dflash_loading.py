@@ -13,8 +13,9 @@ from actors.methods.heads.dflash.dflash_config import resolve_dflash
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
 from actors.methods.heads.dflash.dflash_drafting import DFlashDrafting
 from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader
-from actors.methods.heads.head_files import PICKLES, read_head
+from actors.methods.heads.head_files import PICKLES, HeadFiles, read_head
 from actors.methods.heads.head_rope import rotary_of
+from actors.methods.heads.row_projection import RowProjection
 from actors.methods.heads.target_shape import target_shape
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.limits import DraftingLimits
@@ -30,9 +31,20 @@ MAX_POSITIONS = 2048  # where a configuration does not say; only some scalings o
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """What the head that `draft.model` names reads."""
-    assert draft.model is not None, "a configuration whose method loads a head names it"
-    files = read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
+    files = _files(draft)
     return resolve_dflash(files, target_shape(target)).needs
+
+
+def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
+    """What the head makes of the target's states first; no other tensor of it is loaded."""
+    files = _files(draft)
+    config = resolve_dflash(files, target_shape(target))
+    return DFlashReader(files, target, config, getattr(torch, dtype), device, projection).row_projection()
+
+
+def _files(draft: DraftPool) -> HeadFiles:
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    return read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
@@ -45,7 +57,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())
-    return decoded(DFlashDrafting(decoder, sampler), setup.states)
+    is_projected = draft.states.projects_at_target(decoder.config.needs)
+    return decoded(DFlashDrafting(decoder, sampler, is_projected), setup.states)
 
 
 def load_dflash(

@@ -47,7 +47,8 @@ class Captured:
         self._model.set_attn_implementation("eager")
         twin = MODELS[name]()
         twin.load_state_dict(self._model.state_dict())
-        capture = StateCapture(spec or CaptureSpec(LAYERS, self.layout), PAGES, PAGE_SIZE, CPU)
+        told = spec or CaptureSpec(LAYERS, self.layout)
+        capture = StateCapture(told, PAGES, PAGE_SIZE, CPU, told.projection_on(CPU))
         self.runner = ModelRunner(twin, PAGES, PAGE_SIZE, capture=capture)
 
     @torch.inference_mode()
