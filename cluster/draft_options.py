@@ -134,6 +134,20 @@ class StatesOptions(_Options):
         "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"
     )
 
+    keep: bool = Field(
+        True,
+        description="whether the target keeps them beside its KV cache, for as long. Where it does not, they take no"
+        " memory there, and for a new drafter and for what was found in the cache they are computed again: for medusa"
+        " and mlp_speculator the last token, for eagle and dflash the whole text",
+    )
+
+    kept_tokens: Positive | None = Field(
+        None,
+        description="whose states a drafter keeps, of all sessions together. At this bound it takes no session whose"
+        " text has no room, and gives one up that grows beyond it; the router looks for another drafter. default: as"
+        " many as draft.max_sessions of model.max_context have",
+    )
+
     def projects_at_target(self, needed: StatesNeeded) -> bool:
         """Whether the target applies the method's projection.
 

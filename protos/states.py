@@ -32,6 +32,7 @@ class StatesNeeded:
     layers: tuple[int, ...]
     width: int
     projected_width: int | None = None
+    window: int | None = None  # how many of a text's latest states are read; None: all of them
 
 
 @value

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.compute.state_cache import StateCache
+from actors.compute.state_cache import LatestStates, StateCache, StateStore
 from actors.compute.state_codec import encode_rows
 from protos.states import StatesFormat
 
@@ -21,6 +21,7 @@ class CaptureSpec:
     layers: tuple[int, ...]
     format: StatesFormat
     load_projection: Callable[[torch.device], StateProjection] | None = None
+    is_kept: bool = True  # beside the KV cache; else there are those of the latest forward alone
 
     def projection_on(self, device: torch.device) -> StateProjection | None:
         """Loads it, if there is one."""
@@ -28,7 +29,7 @@ class CaptureSpec:
 
 
 class StateCapture:
-    """The states of all that is fed, encoded, beside the KV cache; `project` is the spec's projection, loaded."""
+    """The states of all that is fed, encoded; `project` is the spec's projection, loaded."""
 
     def __init__(
         self,
@@ -39,7 +40,9 @@ class StateCapture:
         project: StateProjection | None = None,
     ) -> None:
         self.layers = spec.layers
-        self.cache = StateCache(pages, page_size, spec.format.row_bytes, device)
+        self.cache: StateStore = (
+            StateCache(pages, page_size, spec.format.row_bytes, device) if spec.is_kept else LatestStates(device)
+        )
         self._format = spec.format
         self._project = project
 

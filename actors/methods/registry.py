@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.methods.setup import DraftSetup
 from cluster.config import STATE_READERS, DraftPool
 from cluster.drafting.method import DraftingMethod
+from cluster.drafting.state_intake import NO_BOUNDS, StateBounds
 from protos.states import StateDtype, StatesFormat, StatesNeeded
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
     return None if needed is None else _format(draft, needed)
 
 
+def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
+    """Which of them a drafter takes in."""
+    needed = states_needed(draft, target)
+    return NO_BOUNDS if needed is None else StateBounds(needed.window, draft.states.kept_tokens)
+
+
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
     """What the target is to keep for the method."""
     from actors.engine.capture import CaptureSpec
@@ -69,7 +76,7 @@ def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | N
         return None
     is_projected = draft.states.projects_at_target(needed)
     load = partial(_load_projection, draft, target, dtype) if is_projected else None
-    return CaptureSpec(needed.layers, _format(draft, needed), load)
+    return CaptureSpec(needed.layers, _format(draft, needed), load, draft.states.keep)
 
 
 def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
