@@ -85,6 +85,14 @@ class SuffixOptions(_Options):
         return self
 
 
+class LookupFirstOptions(_Options):
+    """Of lookup_first; those of the method that it asks in doubt are in that one's section."""
+
+    then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle"] = Field(
+        "draft_model", description="method that is asked in doubt, with draft.model as its checkpoint"
+    )
+
+
 class HeadOptions(_Options):
     """Of a method that drafts with a published head, which reads the target's hidden states."""
 
@@ -168,7 +176,7 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
         "prompt_lookup": frozenset({"prompt_lookup"}),
-        "lookup_first": frozenset({"draft_model", "prompt_lookup"}),
+        "lookup_first": frozenset({"lookup_first", "prompt_lookup"}),
         "layer_skip": frozenset({"draft_model", "layer_skip"}),
         "suffix": frozenset({"suffix"}),
         "medusa": frozenset({"medusa"}),
@@ -177,7 +185,7 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "eagle": frozenset({"eagle"}),
     }
 )
-"""By method: the sections whose options it has a use for."""
+"""By method: the sections whose options it has a use for; lookup_first has one for those of the method after it too."""
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 """The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""

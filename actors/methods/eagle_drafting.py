@@ -15,7 +15,8 @@ from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.eagle.eagle_config import overrides_of
 from actors.methods.heads.eagle.eagle_loading import EagleHead, load_eagle, load_row_projection, read_eagle_config
 from actors.methods.heads.eagle.eagle_runner import EagleRunner
-from actors.methods.heads.head_files import PICKLES
+from actors.methods.heads.eagle.eagle_weights import borrowed_tensors
+from actors.methods.heads.head_files import PICKLES, folder_to_borrow_from
 from actors.methods.heads.row_projection import RowProjection
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.draft_cache import DraftCache
@@ -45,8 +46,10 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where the head that `draft.model` names does not fit the target, or the device."""
     device = device_of(draft.resources)
     dtype: torch.dtype = getattr(torch, setup.dtype)
-    target = local_folder(setup.target)
-    head = load_eagle(_folder(draft), target, dtype, device, overrides_of(draft.eagle), setup.target_tokens.keys())
+    overrides = overrides_of(draft.eagle)
+    config = read_eagle_config(_folder(draft), local_folder(setup.target, with_weights=False), overrides)
+    target = folder_to_borrow_from(setup.target, borrowed_tensors(config))
+    head = load_eagle(_folder(draft), target, dtype, device, overrides, setup.target_tokens.keys())
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
     pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, device)

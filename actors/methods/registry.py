@@ -43,13 +43,22 @@ MODULES: Mapping[str, str] = MappingProxyType(
 
 def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
     """The method that the configuration names. Raises ModelError where its model does not fit the target's."""
-    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = _module(draft).create
+    return _created(draft.method, draft, setup)
+
+
+def create_model_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    """The method that drafts with `draft.model`, of one that has another before it."""
+    return _created(draft.model_method, draft, setup)
+
+
+def _created(method: str, draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = import_module(MODULES[method]).create
     return create(draft, setup)
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
     """What the method reads of the target in this folder; None for most."""
-    if draft.method not in STATE_READERS:
+    if draft.model_method not in STATE_READERS:
         return None
     found: StatesNeeded = _module(draft).states_needed(draft, target)
     return found
@@ -92,4 +101,5 @@ def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) ->
 
 
 def _module(draft: DraftPool) -> Any:
-    return import_module(MODULES[draft.method])
+    """Of the method that reads states."""
+    return import_module(MODULES[draft.model_method])

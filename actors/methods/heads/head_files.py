@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.models.checkpoint import local_folder
+from actors.models.hub_files import first_of_each, folder_with
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 
@@ -91,6 +93,16 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
             f"the head borrows a tensor of the target, but {target_folder} holds none of {', '.join(names)}"
         )
     return read_tensors(stored[name].path, [name])[name]
+
+
+def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
+    """The target's folder with the first tensor of each group, such as `EMBEDDING`; no more need be fetched.
+
+    `target` is a folder or a Hugging Face id.
+    """
+    if not groups:
+        return local_folder(target, with_weights=False)
+    return folder_with(target, first_of_each(groups))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

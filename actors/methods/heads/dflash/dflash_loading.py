@@ -12,8 +12,8 @@ from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.dflash.dflash_config import resolve_dflash
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
 from actors.methods.heads.dflash.dflash_drafting import DFlashDrafting
-from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader
-from actors.methods.heads.head_files import PICKLES, HeadFiles, read_head
+from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader, borrowed_tensors_of
+from actors.methods.heads.head_files import PICKLES, HeadFiles, folder_to_borrow_from, read_head
 from actors.methods.heads.head_rope import rotary_of
 from actors.methods.heads.row_projection import RowProjection
 from actors.methods.heads.target_shape import target_shape
@@ -53,7 +53,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     device = device_of(draft.resources)
     dtype: torch.dtype = getattr(torch, setup.dtype)
     head = local_folder(draft.model, more=PICKLES)
-    decoder = load_dflash(head, local_folder(setup.target), dtype, device, setup.target_tokens.keys())
+    target = folder_to_borrow_from(setup.target, borrowed_tensors_of(_files(draft)))
+    decoder = load_dflash(head, target, dtype, device, setup.target_tokens.keys())
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())

@@ -25,6 +25,12 @@ NOT_COMPUTED_WITH = ("t2d", "verifier_")  # of training
 MASK_FILE = "mask_embedding.pt"
 
 
+def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
+    """What such a head takes of the target's checkpoint: of each group the first tensor that there is."""
+    pairs = (("embed_tokens.weight", EMBEDDING), ("lm_head.weight", HEAD))
+    return [names for name, names in pairs if name not in files.tensors]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DFlashLayer:
     """One layer's weights."""

@@ -32,6 +32,12 @@ class EagleWeights:
     mask: Tensor | None  # (1, width) of P-EAGLE: what takes the place of the target's states at a mask token
 
 
+def borrowed_tensors(config: EagleConfig) -> list[tuple[str, ...]]:
+    """What such a head takes of the target's checkpoint: of each group the first tensor that there is."""
+    pairs = ((config.embedding, EMBEDDING), (config.lm_head, HEAD))
+    return [names for source, names in pairs if source is WeightSource.TARGET]
+
+
 @dataclass(eq=False)
 class WeightReader:
     """Takes tensors out of a head's files, and knows in the end which were left."""
