@@ -91,7 +91,7 @@ class TargetReplica:
         """
         left = TURN_BYTES
         while (asked := self.scheduler.feeds.next_read()) is not None:
-            if left <= 0:
+            if left <= 0 and self.scheduler.feeds.fresh is None:
                 return False
             rows = await self._compute(self._engine.read(asked))
             left -= len(rows)

@@ -12,12 +12,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.draft_options import (
+    PROJECTING_HEADS,
     SECTIONS_TAKEN,
     STATE_READERS,
     TAKING_MODELS,
     DraftModelOptions,
+    EagleOptions,
     HeadOptions,
     LayerSkipOptions,
+    LookupFirstOptions,
     Positive,
     PromptLookupOptions,
     StatesOptions,
@@ -130,10 +133,11 @@ class DraftPool(_Frozen):
     prompt_lookup: PromptLookupOptions = PromptLookupOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
     suffix: SuffixOptions = SuffixOptions()
+    lookup_first: LookupFirstOptions = LookupFirstOptions()
     medusa: HeadOptions = HeadOptions()
     mlp_speculator: HeadOptions = HeadOptions()
     dflash: HeadOptions = HeadOptions()
-    eagle: HeadOptions = HeadOptions()
+    eagle: EagleOptions = EagleOptions()
     mtp: HeadOptions = HeadOptions()
     states: StatesOptions = StatesOptions()
     replicas: Replicas = Replicas()
@@ -141,23 +145,32 @@ class DraftPool(_Frozen):
     cache: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
 
+    @property
+    def model_method(self) -> str:
+        """The method that drafts with `model`, and may read the target's states: `method`, or the one after it."""
+        return self.lookup_first.then if self.method == "lookup_first" else self.method
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        taken = SECTIONS_TAKEN[self.method]
-        if self.method not in TAKING_MODELS and self.model is not None:
+        taken = SECTIONS_TAKEN[self.method] | SECTIONS_TAKEN[self.model_method]
+        if self.model_method not in TAKING_MODELS and self.model is not None:
             raise ValueError(f"method {self.method} takes no model; leave draft.model out")
-        if self.method in TAKING_MODELS and self.model is None:
+        if self.model_method in TAKING_MODELS and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
         for section in sorted(set().union(*SECTIONS_TAKEN.values()) - taken):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"{section} has options, but method {self.method} has no use for them; leave them out")
-        if self.states != StatesOptions() and self.method not in STATE_READERS:
+        if self.states != StatesOptions() and self.model_method not in STATE_READERS:
             raise ValueError(f"states has options, but method {self.method} reads none of the target; leave them out")
+        if self.states.project == "target" and self.model_method not in PROJECTING_HEADS:
+            raise ValueError(
+                f"states.project is target, but method {self.model_method} has no projection; leave it out"
+            )
         if self.draft_model.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
-        options = getattr(self, self.method, None)
+        options = getattr(self, self.model_method, None)
         if isinstance(options, HeadOptions) and options.quantization != "none" and self.resources.num_gpus:
-            raise ValueError(f"{self.method}.quantization {options.quantization} is for CPUs; leave it out")
+            raise ValueError(f"{self.model_method}.quantization {options.quantization} is for CPUs; leave it out")
         return self
 
 

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from cluster.errors import ModelError
+from protos.states import StatesNeeded
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -82,6 +85,14 @@ class SuffixOptions(_Options):
         return self
 
 
+class LookupFirstOptions(_Options):
+    """Of lookup_first; those of the method that it asks in doubt are in that one's section."""
+
+    then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
+        "draft_model", description="method that is asked in doubt, with draft.model as its checkpoint, if it has one"
+    )
+
+
 class HeadOptions(_Options):
     """Of a method that drafts with a published head, which reads the target's hidden states."""
 
@@ -93,24 +104,84 @@ class HeadOptions(_Options):
     )
 
 
+class EagleOptions(HeadOptions):
+    """Of eagle. All but the first correct a published head's own configuration; left out, it is as the head says."""
+
+    states: tuple[int, ...] | None = Field(
+        None,
+        description="which of the target's states an EAGLE-3 head reads side by side, rising: k is the stream after k"
+        " layers",
+    )
+    layer_ids: Literal["state", "output"] | None = Field(
+        None,
+        description="what a layer id k in an EAGLE-3 head's configuration means: state k, or the output of layer k,"
+        " which is state k + 1; a wrong one costs most of the acceptance",
+    )
+    output_norm: Literal["nothing", "logits", "both"] | None = Field(
+        None,
+        description="what the norm after the head's last layer is for: the logits, or the states that it goes on from"
+        " too; overrides norm_output, which SpecForge's files of before September 2026 mean otherwise",
+    )
+    max_positions: Positive | None = Field(
+        None, description="positions that the head takes; published ones often say 2048, whatever they were trained for"
+    )
+
+    @field_validator("states")
+    @classmethod
+    def _rising(cls, states: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if states is not None and (not states or states[0] < 0 or list(states) != sorted(set(states))):
+            raise ValueError(f"states are {list(states)}, expected at least one, from 0, each higher than the last")
+        return states
+
+
 class StatesOptions(_Options):
     """How the target's hidden states travel, for methods that read them."""
 
-    project: Literal["target", "drafter"] = Field(
-        "target",
-        description="where they go through the projection that the method begins with, if it has one: at the target,"
-        " they travel in one hidden size a token instead of one a layer. No method of this release has one",
+    project: Literal["auto", "target", "drafter"] = Field(
+        "auto",
+        description="where they go through the projection that an EAGLE-3 or DFlash head begins with: at the target,"
+        " they are kept and travel in one hidden size a token instead of one a layer, and drafts are the same. auto: at"
+        " the target, if the head has a projection and it makes them narrower; target is refused for heads without one",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
         "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"
     )
+
+    keep: bool = Field(
+        True,
+        description="whether the target keeps them beside its KV cache, for as long. Where it does not, they take no"
+        " memory there, and for a new drafter and for what was found in the cache they are computed again: for medusa"
+        " and mlp_speculator the last token, for eagle, dflash and mtp the whole text",
+    )
+
+    kept_tokens: Positive | None = Field(
+        None,
+        description="whose states a drafter keeps, of all sessions together. At this bound it takes no session whose"
+        " text has no room, and gives one up that grows beyond it; the router looks for another drafter. default: as"
+        " many as draft.max_sessions of model.max_context have",
+    )
+
+    def projects_at_target(self, needed: StatesNeeded) -> bool:
+        """Whether the target applies the method's projection.
+
+        Raises ModelError where it is told to and there is none.
+        """
+        narrowed = needed.projected_width
+        if self.project == "target" and narrowed is None:
+            raise ModelError(
+                "draft.states.project is target, but the head that draft.model names begins with no projection of the"
+                " target's states alone; set it to auto or drafter"
+            )
+        if self.project == "auto":
+            return narrowed is not None and narrowed < needed.width
+        return self.project == "target"
 
 
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
         "prompt_lookup": frozenset({"prompt_lookup"}),
-        "lookup_first": frozenset({"draft_model", "prompt_lookup"}),
+        "lookup_first": frozenset({"lookup_first", "prompt_lookup"}),
         "layer_skip": frozenset({"draft_model", "layer_skip"}),
         "suffix": frozenset({"suffix"}),
         "medusa": frozenset({"medusa"}),
@@ -120,7 +191,7 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "mtp": frozenset({"mtp"}),
     }
 )
-"""By method: the sections whose options it has a use for."""
+"""By method: the sections whose options it has a use for; lookup_first has one for those of the method after it too."""
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 """The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
@@ -128,5 +199,8 @@ HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 STATE_READERS = HEADS | {"mtp"}
 """The methods that read the target's hidden states; an MTP module lies in the target's own checkpoint."""
 
-TAKING_MODELS = frozenset({"draft_model", "lookup_first"}) | HEADS
-"""The methods that load a checkpoint of their own."""
+PROJECTING_HEADS = frozenset({"dflash", "eagle"})
+"""Those of them that may begin with a projection of the states alone; whether one does, its checkpoint says."""
+
+TAKING_MODELS = frozenset({"draft_model"}) | HEADS
+"""The methods that load a checkpoint of their own; lookup_first does if the method after it does."""

@@ -24,12 +24,15 @@ class StatesNeeded:
     """What a drafting method reads of the target.
 
     Layers are numbered as Hugging Face's `output_hidden_states` numbers them: 0 is the embeddings, k the residual
-    stream after k layers, and the model's number of layers that stream after its final norm. `width` elements of a row
-    are sent: those of all layers one after the other, or what a projection at the target makes of them.
+    stream after k layers, and the model's number of layers that stream after its final norm. A row has those of all
+    layers one after the other, `width` elements. Where the method begins with a projection of such a row alone, the
+    target may apply it and send `projected_width` elements instead.
     """
 
     layers: tuple[int, ...]
     width: int
+    projected_width: int | None = None
+    window: int | None = None  # how many of a text's latest states are read; None: all of them
 
 
 @value

@@ -21,7 +21,7 @@ from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
-from actors.methods.registry import capture_spec, create_method, states_format
+from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import (
     check_tensor_parallel,
@@ -85,6 +85,7 @@ class TargetDeployment:
                 page_size=spec.cache.page_size,
                 trees=self._engine.takes_trees,
                 states=capture.format if capture is not None else None,
+                keeps_states=config.draft.states.keep,
             ),
             vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),
@@ -170,6 +171,7 @@ class DraftDeployment:
         tokens = vocabulary(target_folder)
         loop = asyncio.get_running_loop()
         states = states_format(config.draft, target_folder)
+        bounds = state_bounds(config.draft, target_folder)
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
@@ -179,7 +181,7 @@ class DraftDeployment:
             states=states,
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
-        limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states)
+        limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
         self._drafter = Drafter(

@@ -47,8 +47,10 @@ HELP = {
     "slipstream_received_draft_tokens": "Draft tokens that came in blocks: accepted, or wasted",
     "slipstream_draft_positions": "Positions of verified blocks, each reached only if all before it was accepted",
     "slipstream_target_seconds": "Time with sessions: in a step, or idle",
-    "slipstream_target_events": "Blocks that came late and were of use, drafters out of step, sessions preempted",
-    "slipstream_state_rows": "Hidden states sent to drafters, one row a token: with a verdict, or apart from verdicts",
+    "slipstream_target_events": "Blocks that came late and were of use, drafters out of step, sessions preempted,"
+    " sessions whose drafter had no room for hidden states",
+    "slipstream_state_rows": "Hidden states sent to drafters, one row a token: with a verdict, or apart from verdicts;"
+    " and tokens computed again for theirs",
     "slipstream_guesses": "Verdicts that blocks were drafted ahead for: hit where one was right",
     "slipstream_drafting_passes": "Drafting passes: asked for, or ahead of verdicts",
     "slipstream_drafter_events": "What else a drafter counts",
@@ -75,8 +77,9 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
             "rebased": scheduler.rebased,
             "desync": scheduler.sentinel.desyncs,
             "preempted": scheduler.preempted,
+            "states_lost": scheduler.feeds.counts.get("lost", 0),
         },
-        "slipstream_state_rows": {way: scheduler.feeds.rows[way] for way in ("verdict", "apart")},
+        "slipstream_state_rows": {way: scheduler.feeds.counts.get(way, 0) for way in ("verdict", "apart", "again")},
         "slipstream_refused_messages": dict(target.refused),
     }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.compute.state_cache import StateCache
+from actors.compute.state_cache import LatestStates, StateCache, StateStore
 from actors.compute.state_codec import encode_rows
 from protos.states import StatesFormat
 
@@ -21,16 +21,30 @@ class CaptureSpec:
     layers: tuple[int, ...]
     format: StatesFormat
     load_projection: Callable[[torch.device], StateProjection] | None = None
+    is_kept: bool = True  # beside the KV cache; else there are those of the latest forward alone
+
+    def projection_on(self, device: torch.device) -> StateProjection | None:
+        """Loads it, if there is one."""
+        return self.load_projection(device) if self.load_projection is not None else None
 
 
 class StateCapture:
-    """The states of all that is fed, encoded, beside the KV cache."""
+    """The states of all that is fed, encoded; `project` is the spec's projection, loaded."""
 
-    def __init__(self, spec: CaptureSpec, pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        project: StateProjection | None = None,
+    ) -> None:
         self.layers = spec.layers
-        self.cache = StateCache(pages, page_size, spec.format.row_bytes, device)
+        self.cache: StateStore = (
+            StateCache(pages, page_size, spec.format.row_bytes, device) if spec.is_kept else LatestStates(device)
+        )
         self._format = spec.format
-        self._project = spec.load_projection(device) if spec.load_projection is not None else None
+        self._project = project
 
     def keep(self, places: Tensor, streams: Tensor) -> None:
         """Of the tokens of one forward: the places that they were written to, (n,), and their streams."""

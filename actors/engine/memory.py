@@ -22,7 +22,7 @@ def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
 
 def state_bytes(capture: CaptureSpec | None, page_size: int) -> int:
     """Of the hidden states that are kept beside one page."""
-    return page_size * capture.format.row_bytes if capture is not None else 0
+    return page_size * capture.format.row_bytes if capture is not None and capture.is_kept else 0
 
 
 def free_bytes(device: torch.device) -> int:

@@ -27,7 +27,7 @@ from actors.attention.choice import AttentionReport, choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.collectives import Alone, Group, join
 from actors.compute.kv_cache import FeedRow
-from actors.engine.capture import CaptureSpec, StateCapture
+from actors.engine.capture import CaptureSpec, StateCapture, StateProjection
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import page_count, state_bytes
 from actors.engine.process import device_of, use_cpu
@@ -122,6 +122,7 @@ class Rank:
         self._index = index
         self._spec = spec
         self._captured = spec.capture if index == 0 else None
+        self._project: StateProjection | None = None
         self._device = device_of(spec.resources)
         self._group: Group = Alone()
         self._model: PreTrainedModel | None = None
@@ -152,6 +153,7 @@ class Rank:
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
         self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
+        self._project = self._captured.projection_on(device) if self._captured else None  # before memory is counted
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device)
         return RankReport(os.getpid(), pages, loaded.report, attention)
@@ -161,13 +163,17 @@ class Rank:
         spec = self._spec
         assert self._model is not None, "load first"
         page_size = spec.cache.page_size
-        capture = StateCapture(self._captured, pages, page_size, self._device) if self._captured else None
-        self._runner = ModelRunner(self._model, pages, page_size, self._attention, capture=capture)
+        self._runner = ModelRunner(self._model, pages, page_size, self._attention, capture=self._capture(pages))
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
         self._executor = StepExecutor(self._leading, spec.vocabulary)
         self._pages = pages
+
+    def _capture(self, pages: int) -> StateCapture | None:
+        if self._captured is None:
+            return None
+        return StateCapture(self._captured, pages, self._spec.cache.page_size, self._device, self._project)
 
     def profile(self) -> ForwardCost:
         """Leader only: what steps cost, once the others follow."""

@@ -5,15 +5,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from actors.attention import AttentionBackend
 from actors.engine.memory import page_count
 from actors.engine.process import device_of
 from actors.methods.draft_model import DraftModel
 from actors.methods.heads.decoded_states import DecodedStates, decoded
-from actors.methods.heads.eagle.eagle_loading import EagleHead, load_eagle, read_eagle_config
+from actors.methods.heads.eagle.eagle_config import overrides_of
+from actors.methods.heads.eagle.eagle_loading import EagleHead, load_eagle, load_row_projection, read_eagle_config
 from actors.methods.heads.eagle.eagle_runner import EagleRunner
-from actors.methods.heads.head_files import PICKLES
+from actors.methods.heads.eagle.eagle_weights import borrowed_tensors
+from actors.methods.heads.head_files import PICKLES, folder_to_borrow_from
 from actors.methods.heads.head_products import head_products
+from actors.methods.heads.row_projection import RowProjection
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
@@ -31,20 +36,31 @@ UNFED = 1  # a token is fed with the state before it, and there is none before t
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """What the head that `draft.model` names reads."""
-    return read_eagle_config(_folder(draft), target).needs
+    return read_eagle_config(_folder(draft), target, overrides_of(draft.eagle)).needs
+
+
+def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
+    """What the head makes of the target's states first; no other tensor of it is loaded.
+
+    It is computed in the target's type, also where the drafter quantises the head.
+    """
+    return load_row_projection(_folder(draft), target, getattr(torch, dtype), device, overrides_of(draft.eagle))
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where the head that `draft.model` names does not fit the target, or the device."""
     device = device_of(draft.resources)
     products = head_products(draft.eagle, setup.dtype, device)
+    overrides = overrides_of(draft.eagle)
+    config = read_eagle_config(_folder(draft), local_folder(setup.target, with_weights=False), overrides)
     head = load_eagle(
         _folder(draft),
-        local_folder(setup.target),
+        folder_to_borrow_from(setup.target, borrowed_tensors(config)),
         products.dtype,
         device,
-        proposable=setup.target_tokens.keys(),
-        product=products.product,
+        overrides,
+        setup.target_tokens.keys(),
+        products.product,
     )
     return deployed(head, draft, draft.eagle, setup)
 
@@ -55,7 +71,9 @@ def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: Dra
     page_size = draft.cache.page_size
     pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, head.device)
     limits = DraftingLimits(options.draft_probs_top_k)
-    return decoded(eagle_draft_model(head, pages, page_size, limits, setup.max_draft_tokens), setup.states)
+    is_projected = draft.states.projects_at_target(head.config.needs)
+    method = eagle_draft_model(head, pages, page_size, limits, setup.max_draft_tokens, is_projected=is_projected)
+    return decoded(method, setup.states)
 
 
 def _folder(draft: DraftPool) -> Path:
@@ -72,13 +90,19 @@ def eagle_draft_model(
     clock: Callable[[], float] = time.monotonic,
     calibration: Calibration | None = None,
     attention: AttentionBackend | None = None,
+    is_projected: bool = False,
 ) -> DraftModel:
     """A method over so many pages; `attention` by default as `choose_attention` has it.
 
-    A head that predicts several tokens in one forward predicts `max_draft_tokens`.
+    A head that predicts several tokens in one forward predicts `max_draft_tokens`. With `is_projected` rows of states
+    come as the target has projected them.
     """
     runner = EagleRunner(head, pages, page_size, attention)
-    feed = FedStates(head.config.needs, runner.project, head.config.max_positions, runner.mask_state)
+    needs = head.config.needs
+    if is_projected:
+        needs = StatesNeeded(needs.layers, head.config.hidden)
+    project = runner.placed if is_projected else runner.project
+    feed = FedStates(needs, project, head.config.max_positions, runner.mask_state)
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, max_draft_tokens)
     cache = DraftCache(pages, page_size, UNFED)

@@ -9,7 +9,7 @@ from actors.engine.process import device_of
 from actors.methods.draft_model import DraftModel
 from actors.methods.loading import draft_with, products_of
 from actors.methods.setup import DraftSetup
-from actors.models.checkpoint import local_folder
+from actors.models.hub_files import folder_with, of_layers
 from actors.models.layer_subset import load_layers
 from cluster.config import DraftPool
 
@@ -18,5 +18,6 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
     """Raises ModelError where the target lacks one of the layers, or they cannot be read."""
     device = device_of(draft.resources)
     products = products_of(draft, setup, device)
-    model = load_layers(local_folder(setup.target), draft.layer_skip.ids, products.dtype, device)
+    layers = draft.layer_skip.ids
+    model = load_layers(folder_with(setup.target, of_layers(layers)), layers, products.dtype, device)
     return draft_with(model, products.product, draft, setup)

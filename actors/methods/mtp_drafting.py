@@ -6,9 +6,8 @@ from actors.engine.process import device_of
 from actors.methods.eagle_drafting import deployed
 from actors.methods.heads.decoded_states import DecodedStates
 from actors.methods.heads.head_products import head_products
-from actors.methods.heads.mtp.mtp_loading import load_mtp, mtp_states
+from actors.methods.heads.mtp.mtp_loading import folder_with_mtp, load_mtp, mtp_states
 from actors.methods.setup import DraftSetup
-from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
 from protos.states import StatesNeeded
 
@@ -22,5 +21,6 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where the target's checkpoint has no module, or one of a kind that is not supported."""
     device = device_of(draft.resources)
     products = head_products(draft.mtp, setup.dtype, device)
-    head = load_mtp(local_folder(setup.target), products.dtype, device, setup.target_tokens.keys(), products.product)
+    folder = folder_with_mtp(setup.target)
+    head = load_mtp(folder, products.dtype, device, setup.target_tokens.keys(), products.product)
     return deployed(head, draft, draft.mtp, setup)

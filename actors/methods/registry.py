@@ -6,8 +6,8 @@ the target's hidden states, which `STATE_READERS` of the configuration names, al
     states_needed(draft: DraftPool, target: Path) -> StatesNeeded
     load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
 
-where `target` is the target's folder. The second is asked for only where `draft.states.project` is `target`, and may be
-left out: then the streams of the layers travel as they are.
+where `target` is the target's folder. The second may be left out where the first never names a `projected_width`. It
+is called in the target's process, and loads nothing but the projection.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.draft_options import STATE_READERS
 from cluster.drafting.method import DraftingMethod
+from cluster.drafting.state_intake import NO_BOUNDS, StateBounds
 from protos.states import StateDtype, StatesFormat, StatesNeeded
 
 if TYPE_CHECKING:
@@ -44,13 +45,22 @@ MODULES: Mapping[str, str] = MappingProxyType(
 
 def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
     """The method that the configuration names. Raises ModelError where its model does not fit the target's."""
-    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = _module(draft).create
+    return _created(draft.method, draft, setup)
+
+
+def create_model_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    """The method that drafts with `draft.model`, of one that has another before it."""
+    return _created(draft.model_method, draft, setup)
+
+
+def _created(method: str, draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = import_module(MODULES[method]).create
     return create(draft, setup)
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
     """What the method reads of the target in this folder; None for most."""
-    if draft.method not in STATE_READERS:
+    if draft.model_method not in STATE_READERS:
         return None
     found: StatesNeeded = _module(draft).states_needed(draft, target)
     return found
@@ -59,7 +69,13 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
 def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
     """How rows of hidden states travel, if the method reads them."""
     needed = states_needed(draft, target)
-    return None if needed is None else StatesFormat(needed.width, StateDtype[draft.states.dtype.upper()])
+    return None if needed is None else _format(draft, needed)
+
+
+def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
+    """Which of them a drafter takes in."""
+    needed = states_needed(draft, target)
+    return NO_BOUNDS if needed is None else StateBounds(needed.window, draft.states.kept_tokens)
 
 
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
@@ -67,12 +83,18 @@ def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | N
     from actors.engine.capture import CaptureSpec
 
     needed = states_needed(draft, target)
-    layout = states_format(draft, target)
-    if needed is None or layout is None:
+    if needed is None:
         return None
-    projects = draft.states.project == "target" and hasattr(_module(draft), "load_projection")
-    load = partial(_load_projection, draft, target, dtype) if projects else None
-    return CaptureSpec(needed.layers, layout, load)
+    is_projected = draft.states.projects_at_target(needed)
+    load = partial(_load_projection, draft, target, dtype) if is_projected else None
+    return CaptureSpec(needed.layers, _format(draft, needed), load, draft.states.keep)
+
+
+def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
+    """Raises ModelError where the target is to project and the method has no projection."""
+    width = needed.projected_width if draft.states.projects_at_target(needed) else needed.width
+    assert width is not None, "what is projected has a width"
+    return StatesFormat(width, StateDtype[draft.states.dtype.upper()])
 
 
 def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) -> "StateProjection":
@@ -81,4 +103,5 @@ def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) ->
 
 
 def _module(draft: DraftPool) -> Any:
-    return import_module(MODULES[draft.method])
+    """Of the method that reads states."""
+    return import_module(MODULES[draft.model_method])

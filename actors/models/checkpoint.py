@@ -43,9 +43,13 @@ def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ())
         return folder
     if folder.is_absolute():
         raise ModelError(f"there is no model folder {folder}; expected a folder or a Hugging Face id")
-    patterns = [*DESCRIPTION, *((*WEIGHTS, *more) if with_weights else WEIGHTS[1:])]
+    return fetched(name, [*DESCRIPTION, *((*WEIGHTS, *more) if with_weights else WEIGHTS[1:])])
+
+
+def fetched(name: str, patterns: Sequence[str]) -> Path:
+    """The snapshot of a Hugging Face id, with the files that fit these patterns; others may be there from before."""
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"model '{name}' is neither a folder nor can it be fetched as a Hugging Face id: {error}"

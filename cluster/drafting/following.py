@@ -13,7 +13,7 @@ from cluster.drafting.backpressure import Capacity
 from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_texts import NewsCollector
-from cluster.drafting.state_intake import StateIntake
+from cluster.drafting.state_intake import NO_BOUNDS, StateBounds, StateIntake
 from cluster.drafting.timing.step_interval import StepIntervalEstimate
 from cluster.sentinel.load_check import LoadCheck
 from protos.messages import (
@@ -47,6 +47,7 @@ class DrafterLimits:
     max_context: int
     max_sessions: int
     states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
+    state_bounds: StateBounds = NO_BOUNDS
 
 
 class FollowedSessions:
@@ -60,7 +61,9 @@ class FollowedSessions:
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
-        self._states = StateIntake(limits.states, self.all, self.news, counts, self._attach)
+        self._states = StateIntake(
+            limits.states, limits.state_bounds, self.all, self.news, counts, self._attach, self._give_up
+        )
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
         self._resting: set[str] = set()  # targets whose latest word was that they want nothing
@@ -236,15 +239,9 @@ class FollowedSessions:
         Not those that nothing is wanted for: they take no time that another could have.
         """
         excess = self._capacity.note(late, len(self.all))
-        sends: list[Send] = []
-        drafted_for = [(name, session) for name, session in self.all.items() if session.asked] if excess else []
-        for name, given_up in drafted_for[:excess]:
-            self._counts["given_up"] += 1
-            self._forget(name)
-            why = "blocks come too late for so many sessions"
-            sends.append((given_up.router, Refusal(name, given_up.open.attempt, RefusalReason.OVERLOADED, why)))
-            sends.append(_detach(given_up))
-        return sends
+        drafted_for = [session for session in self.all.values() if session.asked] if excess else []
+        why = "blocks come too late for so many sessions"
+        return [send for session in drafted_for[:excess] for send in self._give_up(session, why)]
 
     # ------------------------------------------------------------ helpers
 
@@ -276,7 +273,17 @@ class FollowedSessions:
         elif len(self.all) >= self._capacity.sessions and request.session not in self.all:
             reason = RefusalReason.OVERLOADED
             why = f"{len(self.all)} sessions are drafted for already"
+        elif why := self._states.no_room(len(request.tokens), request.session):
+            reason = RefusalReason.OVERLOADED
         return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _give_up(self, session: DraftedSession, why: str) -> list[Send]:
+        """Others may have room for it."""
+        self._counts["given_up"] += 1
+        name = session.open.session
+        self._forget(name)
+        refusal = Refusal(name, session.open.attempt, RefusalReason.OVERLOADED, why)
+        return [(session.router, refusal), _detach(session)]
 
     def _forget(self, name: str) -> None:
         del self.all[name]

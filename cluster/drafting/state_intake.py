@@ -8,36 +8,56 @@ from cluster.drafting.drafted_session import DraftedSession
 from cluster.drafting.session_texts import NewsCollector
 from protos.messages import States, StatesAck
 from protos.states import StatesFormat
+from protos.values import value
 
 MOST_EARLY = 64  # messages of a session that may wait for the verdict that brings their tokens
+
+
+@value
+class StateBounds:
+    """Which states a method reads, and how many."""
+
+    window: int | None = None  # how many of a text's latest; None: all
+    most: int | None = None  # of all sessions together; None: no bound
+
+
+NO_BOUNDS = StateBounds()
 
 
 class StateIntake:
     """Of all sessions; what does not fit is dropped and counted. With no format nothing fits.
 
-    `attach` makes the message that asks for what is missing.
+    `attach` makes the message that asks for what is missing. `give_up` ends a session whose states there is no room
+    for, and says why to who has to know.
     """
 
     def __init__(
         self,
         layout: StatesFormat | None,
+        bounds: StateBounds,
         sessions: Mapping[str, DraftedSession],
         news: NewsCollector,
         counts: Counter[str],
         attach: Callable[[DraftedSession], Send],
+        give_up: Callable[[DraftedSession, str], list[Send]],
     ) -> None:
         self._layout = layout
+        self._bounds = bounds
         self._sessions = sessions
         self._news = news
         self._counts = counts
         self._attach = attach
+        self._give_up = give_up
         self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, as they came
         self._asked: dict[str, tuple[int, int]] = {}  # what was missing, and of how long a text, when it was asked for
 
     def opened(self, session: DraftedSession) -> None:
         """It begins, or begins anew, without any."""
         self.forget(session.open.session)
-        session.states_len = None if self._layout is None else 0
+        if self._layout is not None:
+            window = self._bounds.window
+            read_to = session.prefix.length - 1  # the target need not have read the last token
+            session.states_len = 0 if window is None else max(0, read_to - window)
 
     def forget(self, session: str) -> None:
         self._early.pop(session, None)
@@ -50,7 +70,27 @@ class StateIntake:
             self._counts["states_unknown"] += 1
             return []
         is_gap = self._take(session, states)
+        if why := self.no_room():
+            return self._give_up(session, why)
         return self._answer(session, is_gap) if is_gap or peer != session.target else []
+
+    def no_room(self, more: int = 0, instead_of: str = "") -> str:
+        """Why the states of a text of `more` tokens, in the place of a session's, cannot be kept; empty if they can."""
+        most = self._bounds.most
+        if most is None or self._layout is None:
+            return ""
+        kept = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
+        if kept + self._of(more) <= most:
+            return ""
+        return f"hidden states of {kept} tokens are kept, and there is room for {most}"
+
+    def _kept(self, session: DraftedSession) -> int:
+        return self._of(session.states_len or 0)
+
+    def _of(self, tokens: int) -> int:
+        """How many of a text's states are kept."""
+        window = self._bounds.window
+        return tokens if window is None else min(window, tokens)
 
     def heard(self, session: DraftedSession) -> list[Send]:
         """A verdict is in: what came before it may fit now."""
@@ -58,6 +98,8 @@ class StateIntake:
         if not waiting:
             return []
         gaps = [states for states in waiting if self._take(session, states)]
+        if why := self.no_room():
+            return self._give_up(session, why)
         return self._answer(session, is_gap=bool(gaps))
 
     def _take(self, session: DraftedSession, states: States) -> bool:

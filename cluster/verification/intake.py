@@ -46,6 +46,7 @@ class VerificationLimits:
     page_size: int = 16  # positions
     trees: bool = True  # whether the engine attends to them
     states: StatesFormat | None = None  # of the hidden states that the engine captures, if it does
+    keeps_states: bool = True  # whether it keeps them beside the cache
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
 
@@ -68,7 +69,7 @@ class Intake:
         self._silent = silent
         self._counts = counts
         self._sentinel = sentinel
-        self.feeds = StateFeeds(limits.states, admission)
+        self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
         self._early = EarlyMessages(limits.buffer, counts)
 
     # ------------------------------------------------------------ what peers say

@@ -8,7 +8,7 @@ are handed in.
 import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send
@@ -74,6 +74,7 @@ class VerificationScheduler:
         """What to compute now, or None when nothing is due (see `next_due`)."""
         assert not self._in_step, "a step is planned while another is under way"
         self._intake.expire(now)
+        self.feeds.before_step()
         copies: list[PageCopy] = []
         dues, self._start = self._timing.dues(self._admission.running, self._pacer.load)
         if self._start <= now:
@@ -120,6 +121,7 @@ class VerificationScheduler:
                 to_routers.append(verdict)
             if running.get(name) is session:
                 self._pages.truncate(name, session.cached_len)
+        self.feeds.step_made(self._in_step, decided)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
         if self._in_step:  # else the engine was only told who has come and gone
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
@@ -225,21 +227,8 @@ class VerificationScheduler:
             session.in_step = True
             self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
             self._admission.order.move_to_end(name)
-        self._step_shape = self._shape()
+        self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
-
-    def _shape(self) -> StepShape:
-        """Of the step that is about to be made, for pacing to learn from its time."""
-        prompts = [row for _, row in self._in_step if row.feeds_prompt]
-        return StepShape(
-            rows=len(self._in_step),
-            tokens=sum([len(row.tokens) for _, row in self._in_step]),
-            decoding=sum([session.is_decoding for session in self._admission.running.values()]),
-            prompts=len(prompts),
-            prompt_tokens=sum([len(row.tokens) for row in prompts]),
-            is_drafted_for=any(session.asked for session, _ in self._in_step),
-            is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in self._in_step),
-        )
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
@@ -279,3 +268,17 @@ class VerificationScheduler:
         if is_over:
             self._intake.forget(request.session)
         return sends, (session.router, verdict)
+
+
+def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:
+    """Of the step that is about to be made, for pacing to learn from its time."""
+    prompts = [row for _, row in in_step if row.feeds_prompt]
+    return StepShape(
+        rows=len(in_step),
+        tokens=sum([len(row.tokens) for _, row in in_step]),
+        decoding=sum([session.is_decoding for session in running]),
+        prompts=len(prompts),
+        prompt_tokens=sum([len(row.tokens) for row in prompts]),
+        is_drafted_for=any(session.asked for session, _ in in_step),
+        is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in in_step),
+    )

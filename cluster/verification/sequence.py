@@ -37,6 +37,11 @@ class StateFeed:
     drafter: str
     sent: int
     acked: int  # that have arrived
+    tries: int = 0  # times that what follows could have been read and did not go out, where pages keep none
+
+    def went_out(self, end: int) -> None:
+        self.sent = end
+        self.tries = 0
 
 
 @dataclass(eq=False, slots=True)

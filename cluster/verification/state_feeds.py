@@ -1,15 +1,17 @@
 """Hidden states for drafters: what each lacks, what rides with its verdict, and what is read from pages and sent apart.
 
 A page is its own queue: states are read from it only when there is room for them on their way, so nothing waits in
-memory, and what nobody could send yet is still there. Pure; the engine reads.
+memory, and what nobody could send yet is still there. Where pages keep none, what a step computed goes out before the
+next step, and `FreshStates` sees to what is lacking then. Pure; the engine reads.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.dispatch import Send, peer_of, states_stream
 from cluster.verification.admission import Admission
+from cluster.verification.fresh_states import FreshStates
 from cluster.verification.sequence import StateFeed, TargetSession
 from cluster.verification.step import Outcome, Row, StateRead, places_of
 from protos.messages import Attach, DraftRequest, States, StatesAck, Verdict
@@ -17,6 +19,7 @@ from protos.states import StatesFormat
 
 RIDE_BYTES = 256 << 10  # of known tokens that may ride with a verdict: 2 ms at 1 Gbit/s
 WINDOW_BYTES = 4 << 20  # on their way to one drafter: 3 ms at 10 Gbit/s, more than the way there and back takes
+UNKEPT_WINDOW_BYTES = 64 << 20  # the same where no page keeps what cannot go out at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +36,38 @@ class _Lack:
 
 
 class StateFeeds:
-    """Of all sessions of a target; with no format, nobody reads states, and nothing is ever sent."""
+    """Of all sessions of a target; with no format, nobody reads states, and nothing is ever sent.
 
-    def __init__(self, layout: StatesFormat | None, admission: Admission) -> None:
+    `is_kept` says whether they lie in pages beside the cache.
+    """
+
+    def __init__(self, layout: StatesFormat | None, admission: Admission, is_kept: bool = True) -> None:
         self.rows: Counter[str] = Counter()  # sent, by the way that they took
+        self.fresh = None if is_kept else FreshStates(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
         self._pages = admission.pages
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows and bytes that were sent: with verdicts, and apart from them."""
+        """Rows and bytes that were sent, with verdicts and apart from them, and what it costs to keep none."""
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
-        return {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
+        found = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
+        return found if self.fresh is None else {**found, "again": self.fresh.again, "lost": self.fresh.lost}
+
+    # ------------------------------------------------------------ steps
+
+    def before_step(self) -> None:
+        """Before one is planned; where states are kept, there is nothing to do."""
+        if self.fresh is not None:
+            self.fresh.rewind(self._admission.running.values())
+
+    def step_made(self, rows: Sequence[tuple[TargetSession, Row]], decided: Mapping[str, Outcome]) -> None:
+        """Of sessions whose step counts."""
+        if self.fresh is not None and rows:
+            running = self._admission.running
+            self.fresh.step_made([each for each in rows if running.get(each[1].session) is each[0]], decided)
 
     # ------------------------------------------------------------ what drafters say
 
@@ -70,7 +91,7 @@ class StateFeeds:
         if self._layout is None or feed is None or session.paused or not row.decide:
             return ()
         known = (row.base_len - feed.sent) * self._layout.row_bytes
-        if not 0 <= known <= RIDE_BYTES:
+        if not 0 <= known <= RIDE_BYTES or (self.fresh is not None and feed.sent < row.start):
             return ()
         return self._places(session, feed.sent, row.start + len(row.tokens))
 
@@ -91,7 +112,7 @@ class StateFeeds:
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
         found = list(self._messages(session, feed.sent, outcome.states))
-        feed.sent = found[-1].end
+        feed.went_out(found[-1].end)
         feed.acked = feed.sent  # the stream that they ride on tells if it breaks
         self.rows["verdict"] += feed.sent - row.states_from
         return found
@@ -104,14 +125,17 @@ class StateFeeds:
         if layout is None:
             return None
         on_way = self._rows_on_way()
-        window = max(1, WINDOW_BYTES // layout.row_bytes)
+        window = max(1, (WINDOW_BYTES if self.fresh is None else UNKEPT_WINDOW_BYTES) // layout.row_bytes)
         found = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
         if not found:
             return None
         lack = min(found, key=lambda each: each.rows)
         first = lack.feed.sent
         end = min(lack.end, first + layout.rows_in_message)
-        return StateRead(lack.session.open.session, first, self._places(lack.session, first, end))
+        name = lack.session.open.session
+        if self.fresh is not None:
+            return StateRead(name, first, self.fresh.places(name, first, end))
+        return StateRead(name, first, self._places(lack.session, first, end))
 
     def sent(self, asked: StateRead, rows: bytes) -> list[Send]:
         """What was read goes out, unless whom it was for has gone meanwhile."""
@@ -119,7 +143,7 @@ class StateFeeds:
         feed = session.live_feed if session is not None else None
         if session is None or feed is None or feed.sent != asked.first or asked.end > session.cached_len:
             return []
-        feed.sent = asked.end
+        feed.went_out(asked.end)
         self.rows["apart"] += len(asked.places)
         return [(states_stream(feed.drafter), states) for states in self._messages(session, asked.first, rows)]
 
@@ -130,11 +154,15 @@ class StateFeeds:
             feed = session.live_feed
             if feed is None or session.paused:
                 continue
-            end = session.cached_len
-            if session.displaced_from is not None:
-                end = min(end, session.displaced_from)
+            end = self._readable_to(session, feed)
             if end > feed.sent:
                 yield _Lack(session, feed, end)
+
+    def _readable_to(self, session: TargetSession, feed: StateFeed) -> int:
+        if self.fresh is not None:
+            return self.fresh.end(session.open.session, feed.sent)
+        end = session.cached_len
+        return end if session.displaced_from is None else min(end, session.displaced_from)
 
     def _rows_on_way(self) -> Counter[str]:
         """By drafter."""

@@ -83,7 +83,7 @@ class Pair:
         self._stops = stop_ids(folder)
         self._setup = DraftSetup(dtype, CONTEXT, MAX_BLOCK, vocabulary(folder), str(folder), self._layout)
         spec = capture_spec(draft, folder, dtype)
-        capture = None if spec is None else StateCapture(spec, PAGES, PAGE_SIZE, CPU)
+        capture = None if spec is None else StateCapture(spec, PAGES, PAGE_SIZE, CPU, spec.projection_on(CPU))
         self._runner = ModelRunner(model, PAGES, PAGE_SIZE, capture=capture)
 
     @torch.inference_mode()

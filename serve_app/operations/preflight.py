@@ -21,7 +21,7 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool) -> None:
         check_layers(target, config.draft.layer_skip.ids)
     if config.draft.model is None:
         return
-    if config.draft.method in HEADS:  # it is checked when it is loaded: only its tensors tell what it is
+    if config.draft.model_method in HEADS:  # it is checked when it is loaded: only its tensors tell what it is
         local_folder(config.draft.model, with_weights=with_weights, more=PICKLES)
     else:
         check_draft(vocabulary(target), local_folder(config.draft.model, with_weights=with_weights))

@@ -81,6 +81,9 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
         sent = states["verdict_bytes"] + states["apart_bytes"]
         made.add_row("hidden states sent, bytes a token", f"{shown(sent / rows)} ({rows} tokens)")
         made.add_row("of them with verdicts", _share(states["verdict"], rows))
+    if "again" in states:
+        made.add_row("tokens computed again for hidden states", str(states["again"]))
+        made.add_row("drafters too slow for them, sessions", str(states["lost"]))
     made.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
     return made
 

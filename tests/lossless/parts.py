@@ -57,6 +57,7 @@ class Setting:
     step_cost: ForwardCost | None = None  # of the target, if it knows it from a profile: then drafts are not for free
     altered: Callable[[Block, random.Random], Block] | None = None  # what becomes of a drafter's block
     reads_states: bool = False  # whether the method reads the target's hidden states
+    keeps_states: bool = True  # whether the target keeps them beside its cache
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property
@@ -120,6 +121,7 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
         page_size=PAGE_SIZE,
         max_queued=sessions,
         states=LAYOUT if setting.reads_states else None,
+        keeps_states=setting.keeps_states,
     )
     return VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive(), setting.step_cost)
 
@@ -133,7 +135,7 @@ def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
 def an_executor(setting: Setting) -> StepExecutor:
     runner = ToyRunner(setting.target_logits)
     if setting.reads_states:
-        runner = RememberingRunner(setting.target_logits, setting.pages, PAGE_SIZE)
+        runner = RememberingRunner(setting.target_logits, setting.pages, PAGE_SIZE, setting.keeps_states)
     return StepExecutor(runner, setting.vocabulary)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
-from actors.compute.state_cache import StateCache
+from actors.compute.state_cache import LatestStates, StateCache
 from actors.compute.state_codec import decode_rows, encode_rows
 from actors.methods.draft_model import DraftModel
 from actors.models.forward_output import ForwardOutput
@@ -19,6 +19,7 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.states import StateDtype, StatesFormat
 
 LAYOUT = StatesFormat(width=3, dtype=StateDtype.BFLOAT16)
+CPU = torch.device("cpu")
 MODULUS = 251  # whatever is below is exact in bfloat16
 
 
@@ -40,10 +41,11 @@ def expected_rows(tokens: Sequence[int], first: int) -> list[list[float]]:
 class RememberingRunner(ToyRunner):
     """Its states lie in pages as a real target's do, and each is made of the one before, wherever that lies."""
 
-    def __init__(self, table: torch.Tensor, pages: int, page_size: int) -> None:
+    def __init__(self, table: torch.Tensor, pages: int, page_size: int, keeps: bool = True) -> None:
         super().__init__(table)
         self._page_size = page_size
-        self._cache = StateCache(pages, page_size, LAYOUT.row_bytes, torch.device("cpu"))
+        self._cache = StateCache(pages, page_size, LAYOUT.row_bytes, CPU)
+        self._latest = None if keeps else LatestStates(CPU)
 
     def forward(
         self,
@@ -54,21 +56,25 @@ class RememberingRunner(ToyRunner):
     ) -> ForwardOutput:
         self._cache.move(moves)
         self._cache.copy(copies)
-        for row in rows:
-            self._feed(row)
+        written = [place for row in rows for place in self._feed(row)]
+        if self._latest is not None:
+            encoded = torch.frombuffer(bytearray(self._cache.read(written)), dtype=torch.uint8)
+            self._latest.write(torch.tensor(written), encoded.view(-1, LAYOUT.row_bytes))
         return super().forward(rows)
 
     def read_states(self, places: Sequence[int]) -> bytes:
-        return self._cache.read(places)
+        return self._cache.read(places) if self._latest is None else self._latest.read(places)
 
-    def _feed(self, row: FeedRow) -> None:
+    def _feed(self, row: FeedRow) -> list[int]:
+        """The places that it is written to."""
         for index, token in enumerate(row.tokens):
             node = index - (len(row.tokens) - len(row.parents))
             before = row.start + index - 1 if node < 0 else self._place_before(row, node)
-            mixed = int(decode_rows(self.read_states([self._place(row, before)]), LAYOUT)[0, 2]) if before >= 0 else 0
+            mixed = int(decode_rows(self._cache.read([self._place(row, before)]), LAYOUT)[0, 2]) if before >= 0 else 0
             state = torch.tensor([[float(token), float(row.positions[index] % MODULUS), float(after(mixed, token))]])
             at = torch.tensor([self._place(row, row.start + index)])
             self._cache.write(at, encode_rows(state, LAYOUT.dtype))
+        return [self._place(row, row.start + index) for index in range(len(row.tokens))]
 
     def _place_before(self, row: FeedRow, node: int) -> int:
         return row.tree_start + row.parents[node]  # -1: the token before the tree

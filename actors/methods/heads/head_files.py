@@ -6,6 +6,7 @@ Which method a folder holds is for its loader to tell, by the keys of the config
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.models.checkpoint import local_folder
+from actors.models.hub_files import first_of_each, folder_with
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 
@@ -65,6 +68,9 @@ class HeadFiles:
 def read_head(folder: Path) -> HeadFiles:
     """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors where there are both.
 
+    Files are mapped into memory, not read, except for pickles in the format of before torch 1.6: what is computed with
+    is read when it is placed.
+
     Pickles are read as tensors and nothing else, so that no code of theirs runs. Raises ModelError where the folder
     holds no head.
     """
@@ -87,6 +93,16 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
             f"the head borrows a tensor of the target, but {target_folder} holds none of {', '.join(names)}"
         )
     return read_tensors(stored[name].path, [name])[name]
+
+
+def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
+    """The target's folder with the first tensor of each group, such as `EMBEDDING`; no more need be fetched.
+
+    `target` is a folder or a Hugging Face id.
+    """
+    if not groups:
+        return local_folder(target, with_weights=False)
+    return folder_with(target, first_of_each(groups))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -115,7 +131,7 @@ def _read_pickles(folder: Path) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
     if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):

@@ -8,7 +8,7 @@ import yaml
 
 from actors.methods.heads.head_files import HeadFiles
 from actors.methods.heads.target_shape import TargetShape
-from actors.methods.inspection.draft_facts import DraftFacts, Misfit
+from actors.methods.inspection.draft_facts import DraftFacts, Misfit, StatesRead
 from actors.methods.inspection.draft_fit import (
     TargetFacts,
     causal_misfits,
@@ -131,6 +131,11 @@ def _snippet(folder: Path, facts: DraftFacts, target: TargetFacts | None) -> str
     return yaml.safe_dump(sections, sort_keys=False)
 
 
+def _is_narrowed(states: StatesRead) -> bool:
+    """Whether the projection at the target sends less."""
+    return states.projected is not None and states.projected < states.width
+
+
 def _draft_section(folder: Path, facts: DraftFacts) -> dict[str, Any]:
     method = str(facts.layout.method)
     if method == "layer_skip":
@@ -139,6 +144,6 @@ def _draft_section(folder: Path, facts: DraftFacts) -> dict[str, Any]:
     if method in HEADS:
         found[method] = HeadOptions().model_dump()
     if facts.states is not None:
-        projects = {} if facts.states.projected is None else {"project": "target"}
-        found["states"] = projects | {"dtype": "bfloat16"}
+        found["states"] = {"project": "target"} if _is_narrowed(facts.states) else {}
+        found["states"] |= {"dtype": "bfloat16"}
     return found

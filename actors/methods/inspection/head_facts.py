@@ -59,7 +59,7 @@ def head_facts(files: HeadFiles, layout: DraftLayout, method: str) -> DraftFacts
     """Of a head in canonical names. Raises ModelError where it contradicts itself."""
     config = resolved(files, method, presumed_target(files, method))
     deeper = resolved(files, method, presumed_target(files, method, DEPTHS[1]))
-    needs = config.needs if config.needs == deeper.needs else StatesNeeded((), config.needs.width)
+    needs = config.needs if config.needs == deeper.needs else replace(config.needs, layers=())
     found = DraftFacts(layout, stored_size(files.tensors), conventions=conventions_of(config))
     return _described(found, files, config, needs)
 
@@ -142,12 +142,8 @@ def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -
         is_final=config.needs.layers == (target.layers,),
         hidden=target.hidden,
         width=needs.width,
-        projected=config.hidden if _projects(config) else None,
+        projected=needs.projected_width,
     )
-
-
-def _projects(config: HeadConfig) -> bool:
-    return config.projects if isinstance(config, EagleConfig) else isinstance(config, DFlashConfig)
 
 
 def _hidden_read(files: HeadFiles, said: int) -> int:

@@ -9,14 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from actors.methods import loading
 from actors.methods.lookup import prompt_lookup
+from actors.methods.registry import create_model_method
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.merge import merged
-from cluster.drafting.method import DraftingMethod, Early, dismiss
+from cluster.drafting.method import DraftingMethod, Early, ReadsStates, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from protos.messages import DraftRequest, Open, Shape
+from protos.states import StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
 
@@ -24,7 +25,13 @@ SURE = 0.5  # share of the tokens asked for that a lookup must expect to be acce
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
-    return LookupFirst(prompt_lookup.create(draft, setup), loading.create(draft, setup))
+    """Raises ModelError where the model does not fit the target."""
+    return lookup_first(prompt_lookup.create(draft, setup), create_model_method(draft, setup))
+
+
+def lookup_first(lookup: DraftingMethod, model: DraftingMethod) -> "LookupFirst":
+    """It reads the target's states if the model does."""
+    return StatesLookupFirst(lookup, model) if isinstance(model, ReadsStates) else LookupFirst(lookup, model)
 
 
 class LookupFirst:
@@ -107,3 +114,19 @@ class LookupFirst:
     def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | AheadRequest) -> Proposal:
         most = min(request.max_tokens, max_block_len(self._open[request.session], one.base_len))
         return merged(one, other, most, request.least_chance)
+
+
+class StatesLookupFirst(LookupFirst):
+    """Over a model that reads the target's states, which pass through to it."""
+
+    def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
+        super().__init__(lookup, model)
+        assert isinstance(model, ReadsStates), "the model reads states"
+        self._reader = model
+
+    @property
+    def states_format(self) -> StatesFormat:
+        return self._reader.states_format
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        self._reader.states(session, first, rows)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -142,7 +142,8 @@ class MeasuredTarget:
         spec = capture_spec(draft, self._folder, self._model_config.dtype)
         if spec is None:
             return [b""] * len(texts)
-        capture = StateCapture(spec, self._pages, PAGE_SIZE, self._device)
+        kept = replace(spec, is_kept=True)  # texts are read whole, once they have ended
+        capture = StateCapture(kept, self._pages, PAGE_SIZE, self._device, spec.projection_on(self._device))
         runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
         return [self._captured(runner, text.tokens[:-1]) for text in texts]
 

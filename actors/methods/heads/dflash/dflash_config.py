@@ -188,7 +188,7 @@ class _Resolution:
                 f"{self._files.folder} reads the target's states {list(states)}, but its fc.weight has {width} inputs"
                 f" and the target states 0 to {self._target.layers} of {hidden}; expected {width / hidden:g} of these"
             )
-        return StatesNeeded(states, width)
+        return StatesNeeded(states, width, hidden)
 
     def _states(self, count: int) -> tuple[int, ...]:
         """In the order in which they are projected."""

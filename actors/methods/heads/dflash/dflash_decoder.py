@@ -40,7 +40,7 @@ class DFlashDecoder:
 
     def project(self, rows: Tensor) -> Tensor:
         """The context's rows, (rows, hidden), of states as the target has them, (rows, width)."""
-        return self._weights.context_norm(self._weights.fc(rows))
+        return self._weights.row_projection(rows)
 
     def hidden(self, contexts: Sequence[DFlashContext], anchors: Sequence[int], starts: Sequence[int]) -> Tensor:
         """What the logits are made of, (sessions, block, hidden).

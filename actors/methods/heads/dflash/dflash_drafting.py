@@ -14,10 +14,14 @@ from protos.states import StatesNeeded
 
 
 class DFlashPredictor:
-    """A `StatePredictor`: blocks ahead of a verdict are what further places of the block before them say."""
+    """A `StatePredictor`: blocks ahead of a verdict are what further places of the block before them say.
 
-    def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler) -> None:
+    Rows come as the target has them or, with `is_projected`, as it has projected them.
+    """
+
+    def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler, is_projected: bool = False) -> None:
         self._decoder = decoder
+        self._is_projected = is_projected
         self._sampler = sampler
         self._contexts: dict[str, DFlashContext] = {}
         self._blocks: dict[str, tuple[int, Tensor]] = {}  # the latest: hash of the text before, and (places, hidden)
@@ -41,13 +45,13 @@ class DFlashPredictor:
         self._blocks.pop(session, None)
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """Rows are as wide as `needs` says, or as the head is where they were projected at the source."""
-        config = self._decoder.config
-        assert rows.shape[-1] in (config.needs.width, config.hidden), "rows are as wide as was asked for"
+        """(rows, width) as `needs` says, or (rows, hidden) where they were projected at the source."""
+        needs = self.needs
+        width = needs.projected_width if self._is_projected else needs.width
+        assert rows.shape[-1] == width, "rows are as wide as was asked for"
         like = self._decoder.like
         rows = rows.to(like.device, like.dtype)
-        is_raw = rows.shape[-1] == config.needs.width
-        self._contexts[session].put(first, self._decoder.project(rows) if is_raw else rows.clone())
+        self._contexts[session].put(first, rows.clone() if self._is_projected else self._decoder.project(rows))
 
     def decided(self, session: str, length: int) -> None:
         """Its context is read when the next block is drafted."""

@@ -12,11 +12,12 @@ from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.dflash.dflash_config import resolve_dflash
 from actors.methods.heads.dflash.dflash_decoder import DFlashDecoder
 from actors.methods.heads.dflash.dflash_drafting import DFlashPredictor
-from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader
-from actors.methods.heads.head_files import PICKLES, read_head
+from actors.methods.heads.dflash.dflash_weights import ALIASES, DFlashReader, borrowed_tensors_of
+from actors.methods.heads.head_files import PICKLES, HeadFiles, folder_to_borrow_from, read_head
 from actors.methods.heads.head_products import head_products
 from actors.methods.heads.head_rope import rotary_of
 from actors.methods.heads.predicted_drafting import PredictedDrafting
+from actors.methods.heads.row_projection import RowProjection
 from actors.methods.heads.target_shape import target_shape
 from actors.methods.model.calibration import Calibration
 from actors.methods.model.limits import DraftingLimits
@@ -32,9 +33,23 @@ MAX_POSITIONS = 2048  # where a configuration does not say; only some scalings o
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """What the head that `draft.model` names reads."""
-    assert draft.model is not None, "a configuration whose method loads a head names it"
-    files = read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
+    files = _files(draft)
     return resolve_dflash(files, target_shape(target)).needs
+
+
+def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
+    """What the head makes of the target's states first; no other tensor of it is loaded.
+
+    It is computed in the target's type, also where the drafter quantises the head.
+    """
+    files = _files(draft)
+    config = resolve_dflash(files, target_shape(target))
+    return DFlashReader(files, target, config, getattr(torch, dtype), device, projection).row_projection()
+
+
+def _files(draft: DraftPool) -> HeadFiles:
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    return read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
@@ -43,12 +58,13 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     device = device_of(draft.resources)
     products = head_products(draft.dflash, setup.dtype, device)
     head = local_folder(draft.model, more=PICKLES)
-    target = local_folder(setup.target)
+    target = folder_to_borrow_from(setup.target, borrowed_tensors_of(_files(draft)))
     decoder = load_dflash(head, target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())
-    return decoded(PredictedDrafting(DFlashPredictor(decoder, sampler), sampler), setup.states)
+    is_projected = draft.states.projects_at_target(decoder.config.needs)
+    return decoded(PredictedDrafting(DFlashPredictor(decoder, sampler, is_projected), sampler), setup.states)
 
 
 def load_dflash(

@@ -11,6 +11,7 @@ from actors.compute.linear import Product, Projection
 from actors.methods.heads.dflash.dflash_config import DFlashConfig
 from actors.methods.heads.draft_columns import DraftColumns, draft_columns
 from actors.methods.heads.head_files import EMBEDDING, HEAD, HeadFiles, target_tensor
+from actors.methods.heads.row_projection import RowProjection
 from actors.models.decoder import Norm, norm_of
 from cluster.errors import ModelError
 
@@ -22,6 +23,12 @@ ALIASES = (
 )
 NOT_COMPUTED_WITH = ("t2d", "verifier_")  # of training
 MASK_FILE = "mask_embedding.pt"
+
+
+def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
+    """What such a head takes of the target's checkpoint: of each group the first tensor that there is."""
+    pairs = (("embed_tokens.weight", EMBEDDING), ("lm_head.weight", HEAD))
+    return [names for name, names in pairs if name not in files.tensors]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +52,7 @@ class DFlashWeights:
 
     embedding: Tensor  # (vocabulary, hidden)
     mask_embedding: Tensor  # (hidden,)
-    fc: Projection
-    context_norm: Norm
+    row_projection: RowProjection  # of the target's states
     layers: tuple[DFlashLayer, ...]
     norm: Norm
     lm_head: Projection
@@ -82,8 +88,7 @@ class DFlashReader:
         found = DFlashWeights(
             embedding=embedding,
             mask_embedding=self._mask_embedding(embedding),
-            fc=self._linear(["fc"], [config.hidden], config.needs.width),
-            context_norm=self._norm("hidden_norm", config.hidden),
+            row_projection=self.row_projection(),
             layers=tuple(self._layer(index) for index in range(len(config.layers))),
             norm=self._norm("norm", config.hidden),
             lm_head=self._product(lm_head.contiguous(), None),
@@ -95,6 +100,12 @@ class DFlashReader:
                 f" {', '.join(sorted(self._left))}"
             )
         return found
+
+    def row_projection(self) -> RowProjection:
+        """No other tensor is read."""
+        config = self._config
+        fc = self._linear(["fc"], [config.hidden], config.needs.width)
+        return RowProjection((), fc, self._norm("hidden_norm", config.hidden))
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         self._left.discard(name)

@@ -8,6 +8,7 @@ from enum import Enum
 
 from actors.methods.heads.eagle.eagle_layer_ids import LayerIdMeaning
 from actors.methods.heads.head_rope import Rope
+from cluster.draft_options import EagleOptions
 from protos.states import StatesNeeded
 
 
@@ -51,6 +52,18 @@ class EagleOverrides:
     layer_ids: LayerIdMeaning | None = None
     output_norm: OutputNorm | None = None  # SpecForge's norm_output meant something else before September 2026
     max_positions: int | None = None  # published configurations often say 2048, whatever the head was trained for
+
+
+def overrides_of(options: EagleOptions) -> EagleOverrides:
+    """As the configuration has them."""
+    meaning = options.layer_ids
+    norm = options.output_norm
+    return EagleOverrides(
+        states=options.states,
+        layer_ids=None if meaning is None else LayerIdMeaning(meaning),
+        output_norm=None if norm is None else OutputNorm[norm.upper()],
+        max_positions=options.max_positions,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,8 @@ class EagleDecoder:
 
     def project(self, raw: Tensor) -> Tensor:
         """What a step is fed, (rows, hidden), of the target's states as `config.needs` has them, (rows, width)."""
-        weights = self._weights
-        if not self._config.projects:
-            return raw
-        assert weights.fc is not None, "a head that projects has a projection"
-        if weights.feature_norms:
-            parts = raw.chunk(len(weights.feature_norms), dim=-1)
-            raw = torch.cat([norm(part) for norm, part in zip(weights.feature_norms, parts, strict=True)], dim=-1)
-        return weights.fc(raw)
+        projection = self._weights.row_projection
+        return raw if projection is None else projection(raw)
 
     @property
     def mask_state(self) -> Tensor | None:

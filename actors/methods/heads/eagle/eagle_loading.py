@@ -15,6 +15,7 @@ from actors.methods.heads.eagle.eagle_resolution import resolve
 from actors.methods.heads.eagle.eagle_weights import WeightReader
 from actors.methods.heads.head_files import HeadFiles, read_head
 from actors.methods.heads.head_rope import rotary_of
+from actors.methods.heads.row_projection import RowProjection
 from actors.methods.heads.target_shape import target_shape
 
 AS_CONFIGURED = EagleOverrides()
@@ -39,6 +40,23 @@ class EagleHead:
 def read_eagle_config(folder: Path, target_folder: Path, overrides: EagleOverrides = AS_CONFIGURED) -> EagleConfig:
     """What a published head is for a target. Raises ModelError where it does not fit, or is none that is known."""
     return resolve(canonical(read_head(folder)), target_shape(target_folder), overrides)
+
+
+def load_row_projection(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    overrides: EagleOverrides = AS_CONFIGURED,
+    product: Product = projection,
+) -> RowProjection:
+    """What a published head that has one makes of the target's states first; no other tensor of it is loaded.
+
+    Raises ModelError as `load_eagle` does.
+    """
+    files = canonical(read_head(folder))
+    config = resolve(files, target_shape(target_folder), overrides)
+    return WeightReader(files, target_folder, config, dtype, device, product).row_projection()
 
 
 def load_eagle(

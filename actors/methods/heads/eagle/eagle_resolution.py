@@ -136,8 +136,8 @@ def _needs(
     count = width // target.hidden
     if overrides.states is not None:
         check_states(overrides.states, target.layers, count, "the list of states that was given")
-        return StatesNeeded(overrides.states, width)
-    return StatesNeeded(states_read(files.config, target.layers, count, overrides.layer_ids), width)
+        return StatesNeeded(overrides.states, width, hidden)
+    return StatesNeeded(states_read(files.config, target.layers, count, overrides.layer_ids), width, hidden)
 
 
 def _columns(files: HeadFiles, vocabulary: int) -> int:

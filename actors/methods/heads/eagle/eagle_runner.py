@@ -29,8 +29,12 @@ class EagleRunner:
 
     @torch.inference_mode()
     def project(self, raw: Tensor) -> Tensor:
-        """What rows carry, (rows, hidden), of the target's states as they are sent, (rows, width)."""
-        return self._head.decoder.project(raw.to(self._head.device, self._head.dtype))
+        """What rows carry, (rows, hidden), of the target's states as it has them, (rows, width)."""
+        return self._head.decoder.project(self.placed(raw))
+
+    def placed(self, projected: Tensor) -> Tensor:
+        """The same of states that the target has projected, (rows, hidden)."""
+        return projected.to(self._head.device, self._head.dtype)
 
     @property
     @torch.inference_mode()

@@ -11,29 +11,31 @@ from actors.compute.linear import Product, Projection
 from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
 from actors.methods.heads.eagle.eagle_names import check_all_used
 from actors.methods.heads.head_files import EMBEDDING, HEAD, HeadFiles, target_tensor
+from actors.methods.heads.row_projection import RowProjection, unchanged
 from actors.models.decoder import Layer, Norm, norm_of
 from cluster.errors import ModelError
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """The norm of what has none."""
-    return x
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """What `EagleDecoder` computes with. `fc` is EAGLE-3's projection of the target's states, or a step's own."""
+    """What `EagleDecoder` computes with."""
 
     embedding: Tensor  # (vocabulary, hidden)
     embedding_norm: Norm
-    feature_norms: tuple[Norm, ...]  # of equal parts of a row of the target's states; none
-    fc: Projection | None
+    row_projection: RowProjection | None  # EAGLE-3: of the target's states, if they are not fed as they are
+    fc: Projection | None  # of embedding and state in a step, but for EAGLE-3
     state_norm: Norm  # of the state that a step is fed, but for EAGLE-1
     layers: tuple[Layer, ...]
     norm: Norm | None  # after the last layer
     lm_head: Projection
     token_ids: Tensor  # (columns,) the target's
     mask: Tensor | None  # (1, width) of P-EAGLE: what takes the place of the target's states at a mask token
+
+
+def borrowed_tensors(config: EagleConfig) -> list[tuple[str, ...]]:
+    """What such a head takes of the target's checkpoint: of each group the first tensor that there is."""
+    pairs = ((config.embedding, EMBEDDING), (config.lm_head, HEAD))
+    return [names for source, names in pairs if source is WeightSource.TARGET]
 
 
 @dataclass(eq=False)
@@ -57,8 +59,8 @@ class WeightReader:
         found = EagleWeights(
             embedding=embedding,
             embedding_norm=self._norm("layers.0.input_layernorm" if is_eagle3 else "embed_layernorm", not is_eagle3),
-            feature_norms=self._feature_norms(),
-            fc=self._fc(),
+            row_projection=self.row_projection() if config.projects else None,
+            fc=None if is_eagle3 else self._linear(["fc"], [config.hidden], 2 * config.hidden),
             state_norm=self._norm("layers.0.hidden_norm" if is_eagle3 else "state_layernorm", True),
             layers=tuple(self._layer(index) for index in range(config.layers)),
             norm=self._output_norm(is_eagle3),
@@ -68,6 +70,12 @@ class WeightReader:
         )
         check_all_used(self.files, self.used)
         return found
+
+    def row_projection(self) -> RowProjection:
+        """Of a head that projects the target's states; no other tensor is read."""
+        assert self.config.projects, "this head is fed the target's states as they are"
+        fc = self._linear(["fc"], [self.config.hidden], self.config.needs.width)
+        return RowProjection(self._feature_norms(), fc)
 
     # ------------------------------------------------------------ tensors
 
@@ -159,13 +167,6 @@ class WeightReader:
             count = config.needs.width // config.target_hidden
             return tuple(self._norm(f"fc_norm.{part}", size=config.target_hidden) for part in range(count))
         return ()
-
-    def _fc(self) -> Projection | None:
-        config = self.config
-        if config.kind is EagleKind.EAGLE3 and not config.projects:
-            return None
-        inputs = config.needs.width if config.projects else 2 * config.hidden
-        return self._linear(["fc"], [config.hidden], inputs)
 
     def _mask(self) -> Tensor | None:
         if self.config.mask_token is None:

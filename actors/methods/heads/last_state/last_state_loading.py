@@ -54,7 +54,7 @@ class HeadLoader(Protocol):
 def final_state(target: Path) -> StatesNeeded:
     """What such heads read of the target in this folder."""
     shape = target_shape(target)
-    return StatesNeeded((shape.layers,), shape.hidden)
+    return StatesNeeded((shape.layers,), shape.hidden, window=1)
 
 
 def last_state_drafting(

@@ -17,9 +17,11 @@ from actors.compute.linear import Product, projection
 from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleKind
 from actors.methods.heads.eagle.eagle_loading import AS_CONFIGURED, EagleHead, head_of
 from actors.methods.heads.eagle.eagle_resolution import resolve
-from actors.methods.heads.head_files import HeadFiles
+from actors.methods.heads.head_files import EMBEDDING, HEAD, HeadFiles
 from actors.methods.heads.mtp.mtp_names import MtpLayout, check_layer, layout_in
 from actors.methods.heads.target_shape import target_shape
+from actors.models.checkpoint import local_folder
+from actors.models.hub_files import first_of_each, folder_with
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 from protos.states import StatesNeeded
@@ -29,6 +31,20 @@ def mtp_states(target: Path) -> StatesNeeded:
     """What the module of the target in this folder reads: its final state, after the last norm."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden)
+
+
+def folder_with_mtp(target: str) -> Path:
+    """The target's folder with its module and what that shares of it; no more need be fetched.
+
+    `target` is a folder or a Hugging Face id. Raises ModelError as `load_mtp` does.
+    """
+    layers = target_shape(local_folder(target, with_weights=False)).layers
+
+    def wanted(names: Collection[str]) -> list[str]:
+        layout = layout_in(names, layers, target)
+        return [*(name for name in names if name.startswith(layout.prefix)), *first_of_each((EMBEDDING, HEAD))(names)]
+
+    return folder_with(target, wanted)
 
 
 def load_mtp(

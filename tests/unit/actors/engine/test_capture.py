@@ -47,7 +47,8 @@ class Captured:
         self._model.set_attn_implementation("eager")
         twin = MODELS[name]()
         twin.load_state_dict(self._model.state_dict())
-        capture = StateCapture(spec or CaptureSpec(LAYERS, self.layout), PAGES, PAGE_SIZE, CPU)
+        told = spec or CaptureSpec(LAYERS, self.layout)
+        capture = StateCapture(told, PAGES, PAGE_SIZE, CPU, told.projection_on(CPU))
         self.runner = ModelRunner(twin, PAGES, PAGE_SIZE, capture=capture)
 
     @torch.inference_mode()
@@ -224,3 +225,16 @@ def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
     close_to(decode_rows(leading, layout), torch.cat([expected[1][0], expected[2][0]], dim=-1))
+
+
+def test_where_none_are_kept_there_are_those_of_the_latest_forward_and_a_page_is_no_larger():
+    spec = CaptureSpec(LAYERS, StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16), is_kept=False)
+    assert state_bytes(spec, page_size=16) == 0
+    found = Captured("llama", spec)
+    a = tokens_of(12, 9)
+    found.runner.forward([row(A, a[:5], 0, 0)])
+    found.runner.forward([row(B, a, 0, 1), row(A, a[5:], 5, 1)], [PageCopy(A[0], B[4])])
+    found.check(a, B)
+    close_to(found.read(range(5, 9), A), found.expected(a)[5:])
+    with pytest.raises(KeyError):
+        found.read([4], A)

@@ -14,8 +14,7 @@ HIDDEN = 8
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    layers = (1, 2, 3)
-    return StatesNeeded(layers, HIDDEN if draft.states.project == "target" else len(layers) * HIDDEN)
+    return StatesNeeded((1, 2, 3), 3 * HIDDEN, HIDDEN)
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection:

@@ -79,7 +79,8 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_that_reads_states_says_which_and_projects_them_at_the_target() -> None:
     """The rank that captures is another process."""
     draft = DraftPool(method="prompt_lookup", states=StatesOptions(dtype="float8"))
-    assert states_needed(draft, TARGET) == StatesNeeded((1, 2, 3), 8)
+    assert states_needed(draft, TARGET) == StatesNeeded((1, 2, 3), 24, 8)
+    assert states_format(draft, TARGET) == StatesFormat(8, StateDtype.FLOAT8)
     spec = pickle.loads(pickle.dumps(capture_spec(draft, TARGET, "float32")))
     assert (spec.layers, spec.format) == ((1, 2, 3), StatesFormat(8, StateDtype.FLOAT8))
     assert spec.load_projection is not None

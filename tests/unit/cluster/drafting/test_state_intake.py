@@ -9,8 +9,20 @@ from cluster.dispatch import Send, states_stream
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingPass
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.drafting.state_intake import MOST_EARLY
-from protos.messages import Attach, Close, DraftRequest, NoDraft, Resync, States, StatesAck, Verdict
+from cluster.drafting.state_intake import MOST_EARLY, NO_BOUNDS, StateBounds
+from protos.messages import (
+    Attach,
+    Close,
+    Detach,
+    DraftRequest,
+    NoDraft,
+    Refusal,
+    RefusalReason,
+    Resync,
+    States,
+    StatesAck,
+    Verdict,
+)
 from protos.prefix import Prefix
 from protos.states import StateDtype, StatesFormat
 from tests.unit.cluster.samples import KEY, an_open
@@ -36,8 +48,8 @@ def some_states(tokens: tuple[int, ...], first: int, end: int, **changes: Any) -
 class Desk:
     """A drafter whose method reads states, with one session that is attached and asked for blocks."""
 
-    def __init__(self, layout: StatesFormat | None = LAYOUT) -> None:
-        self.scheduler = DraftScheduler(DrafterLimits(50, 100, 3, layout), draft_ahead=False)
+    def __init__(self, layout: StatesFormat | None = LAYOUT, bounds: StateBounds = NO_BOUNDS) -> None:
+        self.scheduler = DraftScheduler(DrafterLimits(50, 100, 3, layout, bounds), draft_ahead=False)
         self.told: list[tuple[str, int, bytes]] = []  # of states
         self.opened = self.scheduler.receive(ROUTER, an_open(tokens=PROMPT, target_address=TARGET), 0.0)
 
@@ -101,6 +113,19 @@ def test_a_method_hears_of_states_at_once_while_it_still_waits():
     assert not drafting.is_empty
     assert [(session, first) for session, first, _ in drafting.news.states] == [("s", 0)]
     assert desk.scheduler.next_pass(9, 9).is_empty
+
+
+def test_a_method_that_reads_the_latest_alone_asks_for_no_more():
+    desk = Desk(bounds=StateBounds(window=1))
+    assert desk.opened == [attach(PROMPT, 2)]
+    assert desk.request(PROMPT) == [(TARGET, NoDraft("s", 4, Prefix(KEY, PROMPT).hash))]
+    desk.verdict(PROMPT, 9)
+    desk.receive(some_states((*PROMPT, 9), 2, 4))
+    desk.request((*PROMPT, 9))
+    (request,) = desk.asked()
+    assert request.base_len == 5
+    assert desk.told == [("s", 2, rows_of((7, 8)))]
+    assert Desk(bounds=StateBounds(window=9)).opened == [attach(PROMPT, 0)], "of a shorter text it is all"
 
 
 def test_what_rides_with_a_verdict_is_there_before_the_block_is_asked_for():
@@ -202,6 +227,47 @@ def test_a_session_that_begins_anew_begins_without_states():
     again = desk.scheduler.receive(ROUTER, an_open(tokens=PROMPT, target_address=TARGET, attempt=2), 0.0)
     assert again == [attach(PROMPT, 0)]
     assert desk.rows() == {}, "what was collected was for a session that is over"
+
+
+def opened_with(desk: Desk, session: str, tokens: tuple[int, ...]) -> list[Send]:
+    return desk.receive(an_open(session, tokens=tokens, target_address=TARGET), ROUTER)
+
+
+def test_a_session_without_room_for_its_states_is_refused_until_there_is():
+    desk = Desk(bounds=StateBounds(most=7))
+    desk.receive(some_states(PROMPT, 0, 3), APART)
+    ((to, refusal),) = opened_with(desk, "t", (1, 2, 3, 4, 5))
+    assert to == ROUTER
+    assert isinstance(refusal, Refusal)
+    assert (refusal.session, refusal.reason) == ("t", RefusalReason.OVERLOADED)
+    assert refusal.message == "hidden states of 3 tokens are kept, and there is room for 7"
+    assert len(opened_with(desk, "u", (1, 2, 3, 4))) == 1
+    again = desk.receive(an_open(tokens=(*PROMPT, 9, 10, 11), target_address=TARGET, attempt=2), ROUTER)
+    assert [type(message) for _, message in again] == [Attach], "in the place of its own"
+    desk.receive(Close("s", 2), ROUTER)
+    desk.receive(Close("u", 1), ROUTER)
+    assert isinstance(opened_with(desk, "t", (1, 2, 3, 4, 5))[0][1], Attach)
+
+
+def test_a_session_that_grows_beyond_the_bound_is_given_up_and_another_goes_on():
+    desk = Desk(bounds=StateBounds(most=5))
+    other = (1, 2, 3)
+    opened_with(desk, "t", other)
+    desk.receive(some_states(other, 0, 2, session="t"), APART)
+    desk.receive(some_states(PROMPT, 0, 3), APART)
+    assert desk.verdict(PROMPT, 9) == []
+    (to_router, refusal), detach = desk.receive(some_states((*PROMPT, 9), 3, 4), APART)
+    assert (to_router, type(refusal)) == (ROUTER, Refusal)
+    assert detach == (TARGET, Detach("s"))
+    assert desk.scheduler.counts["given_up"] == 1
+    assert desk.rows() == {"t": 2}, "nothing of the other is left for the method"
+    assert desk.receive(some_states(other, 2, 3, session="t"), APART) == [(APART, StatesAck("t", 3))]
+
+
+def test_of_a_method_that_reads_the_latest_alone_a_session_takes_one():
+    desk = Desk(bounds=StateBounds(window=1, most=2))
+    assert isinstance(opened_with(desk, "t", (1, 2, 3, 4, 5))[0][1], Attach)
+    assert isinstance(opened_with(desk, "u", (1, 2))[0][1], Refusal)
 
 
 def test_nothing_is_kept_of_a_session_that_is_closed():

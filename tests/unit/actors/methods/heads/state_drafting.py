@@ -31,10 +31,15 @@ class StateReading(DraftingMethod, Protocol):
     def states(self, session: str, first: int, rows: Tensor) -> None: ...
 
 
-def a_deployed_method(name: str, folder: Path, **changes: Any) -> DecodedStates:
+def a_draft(name: str, folder: Path, project: str = "drafter", **changes: Any) -> DraftPool:
+    """The configuration of the head in a folder, with changes of its method's options."""
+    options: Any = {name: {"draft_probs_top_k": TOP_K} | changes, "states": {"project": project}}
+    return DraftPool(method=name, model=str(folder), **options)  # type: ignore[arg-type]
+
+
+def a_deployed_method(name: str, folder: Path, project: str = "drafter", **changes: Any) -> DecodedStates:
     """Of the head in a folder, for the fixtures' target; it takes rows as they travel, in bfloat16."""
-    options: Any = {name: {"draft_probs_top_k": TOP_K} | changes}
-    draft = DraftPool(method=name, model=str(folder), **options)  # type: ignore[arg-type]
+    draft = a_draft(name, folder, project, **changes)
     tokens = {token: str(token) for token in ALL_TOKENS}
     setup = DraftSetup("float32", 64, 16, tokens, str(TARGET), states_format(draft, TARGET))
     method = create_method(draft, setup)
@@ -42,9 +47,9 @@ def a_deployed_method(name: str, folder: Path, **changes: Any) -> DecodedStates:
     return method
 
 
-def a_method(name: str, folder: Path) -> StateReading:
+def a_method(name: str, folder: Path, project: str = "drafter", **changes: Any) -> StateReading:
     """The same, which takes rows as tensors."""
-    method: Any = a_deployed_method(name, folder)._method
+    method: Any = a_deployed_method(name, folder, project, **changes)._method
     return method
 
 

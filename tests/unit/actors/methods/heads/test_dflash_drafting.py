@@ -91,12 +91,6 @@ def test_a_session_that_is_opened_again_begins_without_states(method: StateReadi
     method.close(["s"])
 
 
-def test_states_may_be_projected_at_their_source(method: StateReading) -> None:
-    rows = method._predictor._decoder.project(FEATURES)  # type: ignore[attr-defined]
-    assert rows.shape == (12, 32)
-    assert drafted(method, TOKENS, 0, rows, a_request(TOKENS)).tokens == BLOCK
-
-
 def test_pieces_after_a_gap_are_bounded() -> None:
     context = DFlashContext()
     for first in range(1, 3 * MOST_EARLY):

@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors.methods.heads.mtp.mtp_loading import load_mtp
-from actors.methods.registry import create_method, states_needed
+from actors.compute.state_codec import encode_rows
+from actors.methods.heads.mtp.mtp_loading import folder_with_mtp, load_mtp
+from actors.methods.registry import capture_spec, create_method, states_format, states_needed
 from actors.methods.setup import DraftSetup
-from actors.models import weights
-from cluster.config import DraftPool
+from actors.models import checkpoint, weights
+from actors.models.hub_files import INDEX
+from cluster.config import DraftPool, validated
+from cluster.drafting.method import ReadsStates
 from cluster.drafting.requests import AheadRequest
-from cluster.errors import ModelError
+from cluster.errors import ConfigError, ModelError
 from protos.draft_tree import DraftTree
 from protos.prefix import Prefix
 from protos.states import StateDtype, StatesFormat
@@ -240,6 +243,52 @@ def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path) -> None:
     request = AheadRequest("s", len(TEXT), Prefix(KEY, TEXT).hash, 3, DraftTree.chain(expected[:1]))
     found = {each.outcome: each.tokens for each in method.draft_ahead([request], lambda: False)}
     assert found[expected[:2]] == expected[2:5]
+
+
+def test_after_a_lookup_it_is_asked_in_doubt(tmp_path: Path) -> None:
+    folder = target_with(tmp_path, deepseek())
+    draft = DraftPool.model_validate({"method": "lookup_first", "lookup_first": {"then": "mtp"}})
+    layout = states_format(draft, folder)
+    tokens = {token: str(token) for token in range(VOCABULARY)}
+    method = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))
+    assert isinstance(method, ReadsStates)
+    assert layout == StatesFormat(HIDDEN, StateDtype.BFLOAT16)
+    states = states_of(len(TEXT) - 1).bfloat16()
+    text = (*TEXT[:3], 4, *TEXT[4:])  # nothing of it twice
+    method.open(an_open(tokens=text))
+    method.states("s", 0, encode_rows(states, layout.dtype).numpy().tobytes())
+    (proposal,) = method.draft([a_request(text, 3)])
+    assert proposal.tokens == Equations(hides_first=True).chain(text, states.float(), 3)
+
+
+def test_states_have_no_projection_to_go_through(tmp_path: Path) -> None:
+    spec = capture_spec(DraftPool(method="mtp"), target_with(tmp_path, qwen()), "float32")
+    assert spec is not None
+    assert (spec.layers, spec.load_projection) == ((LAYERS,), None)
+    with pytest.raises(ConfigError, match="method mtp has no projection"):
+        validated({"model": {"target": "t"}, "draft": {"method": "mtp", "states": {"project": "target"}}})
+
+
+def test_of_a_target_on_the_hub_the_files_with_the_module_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file for each tensor, named as it is."""
+    whole = target_with(tmp_path, mimo())
+    tensors = load_file(whole / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: name for name in tensors}}))
+    fetched: set[str] = set()
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert name == "org/target"
+        for wanted in tensors.keys() & set(allow_patterns):
+            save_file({wanted: tensors[wanted]}, tmp_path / wanted)
+            fetched.add(wanted)
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    load_mtp(folder_with_mtp("org/target"), torch.float32, CPU, range(VOCABULARY))
+    assert fetched == {*mimo(), *SHARED}
 
 
 def test_of_the_target_only_what_it_shares_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from actors.methods.lookup.lookup_first import LookupFirst
+import pytest
+
+from actors.methods.lookup.lookup_first import LookupFirst, lookup_first
 from actors.methods.lookup.prompt_lookup import PromptLookup
-from cluster.drafting.method import Early, dismiss
+from actors.methods.registry import create_method, states_format, states_needed
+from actors.methods.setup import DraftSetup
+from cluster.config import DraftPool, validated
+from cluster.drafting.method import Early, ReadsStates, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
 from protos.prefix import Prefix
 from tests.unit.actors.methods.asking import Want, never, propose
+from tests.unit.actors.methods.heads.eagle_fixtures import TARGET, case, checkpoint
+from tests.unit.actors.methods.heads.state_drafting import a_deployed_method, a_request, decided
 from tests.unit.cluster.samples import KEY, an_open
 
 REPEATING = (5, 6, 7, 5, 6)
@@ -166,3 +174,61 @@ def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_e
     (both,) = [proposal for proposal in found if proposal.outcome == (7,)]
     assert set(both.tree.children(-1)) == {5, 9}
     assert told[-1] == found
+
+
+# ---------------------------------------------------------------- over a head that reads states
+
+
+THEN_EAGLE: dict[str, Any] = {"method": "lookup_first", "lookup_first": {"then": "eagle"}}
+
+
+def test_states_pass_through_to_the_second_method() -> None:
+    """With a text that the lookup knows nothing of, it drafts as the head alone does."""
+    known = case("eagle3")
+    tokens = decided(known)
+    draft = DraftPool.model_validate(
+        {**THEN_EAGLE, "model": str(checkpoint("eagle3")), "prompt_lookup": {"min_ngram": 4}}
+    )
+    layout = states_format(draft, TARGET)
+    assert layout is not None
+    setup = DraftSetup("float32", 64, 16, {token: str(token) for token in range(96)}, str(TARGET), layout)
+    both = create_method(draft, setup)
+    alone = a_deployed_method("eagle", checkpoint("eagle3"), "auto")
+    rows = bytes(range(layout.row_bytes)) * (len(tokens) - 1)
+    found = []
+    for method in (both, alone):
+        assert isinstance(method, ReadsStates)
+        assert method.states_format == layout
+        method.open(an_open(tokens=tokens))
+        method.states("s", 0, rows)
+        found.append(method.draft([a_request(tokens, most=2)]))
+        method.close(["s"])
+    assert found[0][0].tokens == found[1][0].tokens != ()
+
+
+def test_without_a_head_nothing_of_the_target_is_read() -> None:
+    draft = DraftPool(method="lookup_first", model="org/draft")
+    assert states_needed(draft, TARGET) is None
+    assert not isinstance(lookup_first(PromptLookup(4, 2), PromptLookup(4, 2)), ReadsStates)
+
+
+@pytest.mark.parametrize(
+    ("draft", "named"),
+    [
+        ({**THEN_EAGLE, "model": "m", "draft_model": {"min_confidence": 0.5}}, "draft_model has options"),
+        ({"method": "lookup_first", "model": "m", "eagle": {"max_positions": 9}}, "eagle has options"),
+        ({"method": "lookup_first", "model": "m", "states": {"keep": False}}, "reads none of the target"),
+        ({"method": "eagle", "model": "m", "lookup_first": {"then": "eagle"}}, "lookup_first has options"),
+        (THEN_EAGLE, "needs a model"),
+        ({"method": "lookup_first", "lookup_first": {"then": "mtp"}, "model": "m"}, "takes no model"),
+        (
+            {**THEN_EAGLE, "model": "m", "eagle": {"quantization": "int8"}, "resources": {"num_gpus": 1}},
+            r"eagle\.quantization int8 is for CPUs",
+        ),
+    ],
+)
+def test_options_of_another_method_than_the_second_are_refused(draft: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        validated({"model": {"target": "t"}, "draft": draft})
+    options = {**THEN_EAGLE, "model": "m", "eagle": {"max_positions": 9}, "states": {"keep": False}}
+    assert validated({"model": {"target": "t"}, "draft": options}).draft.model_method == "eagle"

@@ -1,5 +1,6 @@
 """A text gone through once more brings what lock step brings, and measures are those of what was offered."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from actors.compute.state_codec import decode_rows
 from actors.methods.measuring.draft_measures import measures
 from actors.methods.measuring.draft_replay import AskedPlace, replay, verifies
 from actors.methods.measuring.measured_target import MeasuredTarget
-from actors.methods.registry import create_method
+from actors.methods.registry import capture_spec, create_method
 from cluster.config import DraftPool, ModelConfig, Resources
+from cluster.draft_options import StatesOptions
 from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
-from tests.unit.actors.methods.heads.eagle_fixtures import checkpoint
+from tests.unit.actors.methods.heads.eagle_fixtures import CPU, checkpoint
 from tests.unit.actors.methods.measuring.tiny_target import a_target
 
 TOKENS = 40
@@ -71,21 +73,25 @@ def test_a_text_takes_as_many_verifications_as_lock_step_makes(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_are_fed_the_targets_own_states(name: str, target: MeasuredTarget) -> None:
-    draft = a_draft(name)
+@pytest.mark.parametrize("options", [{}, {"project": "drafter"}, {"keep": False}], ids=str)
+@torch.inference_mode()
+def test_heads_are_fed_the_targets_own_states(name: str, options: dict[str, Any], target: MeasuredTarget) -> None:
+    """They are projected where a deployment's target projects them."""
+    draft = a_draft(name).model_copy(update={"states": StatesOptions(**options)})
     setup = target.setup(draft, LONGEST)
     assert setup.states is not None
     text = target.decode(target.generation(0, target.prompt(PROMPTS[0]), TOKENS, 0.0, LONGEST))
     (states,) = target.states(draft, [text])
     rows = decode_rows(states, setup.states)
     model = AutoModelForCausalLM.from_pretrained(setup.target, dtype=torch.float32)
-    with torch.inference_mode():
-        hidden = model(torch.tensor([text.tokens[:-1]]), output_hidden_states=True).hidden_states
-    known = {"eagle1": (8,), "eagle3": (2, 4, 5), "dflash": (2, 4, 6)}.get(name, (8,))
-    if rows.shape[1] == 32 * len(known):  # they travel as they are
-        expected = torch.cat([hidden[layer][0] for layer in known], dim=-1)
-        torch.testing.assert_close(rows, expected, rtol=2**-7, atol=1e-4)
-    assert rows.shape[0] == len(text.tokens) - 1
+    hidden = model(torch.tensor([text.tokens[:-1]]), output_hidden_states=True).hidden_states
+    known = {"eagle3": (2, 4, 5), "dflash": (2, 4, 6)}.get(name, (8,))
+    expected = torch.cat([hidden[layer][0] for layer in known], dim=-1)
+    spec = capture_spec(draft, Path(setup.target), "float32")
+    assert spec is not None
+    project = spec.projection_on(CPU)
+    assert (project is not None) == (len(known) > 1 and "project" not in options)
+    torch.testing.assert_close(rows, expected if project is None else project(expected), rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", HEADS)
