@@ -160,7 +160,7 @@ def test_medusa_heads_draft_as_they_were_trained(tmp_path, shards, draft_vocabul
     training.run()
     heads = load_medusa(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
     assert heads.token_ids.tolist() == training.module.token_ids.tolist()
-    assert heads.width == UNROLL
+    assert heads.config.width == UNROLL
     batch = one_text(shards)
     for depth in range(UNROLL):
         found = heads.predict_next(batch.final[0], (), depth).logits
