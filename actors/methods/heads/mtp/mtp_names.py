@@ -1,7 +1,7 @@
 """Where a checkpoint keeps its multi-token prediction module, and under which names.
 
 The layouts differ in names, in the order in which embedding and state go side by side, and in whether the embedding at
-position 0 is hidden: the module was trained without it (vLLM's deepseek_mtp.py and mimo_mtp.py).
+position 0 is taken for zero, as vLLM's deepseek_mtp.py and mimo_mtp.py do.
 """
 
 import re

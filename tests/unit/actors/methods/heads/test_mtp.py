@@ -96,8 +96,8 @@ SHARED = {"model.embed_tokens.weight": EMB, "lm_head.weight": OUT_HEAD}
 class Equations:
     """Equations 21 to 23, of depth 1: h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))], TRM over them, OutHead.
 
-    `hides_first` is what released modules were trained with: no embedding at the first position. The state that is fed
-    for further tokens is TRM's output after the norm that OutHead begins with.
+    The report says nothing of two things, in which this follows vLLM: with `hides_first`, the first embedding is zero;
+    and the state that is fed for further tokens is TRM's output after the norm that OutHead begins with.
     """
 
     def __init__(self, hides_first: bool) -> None:
