@@ -21,7 +21,7 @@ from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
 from actors.methods.model.state_feed import FedStates
-from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
+from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, draft_ahead, proposals
 from cluster.drafting.block_draft import DraftedToken
 from cluster.drafting.candidates.outcomes import Choices
 from cluster.drafting.candidates.tree_growth import least_of, worth_a_limb
@@ -34,7 +34,6 @@ from protos.prefix import hashes_after
 
 FEW = 4  # decided tokens that are fed once more for each token beside the trunk
 LIMB_TOKENS = 2  # that a limb has, at most: what is further off is seldom among a block's likeliest
-SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
 
 _Considered = dict[int, list[DraftedToken]]
 """By hash of what a block comes after: what the model thought of at its first positions."""

@@ -18,6 +18,7 @@ AHEAD_ROWS = 8  # most branches of a forward: this many, or ROWS_EACH for each s
 ROWS_EACH = 2
 OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
 SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the trunk under verification; to read that is 1
+SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
 LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
 
 D = TypeVar("D", bound=BlockDraft)

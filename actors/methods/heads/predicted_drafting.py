@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.methods.model.sampling import DraftSampler
-from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
+from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft, DraftedToken
 from cluster.drafting.candidates.outcomes import Choices
 from cluster.drafting.method import Early, dismiss
@@ -26,7 +26,6 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
 
-SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
 UNKNOWN = DraftedToken(0, Choices((), ()), 0.0)  # a place of which the head can say nothing
 
 

@@ -11,8 +11,15 @@ from cluster.verification.step import Outcome, StepPlan, places_of
 from protos.draft_tree import DraftTree
 from protos.messages import States, Verdict
 from protos.states import StatesFormat
-from tests.unit.cluster.verification.test_state_feeds import SMALL, WIDE, FeedDesk, check, to_drafter
-from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, VOCABULARY, text
+from tests.unit.cluster.verification.test_state_feeds import (
+    SMALL,
+    WIDE,
+    FeedDesk,
+    check,
+    check_preempted_sessions_go_on,
+    to_drafter,
+)
+from tests.unit.cluster.verification.test_verification_scheduler import VOCABULARY, text
 
 PROMPT = tuple(range(1, 14))
 LONGER = (*PROMPT, 20, 21)
@@ -182,25 +189,5 @@ def test_counts_say_what_it_costs_only_where_none_are_kept(keeps):
 
 def test_a_preempted_session_goes_on_where_it_was():
     desk = FreshDesk(pages=9, max_sessions=2, max_context=24)
-    prompts = {"a": tuple(range(1, 7)), "b": tuple(range(11, 17))}
-    known = dict.fromkeys(prompts, 0)
-    texts = {name: list(prompt) for name, prompt in prompts.items()}
-    for name, prompt in prompts.items():
-        desk.open(name, tokens=prompt, max_len=24)
-        desk.attach_from(prompt, 0, name)
-    for _ in range(80):
-        plan = desk.scheduler.plan(desk.now)
-        if plan is None:
-            break
-        sends = desk.scheduler.apply(desk.compute(plan), 0.1, desk.now)
-        for to, message in [*sends, *[(DRAFTER, states) for states in desk.reads()]]:
-            if to == DRAFTER and isinstance(message, Verdict):
-                texts[message.session] += message.tokens
-            if to == DRAFTER and isinstance(message, States):
-                assert message.first == known[message.session]
-                check(message, tuple(texts[message.session]))
-                known[message.session] = message.end
-                desk.ack(message.end, message.session)
-    assert desk.scheduler.preempted > 0
+    check_preempted_sessions_go_on(desk, steps=80)
     assert desk.feeds.counts["lost"] == 0
-    assert min(known.values()) > 18

@@ -369,16 +369,15 @@ def test_a_drafter_that_attaches_during_a_step_is_fed_from_where_it_says():
     assert (states.first, states.end) == (1, 3)
 
 
-def test_a_preempted_session_goes_on_where_it_was():
-    """Its pages are found or computed again; what was sent is not sent once more."""
-    desk = FeedDesk(SMALL, pages=9, max_sessions=2, max_context=24)
+def check_preempted_sessions_go_on(desk: FeedDesk, steps: int) -> None:
+    """Two sessions that have not room together: each state comes once, in order, and right, to near their ends."""
     prompts = {"a": tuple(range(1, 7)), "b": tuple(range(11, 17))}
     known = dict.fromkeys(prompts, 0)
     texts = {name: list(prompt) for name, prompt in prompts.items()}
     for name, prompt in prompts.items():
         desk.open(name, tokens=prompt, max_len=24)
         desk.attach_from(prompt, 0, name)
-    for _ in range(60):
+    for _ in range(steps):
         plan = desk.scheduler.plan(desk.now)
         if plan is None:
             break
@@ -393,3 +392,8 @@ def test_a_preempted_session_goes_on_where_it_was():
                 desk.ack(message.end, message.session)
     assert desk.scheduler.preempted > 0
     assert min(known.values()) > 18
+
+
+def test_a_preempted_session_goes_on_where_it_was():
+    """Its pages are found or computed again; what was sent is not sent once more."""
+    check_preempted_sessions_go_on(FeedDesk(SMALL, pages=9, max_sessions=2, max_context=24), steps=60)
