@@ -11,6 +11,7 @@ class HeadKind(Enum):
     EAGLE = "eagle"
     MEDUSA = "medusa"
     MLP_SPECULATOR = "mlp_speculator"
+    DFLASH = "dflash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,8 @@ class HeadOptions:
     """What the head is."""
 
     kind: HeadKind = HeadKind.EAGLE
-    unroll: int = 3  # tokens that are drafted in training; of Medusa and MLPSpeculator, heads
-    layers: int = 1  # of an EAGLE head
+    unroll: int = 3  # tokens that are drafted in training; of Medusa and MLPSpeculator, heads; of DFlash, a block's
+    layers: int = 1  # of an EAGLE or DFlash head
     draft_vocabulary: int | None = None  # most frequent tokens that are proposed; None: all
     seed: int = 0
 

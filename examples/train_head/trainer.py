@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cluster.errors import ModelError
 from examples.train_head.checkpoints import read_state, write_head, write_state
+from examples.train_head.heads.dflash_module import DFlashModule
 from examples.train_head.heads.draft_module import DraftModule
 from examples.train_head.heads.draft_vocabulary import frequent_tokens
 from examples.train_head.heads.eagle_head import EagleModule
@@ -41,9 +42,16 @@ def head_to_train(options: HeadOptions, target: TargetParts, shards: Shards) -> 
         if len(ids) < vocabulary:
             raise ModelError("an MLPSpeculator has no draft vocabulary in its published layout; leave the option out")
         return MlpSpeculatorModule(target, options.unroll, options.seed)
-    if not shards.description.layers:
-        raise ModelError("an EAGLE-3 head reads states of layers, but the final ones alone were stored")
-    return EagleModule(target, shards.description.layers, ids, options.layers, options.seed)
+    reads = shards.description.layers
+    if not reads:
+        raise ModelError(
+            f"a head of kind {options.kind.value} reads states of layers, but the final ones alone were stored"
+        )
+    if options.kind is HeadKind.DFLASH:
+        counts = shards.description.token_counts
+        mask_token = counts.index(min(counts))  # a token that texts hardly have
+        return DFlashModule(target, reads, ids, options.layers, options.unroll, mask_token, options.seed)
+    return EagleModule(target, reads, ids, options.layers, options.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,8 @@ class Training:
     def _groups(self) -> list[dict[str, Any]]:
         big: list[Tensor] = []
         rest: list[Tensor] = []
-        for name, parameter in self.module.named_parameters():
+        learned = [(name, one) for name, one in self.module.named_parameters() if one.requires_grad]
+        for name, parameter in learned:
             (big if name.split(".")[0] in BIG else rest).append(parameter)
         decay = self._schedule.weight_decay
         return [

@@ -36,16 +36,16 @@ class Attention(nn.Module):
 
     def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], seen: "SeenSteps") -> Tensor:
         sizes = self._sizes
-        query = self._heads(self.q_proj(inputs), sizes.heads, "q_norm")
-        key = self._heads(self.k_proj(inputs), sizes.kv_heads, "k_norm")
-        value = self._heads(self.v_proj(inputs), sizes.kv_heads)
+        query = self.heads(self.q_proj(inputs), sizes.heads, "q_norm")
+        key = self.heads(self.k_proj(inputs), sizes.kv_heads, "k_norm")
+        value = self.heads(self.v_proj(inputs), sizes.kv_heads)
         query = rotated(query, rotation)
         groups = sizes.heads // sizes.kv_heads
         seen.add(rotated(key, rotation).repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
         attended = seen.attend(query, sizes.head_dim**-0.5)
         return torch.as_tensor(self.o_proj(attended.transpose(1, 2).flatten(2)))
 
-    def _heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
+    def heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
         """(rows, heads, longest, head dim)."""
         split = x.view(*x.shape[:-1], count, self._sizes.head_dim)
         if norm and hasattr(self, norm):
@@ -131,7 +131,10 @@ class EagleLayer(nn.Module):
 
     def attend(self, inputs: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], seen: SeenSteps) -> Tensor:
         """The layer's output; `inputs` are normed."""
-        hidden = residual + self.self_attn(inputs, rotation, seen)
+        return self.with_mlp(residual + self.self_attn(inputs, rotation, seen))
+
+    def with_mlp(self, hidden: Tensor) -> Tensor:
+        """The layer's second half."""
         normed = self.post_attention_layernorm(hidden)
         return torch.as_tensor(
             hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed))

@@ -10,6 +10,8 @@ from actors.compute.kv_cache import FeedRow
 from actors.compute.state_codec import decode_rows
 from actors.engine.capture import CaptureSpec, StateCapture
 from actors.engine.runner import ModelRunner
+from actors.methods.heads.dflash.dflash_context import DFlashContext
+from actors.methods.heads.dflash.dflash_loading import load_dflash
 from actors.methods.heads.eagle.eagle_loading import load_eagle
 from actors.methods.heads.eagle.eagle_runner import EagleRunner
 from actors.methods.heads.last_state.medusa import load_medusa
@@ -51,6 +53,8 @@ HEADS = [
     pytest.param(HeadKind.MEDUSA, None, 1, id="medusa"),
     pytest.param(HeadKind.MEDUSA, 40, 1, id="medusa with a draft vocabulary"),
     pytest.param(HeadKind.MLP_SPECULATOR, None, 1, id="mlp_speculator"),
+    pytest.param(HeadKind.DFLASH, None, 1, id="dflash"),
+    pytest.param(HeadKind.DFLASH, 40, 2, id="dflash of two layers with a draft vocabulary"),
 ]
 
 
@@ -182,6 +186,26 @@ def test_an_mlp_speculator_drafts_as_it_was_trained(tmp_path, shards):
         torch.testing.assert_close(output.logits, expected, atol=TOLERANCE, rtol=0)
         assert output.hidden is not None
         states = output.hidden
+
+
+@pytest.mark.parametrize(("draft_vocabulary", "layers"), [(None, 1), (40, 2)])
+def test_a_dflash_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabulary, layers):
+    training = a_training(tmp_path, shards, an_option(HeadKind.DFLASH, draft_vocabulary, layers), steps=8)
+    training.run()
+    head = load_dflash(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
+    assert head.config.needs.layers == LAYERS
+    assert head.config.block_size == 1 + UNROLL
+    assert head.token_ids.tolist() == training.module.token_ids.tolist()
+    batch = one_text(shards)
+    tokens = batch.tokens[0].tolist()
+    for place in (0, OPENING, len(tokens) - 2):
+        context = DFlashContext()
+        context.put(0, head.project(batch.states[0, : place + 1]))
+        (hidden,) = head.hidden([context], [tokens[place + 1]], [place + 1])
+        found = head.logits(hidden[1:])
+        for step in range(UNROLL):
+            expected = trained_logits(training, batch, step)[place]
+            torch.testing.assert_close(found[step], expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_head_that_reads_the_states_of_another_position_shows(tmp_path, shards):
