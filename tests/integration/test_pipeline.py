@@ -314,9 +314,7 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
         c.drafters[bad]._method = TurnsToNoise(c.drafters[bad]._method)
         texts = []
         steps: Mapping[tuple[str, str], int] = {}
-        for _ in range(
-            60
-        ):  # four rounds as a rule; on a machine that stalls, breakers keep sessions from both for seconds
+        for _ in range(60):  # a few as a rule; on a machine that stalls, breakers keep sessions from both for seconds
             generations = [c.generation(prompt=(1 + i, 2), max_len=500) for i in range(4)]
             texts += [(g, tokens) for g, tokens in zip(generations, await _all(c, generations), strict=True)]
             steps = c.router.remedies
