@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.config_errors import error_lines
 from cluster.draft_options import (
     PROJECTING_HEADS,
     SECTIONS_TAKEN,
@@ -285,8 +286,7 @@ def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
     try:
         return SlipstreamConfig.model_validate(data)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("wrong configuration\n  " + "\n  ".join(lines)) from error
+        raise ConfigError("wrong configuration\n  " + "\n  ".join(error_lines(error, SlipstreamConfig))) from error
 
 
 def _has(data: Any, key: str) -> bool:

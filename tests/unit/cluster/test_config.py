@@ -1,5 +1,6 @@
 """Reading the configuration: what wins, what is refused, and whether the refusal names the key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,23 @@ def test_the_environment_names_its_variable(tmp_path):
 def test_a_config_cannot_be_changed_afterwards():
     with pytest.raises(ValueError, match="frozen"):
         validated(SMALLEST).server.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"draft": {"method": "eagle", "modle": "x"}}, "draft.modle: there is no such key; did you mean model?"),
+        (
+            {"draft": {"eagle": {"output_nrom": 1}}},
+            "draft.eagle.output_nrom: there is no such key; did you mean output_norm?",
+        ),
+        ({"server": {"audit": {"zzz": 1}}}, "server.audit.zzz: there is no such key; expected one of share, "),
+        ({"models": {}}, "models: there is no such key; did you mean model? expected one of model, target, draft,"),
+    ],
+)
+def test_an_unknown_key_is_told_which_ones_there_are(section, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validated(section)
 
 
 def test_every_key_has_a_place_in_the_schema():

@@ -1,0 +1,35 @@
+"""What is wrong with a configuration, one line a key: what was found, and what was expected."""
+
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+def error_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Of a configuration that should have been of this kind."""
+    return [f"{'.'.join(map(str, found['loc'])) or 'config'}: {_fault(found, model)}" for found in error.errors()]
+
+
+def _fault(found: ErrorDetails, model: type[BaseModel]) -> str:
+    if found["type"] != "extra_forbidden":
+        return found["msg"]
+    *sections, key = map(str, found["loc"])
+    keys = _keys(sections, model)
+    close = get_close_matches(key, keys, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"there is no such key; {guess}expected one of {', '.join(keys)}"
+
+
+def _keys(sections: list[str], model: type[BaseModel]) -> list[str]:
+    """The keys of a section, named by those that it is in."""
+    for name in sections:
+        model = _section(model.model_fields[name].annotation)
+    return list(model.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    """Of a field that holds a section, or a section or nothing."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next(kind for kind in kinds if issubclass(kind, BaseModel))
