@@ -20,7 +20,6 @@ from turns import Work
 
 from actors.engine.process import run_on
 from cluster.config import SlipstreamConfig
-from cluster.errors import SlipstreamError
 from cluster.telemetry import STAGES, Actor, spans, unpack
 from serve_app.app import APPLICATION, application
 from serve_app.operations.local import serving, wait_until_ready
@@ -40,10 +39,6 @@ PINNED = (
     "target.resources_per_rank.num_cpus=0.1",
     "draft.resources.num_cpus=0.1",
 )
-
-
-class RecordingTooShort(SlipstreamError):
-    """The beginning of a turn is no longer in the target's recording."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +67,13 @@ class Server:
         events = self._recorded().recording.events
         return Mark(self._counts(), events[-1].order + 1 if events else 0)
 
-    def since(self, mark: Mark) -> Work:
-        """Ends a turn; raises RecordingTooShort."""
+    def since(self, mark: Mark) -> Work | None:
+        """Ends a turn; None where the turn's beginning is no longer in the target's recording."""
         counts = self._counts()
         recorded = self._recorded()
         events = tuple(event for event in recorded.recording.events if event.order >= mark.events)
         if events and events[0].order > mark.events:
-            raise RecordingTooShort(f"a turn has more than {len(events)} events; ask for fewer --tokens")
+            return None
         steps = spans([replace(recorded, recording=replace(recorded.recording, events=events))], VERIFY)
         hits, misses = (counts.get(name, 0) - mark.counts.get(name, 0) for name in ("guess_hit", "guess_miss"))
         gaps = tuple(later.began_s - earlier.ended_s for earlier, later in pairwise(steps))

@@ -23,7 +23,7 @@ class Turn:
     """One batch under one arm; `batch.repeat` is the round."""
 
     batch: Batch
-    work: Work | None  # None for `generate`
+    work: Work | None  # None for `generate`, and where the turn was too long for the target's recording
     idle_cpu_s: float  # processor time that the servers without the turn took meanwhile
 
 
@@ -43,7 +43,7 @@ class Cell:
     step_s: float | None  # mean of the target's steps
     tokens_per_step: float | None
     gap_s: float | None  # median time between two steps
-    target_busy: float | None  # share of the time in which the target is in a step
+    target_busy: float | None  # share of the time in which the target is in a step, of the turns that are known
 
 
 def cells_of(turns: Sequence[Turn]) -> list[Cell]:
@@ -57,7 +57,8 @@ def _cell(turns: Sequence[Turn]) -> Cell:
     batches = [turn.batch for turn in turns]
     works = [turn.work for turn in turns if turn.work is not None]
     tally = sum((batch.tally for batch in batches), Tally())
-    seconds = sum(batch.seconds for batch in batches)
+    known = sum((turn.batch.tally for turn in turns if turn.work is not None), Tally())
+    seconds = sum(turn.batch.seconds for turn in turns if turn.work is not None)
     hits = sum(work.guess_hits for work in works)
     steps = sum(work.steps for work in works)
     step_s = sum(work.step_s for work in works)
@@ -74,7 +75,7 @@ def _cell(turns: Sequence[Turn]) -> Cell:
         verifies_with_block=_share(tally.blocks, tally.verifies),
         guess_hits=_share(hits, hits + sum(work.guess_misses for work in works)),
         step_s=_share(step_s, steps),
-        tokens_per_step=_share(tally.tokens, steps),
+        tokens_per_step=_share(known.tokens, steps),
         gap_s=statistics.median(gaps) if gaps else None,
         target_busy=step_s / seconds if works else None,
     )
