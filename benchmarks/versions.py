@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -69,7 +68,7 @@ def served(checkout: Path) -> Iterator[str]:
                 break
         raise SystemExit(f"{checkout} was not ready within {START_S:.0f} s")
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(timeout=60)
 
 
