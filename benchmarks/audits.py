@@ -76,7 +76,7 @@ async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompt
             for arm in (AUDITED, PLAIN) if number % 2 else (PLAIN, AUDITED):
                 batches += await turn(endpoints[arm], arm, prompts, number, arguments)
                 await asyncio.to_thread(wait_for_audits, NAMES[arm])
-            show(arguments, batches)
+            await asyncio.to_thread(show, arguments, batches)
     return batches
 
 
