@@ -137,6 +137,7 @@ class TargetDeployment:
             "rebased": self._replica.scheduler.rebased,
             "desyncs": self._replica.scheduler.sentinel.desyncs,
             "preempted": self._replica.scheduler.preempted,
+            "known_tokens": self._replica.scheduler.known_tokens,
             "states": self._replica.scheduler.feeds.counts,
             "accepted_tokens": self._replica.scheduler.accepted_tokens,
             "wasted_tokens": self._replica.scheduler.wasted_tokens,

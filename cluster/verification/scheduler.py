@@ -51,6 +51,7 @@ class VerificationScheduler:
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
         self._start: float | None = None  # of the next step, if nothing is heard before; None: to be asked for
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
+        self.known_tokens = 0  # fed though they were decided before: each once, unless its place in the cache was lost
         self.step_s = 0.0  # in steps
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
 
@@ -224,6 +225,7 @@ class VerificationScheduler:
             copies += reserved
             budget -= tokens
             in_step.add(name)
+            self.known_tokens += row.known
             session.in_step = True
             self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
             self._admission.order.move_to_end(name)

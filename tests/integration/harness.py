@@ -24,6 +24,7 @@ from cluster.audit.replay import Difference
 from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
+from cluster.drafting.state_intake import NO_BOUNDS, StateBounds
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
@@ -135,6 +136,27 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
         raise AssertionError(f"waited in vain until {what}") from None
 
 
+def a_draft_model(logits: Tensor) -> DraftModel:
+    return DraftModel(
+        ToyRunner(logits), torch.arange(VOCABULARY), DraftCache(PAGES, PAGE_SIZE), DraftingLimits(top_k=8)
+    )
+
+
+@dataclass(frozen=True)
+class StateReading:
+    """A target whose states can be read, and drafters whose method reads them."""
+
+    runner: Callable[[int], Runner]  # of a target with so many pages
+    method: Callable[[], DraftingMethod]
+    bounds: StateBounds = NO_BOUNDS
+
+
+CHECKED = StateReading(
+    lambda pages: RememberingRunner(LOGITS, pages, PAGE_SIZE), lambda: ReadingMethod(a_draft_model(LOGITS))
+)
+"""Drafts are a model's, and each row is held against the text that it has to be of."""
+
+
 @asynccontextmanager
 async def cluster(
     targets: int = 1,
@@ -146,7 +168,7 @@ async def cluster(
     lock_step: bool = False,
     audit: AuditConfig | None = None,
     target_runner: Callable[[int], Runner] = lambda _: ToyRunner(LOGITS),
-    reads_states: bool = False,  # whether the drafters' method reads the targets' hidden states
+    reading: StateReading | None = None,  # of the targets' hidden states, if the drafters' method reads them
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -155,9 +177,9 @@ async def cluster(
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
     pace = Pace()
-    layout = LAYOUT if reads_states else None
+    layout = None if reading is None else LAYOUT
     for index in range(targets):
-        runner = RememberingRunner(LOGITS, pages, PAGE_SIZE) if reads_states else target_runner(index)
+        runner = target_runner(index) if reading is None else reading.runner(pages)
         engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY)))
         limits = VerificationLimits(
             VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE, states=layout
@@ -170,16 +192,9 @@ async def cluster(
         servers[server.address] = server
         tasks.append(asyncio.create_task(replica.run()))
     for _ in range(drafters):
-        model = DraftModel(
-            ToyRunner(draft_logits),
-            torch.arange(VOCABULARY),
-            DraftCache(PAGES, PAGE_SIZE),
-            DraftingLimits(top_k=8),
-        )
-        method: DraftingMethod = ReadingMethod(model) if reads_states else model
         drafter = Drafter(
-            method,
-            DrafterLimits(VOCABULARY, CONTEXT, SESSIONS, layout),
+            a_draft_model(draft_logits) if reading is None else reading.method(),
+            DrafterLimits(VOCABULARY, CONTEXT, SESSIONS, layout, NO_BOUNDS if reading is None else reading.bounds),
             IDENTITY.vocabulary,
             IDENTITY.target_model,
             draft_ahead=not lock_step,

@@ -35,6 +35,7 @@ from protos.messages import (
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 from protos.states import StateDtype
 from tests.integration.harness import (
+    CHECKED,
     CONTEXT,
     IDENTITY,
     VOCABULARY,
@@ -278,13 +279,13 @@ async def test_states_that_lie_cost_blocks_and_no_token(monkeypatch):
 
     The method of these drafters would fail on a single row that is not its text's.
     """
-    async with cluster(reads_states=True) as c:
+    async with cluster(reading=CHECKED) as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
         deliver = target._send
         lies = [
             {"prefix_hash": 1},
-            {"dtype": StateDtype.FLOAT8, "width": 2},
+            {"dtype": StateDtype.FLOAT8, "width": 4},
             {"first": 200},
             {"rows": bytes(5)},
             {"width": 0},

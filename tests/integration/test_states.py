@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.verification import state_feeds
-from tests.integration.harness import cluster, eventually, plain_greedy
+from tests.integration.harness import CHECKED, cluster, eventually, plain_greedy
 
 PROMPT = tuple(1 + n % 29 for n in range(300))  # five chunks
 
@@ -14,7 +14,7 @@ PROMPT = tuple(1 + n % 29 for n in range(300))  # five chunks
 async def test_a_long_prompt_and_what_is_decoded_reach_the_drafting_method(ride_bytes, monkeypatch):
     """The method checks every row against its own text."""
     monkeypatch.setattr(state_feeds, "RIDE_BYTES", ride_bytes)
-    async with cluster(reads_states=True) as c:
+    async with cluster(reading=CHECKED) as c:
         found = await c.tokens(c.generation(prompt=PROMPT, max_len=340))
         assert found == plain_greedy(PROMPT, 40)
         (target,) = c.targets.values()
@@ -28,7 +28,7 @@ async def test_a_long_prompt_and_what_is_decoded_reach_the_drafting_method(ride_
 
 
 async def test_a_drafter_that_takes_over_finds_the_states_of_what_was_computed_before_it_came():
-    async with cluster(drafters=2, reads_states=True) as c:
+    async with cluster(drafters=2, reading=CHECKED) as c:
         running = asyncio.create_task(c.tokens(c.generation(prompt=PROMPT, max_len=420)))
         await eventually(lambda: any(d.scheduler.counts["blocks"] for d in c.drafters.values()), "one has drafted")
         address, first = next((a, d) for a, d in c.drafters.items() if d.scheduler.counts["blocks"])

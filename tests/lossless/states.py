@@ -18,7 +18,7 @@ from cluster.page_allocator import PageCopy, PlaceMove
 from protos.messages import DraftRequest, Open, Shape
 from protos.states import StateDtype, StatesFormat
 
-LAYOUT = StatesFormat(width=3, dtype=StateDtype.BFLOAT16)
+LAYOUT = StatesFormat(width=4, dtype=StateDtype.BFLOAT16)
 CPU = torch.device("cpu")
 MODULUS = 251  # whatever is below is exact in bfloat16
 
@@ -28,13 +28,18 @@ def after(mixed: int, token: int) -> int:
     return (mixed * 31 + token + 7) % MODULUS
 
 
+def state_after(before: Sequence[float] | None, token: int, position: int) -> list[float]:
+    """Of a token after the state before it, if there is one: token, position, what the text is mixed to, their sum."""
+    mixed = after(0 if before is None else int(before[2]), token)
+    total = (0 if before is None else int(before[3])) + mixed
+    return [float(token), float(position % MODULUS), float(mixed), float(total % MODULUS)]
+
+
 def expected_rows(tokens: Sequence[int], first: int) -> list[list[float]]:
     """The states at positions `first`, `first` + 1, ... of a text."""
     rows: list[list[float]] = []
-    mixed = 0
     for position, token in enumerate(tokens):
-        mixed = after(mixed, token)
-        rows.append([float(token), float(position % MODULUS), float(mixed)])
+        rows.append(state_after(rows[-1] if rows else None, token, position))
     return rows[first:]
 
 
@@ -70,11 +75,15 @@ class RememberingRunner(ToyRunner):
         for index, token in enumerate(row.tokens):
             node = index - (len(row.tokens) - len(row.parents))
             before = row.start + index - 1 if node < 0 else self._place_before(row, node)
-            mixed = int(decode_rows(self._cache.read([self._place(row, before)]), LAYOUT)[0, 2]) if before >= 0 else 0
-            state = torch.tensor([[float(token), float(row.positions[index] % MODULUS), float(after(mixed, token))]])
+            state = state_after(self._state(row, before) if before >= 0 else None, token, row.positions[index])
             at = torch.tensor([self._place(row, row.start + index)])
-            self._cache.write(at, encode_rows(state, LAYOUT.dtype))
+            self._cache.write(at, encode_rows(torch.tensor([state]), LAYOUT.dtype))
         return [self._place(row, row.start + index) for index in range(len(row.tokens))]
+
+    def _state(self, row: FeedRow, position: int) -> list[float]:
+        """What lies at the place of a position."""
+        found: list[float] = decode_rows(self._cache.read([self._place(row, position)]), LAYOUT)[0].tolist()
+        return found
 
     def _place_before(self, row: FeedRow, node: int) -> int:
         return row.tree_start + row.parents[node]  # -1: the token before the tree

@@ -265,6 +265,27 @@ def test_a_drafter_that_comes_in_the_middle_is_fed_from_pages_without_a_forward(
     check(states, tokens)
 
 
+def test_known_tokens_are_fed_once_whatever_becomes_of_drafters():
+    """Accepted drafts are not among them, nor the last token; what was rejected, or is in the cache, is not fed."""
+    desk = FeedDesk(SMALL)
+    prompt = tuple(range(1, 14))
+    right = text(prompt, 6)
+    desk.open(tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0)
+    desk.block(prompt, (*right[:2], (right[2] + 1) % VOCABULARY))
+    desk.step()
+    assert desk.scheduler.known_tokens == len(prompt)
+    desk.scheduler.gone(DRAFTER, desk.now)
+    desk.step()
+    desk.attach_from((*prompt, *right[:4]), 0, drafter=OTHER)
+    assert len(list(desk.read())) == 1
+    desk.step()
+    assert desk.scheduler.known_tokens == len(prompt) + 2
+    desk.open("t", tokens=(*prompt, 20))
+    desk.step()
+    assert desk.scheduler.known_tokens == len(prompt) + 2 + 1 + 2, "one of the first, two after whole pages"
+
+
 def test_a_prefix_hit_is_fed_from_the_pages_of_who_computed_it():
     desk = FeedDesk(SMALL)
     prompt = tuple(range(1, 14))

@@ -1,0 +1,142 @@
+"""A target whose next token no text short of the whole tells, and a head that knows it from the target's states alone.
+
+The head is told the tokens that are decided, and of them looks at the last one only. So a draft token of its is right
+if every state is there and is of this text; of a state that is missing, stale or another text's, it makes one that is
+right once in `VOCABULARY` times.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.compute.kv_cache import FeedRow
+from actors.compute.state_codec import decode_rows
+from actors.models.forward_output import ForwardOutput
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
+from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.state_intake import StateBounds
+from cluster.page_allocator import PageCopy, PlaceMove
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import DraftRequest, Open, Shape
+from protos.states import StatesFormat
+from tests.integration.harness import PAGE_SIZE, VOCABULARY, StateReading
+from tests.lossless.states import LAYOUT, MODULUS, RememberingRunner, state_after
+
+MIXED = 2  # element of a state
+TOTAL = 3  # the sum of all mixed ones so far
+LOGITS = torch.randn(MODULUS, VOCABULARY, generator=torch.Generator().manual_seed(11))  # by total
+
+
+def next_token(total: float) -> int:
+    return int(LOGITS[int(total)].argmax())
+
+
+def continued(state: Sequence[float], position: int) -> Iterator[int]:
+    """What the target says after a position with this state, greedily."""
+    while True:
+        token = next_token(state[TOTAL])
+        yield token
+        position += 1
+        state = state_after(state, token, position)
+
+
+def text_after(prompt: Sequence[int], length: int) -> list[int]:
+    """The reference, without any of our loops."""
+    state: list[float] | None = None
+    for position, token in enumerate(prompt):
+        state = state_after(state, token, position)
+    assert state is not None, "a prompt has a token"
+    return list(islice(continued(state, len(prompt) - 1), length))
+
+
+class StateTarget(RememberingRunner):
+    """Its logits go by the total in its states, so they depend on every token of the text."""
+
+    def __init__(self, pages: int) -> None:
+        super().__init__(torch.zeros(VOCABULARY, VOCABULARY), pages, PAGE_SIZE)
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
+        super().forward(rows, copies, interrupted, moves)
+        wanted = [(row, place) for row in rows for place in row.places[len(row.tokens) - row.logits :]]
+        totals = [int(self._state(row, place)[TOTAL]) for row, place in wanted]
+        return ForwardOutput(LOGITS[torch.tensor(totals, dtype=torch.int64)], None)
+
+
+class StateHead:
+    """Drafts after the sum of all states, or, where it `reads_latest` alone, after the sum that the latest one has.
+
+    It proposes nothing after its first `max_positions` positions.
+    """
+
+    shapes = frozenset({Shape.CHAIN})
+    tokens_per_forward = 1
+
+    def __init__(self, reads_latest: bool = False, max_positions: int = 1 << 20) -> None:
+        self._reads_latest = reads_latest
+        self._max_positions = max_positions
+        self._texts = SessionTexts()
+        self._rows: dict[str, dict[int, Tensor]] = {}  # by position
+
+    @property
+    def states_format(self) -> StatesFormat:
+        return LAYOUT
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        self._rows[request.session] = {}
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        self._rows[session] |= enumerate(decode_rows(rows, LAYOUT), start=first)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [self._proposal(request) for request in requests]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        return nothing_ahead(requests)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
+        for session in sessions:
+            self._rows.pop(session, None)
+
+    def _proposal(self, request: DraftRequest) -> Proposal:
+        tokens = min(request.max_tokens, self._max_positions - request.base_len)
+        before = self._state(request.session, request.base_len - 2)
+        tree = NO_TREE
+        if before is not None and tokens > 0:
+            last = request.base_len - 1
+            state = state_after(before, self._texts[request.session].tokens[last], last)
+            tree = DraftTree.chain(tuple(islice(continued(state, last), tokens)))
+        return Proposal(request.session, request.base_len, request.prefix_hash, tree)
+
+    def _state(self, session: str, position: int) -> list[float] | None:
+        """At a position, as far as the rows tell; the total is their own sum, unless the latest alone are read."""
+        rows = self._rows[session]
+        needed = range(position if self._reads_latest else 0, position + 1)
+        if position < 0 or not rows.keys() >= set(needed):
+            return None
+        latest: list[float] = rows[position].tolist()
+        if not self._reads_latest:
+            latest[TOTAL] = float(sum(int(rows[at][MIXED]) for at in needed) % MODULUS)
+        return latest
+
+
+def head_reading(reads_latest: bool = False, max_positions: int = 1 << 20) -> StateReading:
+    method = partial(StateHead, reads_latest, max_positions)
+    return StateReading(StateTarget, method, StateBounds(window=1 if reads_latest else None))
