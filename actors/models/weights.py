@@ -28,7 +28,11 @@ from actors.models.sharding import Cut
 from cluster.errors import ModelError
 
 SHOWN_AFTER_S = 2.0  # a load that takes longer shows a progress bar
-NOT_READ = (r"rotary_emb\.inv_freq$",)  # old checkpoints carry what is computed from the config
+NOT_READ = (
+    r"rotary_emb\.inv_freq$",  # old checkpoints carry what is computed from the config
+    r"^mtp\.",  # modules of multi-token prediction, which drafters read
+    r"^model\.mtp_layers\.",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from actors.attention.batch import never
 from actors.methods.model.sampling import DraftSampler
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft, DraftedToken
-from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.outcomes import NOTHING
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
 from cluster.drafting.session_texts import SessionTexts
@@ -26,7 +26,7 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
 
-UNKNOWN = DraftedToken(0, Choices((), ()), 0.0)  # a place of which the head can say nothing
+UNKNOWN = DraftedToken(0, NOTHING, 0.0)  # a place of which the head can say nothing
 
 
 @dataclass(kw_only=True, eq=False)

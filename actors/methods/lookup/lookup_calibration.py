@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from actors.methods.lookup.occurrences import Occurrences
-from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.outcomes import NOTHING, Choices
 from cluster.drafting.candidates.tree_growth import SIBLINGS
 from cluster.drafting.open_places import OpenPlaces, Place
 from cluster.pacing.smoothing import Pairs
@@ -83,7 +83,7 @@ class LookupCalibration:
     def consider(self, session: str, place: Place, found: Occurrences) -> Choices:
         """Tokens that may come at a place, likeliest first, with their chances; they are compared with what does."""
         if not found:
-            return Choices((), ())
+            return NOTHING
         shares = dict(list(found.shares().items())[:SIBLINGS])
         evidence = tuple([Evidence.of(found, share) for share in shares.values()])
         worth = [share * self._kind(kind).ratio for share, kind in zip(shares.values(), evidence, strict=True)]

@@ -14,7 +14,7 @@ from cluster.config import DraftPool
 from cluster.draft_options import SuffixOptions
 from cluster.drafting.ahead import OUTCOMES, draft_ahead, proposals
 from cluster.drafting.block_draft import BlockDraft
-from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.outcomes import NOTHING, Choices
 from cluster.drafting.candidates.tree_growth import Path, grow_limbs
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
@@ -145,13 +145,13 @@ class SuffixLookup:
         known = len(draft.drafted)
         matches: dict[Path, Match] = {(): self._match(draft)}
 
-        def after(path: Path) -> Choices | None:
+        def after(path: Path) -> Choices:
             if path not in matches:
                 matches[path] = matches[path[:-1]].after(path[-1])
-            return self._rates.choices(matches[path]) if matches[path].places else None
+            return self._rates.choices(matches[path]) if matches[path].places else NOTHING
 
         path: Path = ()
-        while not draft.is_complete and (choices := after(path)) is not None:
+        while not draft.is_complete and (choices := after(path)).tokens:
             draft.append(choices.tokens[0], choices)
             path = (*path, choices.tokens[0])
         if draft.takes_trees:

@@ -31,6 +31,8 @@ class Choices:
         return zip(self.tokens, self.chances, strict=True)
 
 
+NOTHING = Choices((), ())
+
 Outcome = tuple[tuple[int, ...], float]  # and its chance
 
 

@@ -7,7 +7,7 @@ falling order of chance, any number of first nodes is the best tree of that size
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.outcomes import NOTHING, Choices
 from protos.draft_tree import DraftTree
 from protos.values import value
 
@@ -62,14 +62,16 @@ def likeliest_of(chances: Mapping[Path, float], most: int, least_chance: float) 
 def grown_paths(after: Callable[[Path], Choices], most: int, least_chance: float) -> list[tuple[Path, float]]:
     """The likeliest paths, where what follows any path is known without a forward; none below `least_chance`.
 
-    What follows is asked for the likeliest path first, so that `after` is called `most` times at most.
+    What follows is asked for the likeliest path first, so that `after` is called `most` times at most, and about a
+    path after all of its beginnings.
     """
     found: list[tuple[Path, float]] = []
     ahead: list[tuple[float, int, Path]] = []  # the chance with its sign changed, depth, path
     path: Path = ()
     reached = 1.0
     while len(found) < most:
-        for token, chance in after(path):
+        there = after(path)
+        for token, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
             if reached * chance >= least_chance:
                 heappush(ahead, (-reached * chance, len(path) + 1, (*path, token)))
         if not ahead:
@@ -80,29 +82,23 @@ def grown_paths(after: Callable[[Path], Choices], most: int, least_chance: float
     return found
 
 
-def grow_limbs(after: Callable[[Path], Choices | None], most: int, least_chance: float) -> list[Limb]:
-    """Limbs of the likeliest `most` nodes, where `after` tells at once what may follow a path; None for nothing.
+def grow_limbs(after: Callable[[Path], Choices], most: int, least_chance: float) -> list[Limb]:
+    """The same as limbs, which say of each path what may follow it; of the first one however unlikely that is."""
+    known: dict[Path, Choices] = {}
 
-    It is asked about a path after it was asked about all of its beginnings.
-    """
-    found: list[Limb] = []
-    open_nodes: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
-    while open_nodes and len(found) <= most:
-        negative, _, path = heappop(open_nodes)
-        there = after(path)
-        if there is None:
-            continue
-        found.append(Limb(path, -negative, tuple(there.tokens[:1]), (there,)))
-        for token, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
-            reached = -negative * chance
-            if reached >= least_chance and len(path) + 1 < most:
-                heappush(open_nodes, (-reached, len(path) + 1, (*path, token)))
-    return found
+    def noted(path: Path) -> Choices:
+        known[path] = after(path)
+        return known[path]
+
+    chances = {(): 1.0, **dict(grown_paths(noted, most, least_chance))}
+    return [
+        Limb(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in known.items() if there.tokens
+    ]
 
 
 def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Limb]:
     """Limbs of a block whose places are as they are whatever tokens stand before them."""
-    return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else None, most, least_chance)
+    return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
 
 
 def least_of(paths: Sequence[tuple[Path, float]], most: int) -> float:

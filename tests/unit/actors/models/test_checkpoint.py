@@ -249,6 +249,14 @@ def test_a_split_checkpoint_must_hold_the_model_that_its_config_describes(tmp_pa
             load(tmp_path, "float32", CPU, Planned(1, 2))
 
 
+@pytest.mark.parametrize("module", ["mtp.fc", "model.mtp_layers.0.input_proj"])
+def test_a_checkpoint_is_split_whose_module_of_multi_token_prediction_its_class_does_not_know(tmp_path, module):
+    file = a_checkpoint(tmp_path) / "model.safetensors"
+    save_file(load_file(file) | {f"{module}.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
+    loaded = load(tmp_path, "float32", CPU, Planned(1, 2)).model
+    assert not any("mtp" in name for name in loaded.state_dict())
+
+
 def test_a_file_that_is_cut_off_is_named(tmp_path):
     file = a_checkpoint(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])

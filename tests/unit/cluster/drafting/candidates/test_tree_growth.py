@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.outcomes import NOTHING, Choices
 from cluster.drafting.candidates.tree_growth import (
     SIBLINGS,
     Limb,
@@ -81,7 +81,7 @@ def test_grown_at_once_a_tree_has_the_likeliest_paths_and_asks_for_no_more_than_
 
     def after(path: tuple[int, ...]) -> Choices:
         asked.append(path)
-        return {(): AT_FIRST, (4,): THEN}.get(path, Choices((), ()))
+        return {(): AT_FIRST, (4,): THEN}.get(path, NOTHING)
 
     assert grown_paths(after, most, 0.0) == likeliest_paths([TRUNK], most, 0.0)
     assert len(asked) == most
@@ -89,10 +89,10 @@ def test_grown_at_once_a_tree_has_the_likeliest_paths_and_asks_for_no_more_than_
     assert grown_paths(after, most, 0.9) == [], "not even the first"
 
 
-def after_many(path: tuple[int, ...]) -> Choices | None:
+def after_many(path: tuple[int, ...]) -> Choices:
     """What follows a token is the two after it; nothing follows 9."""
     last = path[-1] if path else 0
-    return None if last == 9 else Choices((last + 1, last + 2), (0.6, 0.3))
+    return NOTHING if last == 9 else Choices((last + 1, last + 2), (0.6, 0.3))
 
 
 @pytest.mark.parametrize("most", [1, 3, 6, 12])
@@ -108,7 +108,7 @@ def test_where_all_is_known_at_once_the_tree_is_the_likeliest_of_all_paths(most,
 
 def every_path(path: tuple[int, ...], chance: float, deepest: int) -> list[tuple[tuple[int, ...], float]]:
     there = after_many(path)
-    if there is None or len(path) == deepest:
+    if len(path) == deepest:
         return []
     nexts = [((*path, token), chance * each) for token, each in there]
     return nexts + [found for node in nexts for found in every_path(*node, deepest)]

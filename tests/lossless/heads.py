@@ -1,0 +1,177 @@
+"""Heads over toy states, and worlds whose drafters ask them: each kind of method that reads what the target computes.
+
+Each head knows the toy target by heart, and reads all that it knows of a text from the states that reach it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import Interrupted, never
+from actors.compute.kv_cache import FeedRow
+from actors.compute.state_codec import decode_rows
+from actors.methods.draft_model import DraftModel
+from actors.methods.heads.last_state.last_rows import LastRows
+from actors.methods.heads.last_state.last_state_drafting import LastStatePredictor
+from actors.methods.heads.predicted_drafting import PredictedDrafting
+from actors.methods.model.calibration import Calibration
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
+from actors.methods.model.sampling import DraftSampler
+from actors.methods.model.state_feed import FedStates
+from actors.models.forward_output import ForwardOutput
+from actors.models.toy import ToyRunner
+from cluster.page_allocator import PageCopy
+from protos.states import StatesNeeded
+from tests.lossless.parts import PAGE_SIZE
+from tests.lossless.states import LAYOUT, MODULUS, ReadingMethod, after
+from tests.lossless.world import ToyDrafter, World
+
+WIDTH = 4
+MOST_POSITIONS = 1000
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    recurs: bool
+    width: int = WIDTH
+    needs: StatesNeeded = StatesNeeded((1,), LAYOUT.width)
+
+    def reach(self, depth: int) -> int:
+        return self.width if self.recurs else max(0, self.width - depth)
+
+    def describe(self) -> list[str]:
+        return []
+
+
+class ByPlace:
+    """As Medusa's: after the target's state of a token come, so many places on, these tokens."""
+
+    config = ToyConfig(recurs=False)
+
+    def __init__(self, logits: Tensor) -> None:
+        self._next = (3 * logits).softmax(dim=-1)  # of each token the chances of what follows, surer than they are
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
+        likely = torch.linalg.matrix_power(self._next, depth + 2)
+        return ForwardOutput(likely[states[:, 0].long()].log(), states)
+
+
+class ByToken:
+    """As an MLP speculator: the state, which the target's begins, counts the tokens taken after it."""
+
+    config = ToyConfig(recurs=True)
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
+        if depth == 0:
+            states = torch.stack((states[:, 1], torch.zeros(len(states))), dim=-1)
+        assert (states[:, 1] == depth).all(), "a state is taken for another"
+        return ForwardOutput(self._logits[torch.tensor(tokens)], states + torch.tensor([0.0, 1.0]))
+
+
+class BesideToken(ToyRunner):
+    """As an EAGLE head: fed each token with the state before it, it makes what comes next and the token's own state."""
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[Any] = (),
+    ) -> ForwardOutput:
+        if interrupted():
+            raise Interrupted
+        made = [_states_after(row) for row in rows]
+        wanted = [states[len(states) - row.logits :] for row, states in zip(rows, made, strict=True)]
+        return super().forward(rows, copies)._replace(hidden=torch.cat(wanted))
+
+
+def _states_after(row: FeedRow) -> Tensor:
+    """The target's own states, (tokens, width), each of which is made of the one before."""
+    assert row.states is not None, "a token comes with the state before it"
+    made: list[list[float]] = []
+    for index, (token, (_, position, mixed)) in enumerate(zip(row.tokens, row.states.tolist(), strict=True)):
+        assert position == (row.start + index) % MODULUS, "the state of another place"
+        assert not made or mixed == made[-1][2], "the state of another text"
+        made.append([float(token), (position + 1) % MODULUS, float(after(int(mixed), token))])
+    return torch.tensor(made)
+
+
+class HeadReading(ReadingMethod):
+    """Holds the states against the text, and passes them on."""
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        super().states(session, first, rows)
+        self.head.states(session, first, decode_rows(rows, LAYOUT))
+
+    @property
+    def head(self) -> PredictedDrafting | DraftModel:
+        found: Any = self._model
+        assert isinstance(found, PredictedDrafting | DraftModel)
+        return found
+
+
+class HeadWorld(World):
+    """Its drafters ask a head, which may be another for every test."""
+
+    def _new_drafter(self) -> ToyDrafter:
+        drafter = super()._new_drafter()
+        method: Any = self._head_method()
+        drafter.method = HeadReading(method)
+        drafter.model = method
+        return drafter
+
+    def _head_method(self) -> PredictedDrafting | DraftModel:
+        raise NotImplementedError
+
+    @property
+    def _limits(self) -> DraftingLimits:
+        return DraftingLimits(top_k=self._setting.vocabulary, weight_scale=self._setting.weight_scale)
+
+    @property
+    def _token_ids(self) -> Tensor:
+        return torch.arange(self._setting.vocabulary)
+
+
+class _LastStateWorld(HeadWorld):
+    """Its heads read one state a round."""
+
+    made_of: type[ByPlace] | type[ByToken]
+
+    def _head_method(self) -> PredictedDrafting:
+        sampler = DraftSampler(self._token_ids, self._setting.vocabulary, self._limits, Calibration())
+        rows = LastRows(torch.device("cpu"), torch.float32)
+        head = self.made_of(self._setting.draft_logits)
+        return PredictedDrafting(LastStatePredictor(head, sampler, rows), sampler, lambda: self._now)
+
+
+class PlacesWorld(_LastStateWorld):
+    """Ahead of a verdict, a head goes on from the target's state that it has, as far as its places go."""
+
+    made_of = ByPlace
+
+
+class TokensWorld(_LastStateWorld):
+    """Ahead of a verdict, a head goes on from states of its own."""
+
+    made_of = ByToken
+
+
+class EagleWorld(HeadWorld):
+    """Ahead of a verdict, a head goes on from states of its own, and reads again what they were replaced by."""
+
+    def _head_method(self) -> DraftModel:
+        return DraftModel(
+            BesideToken(self._setting.draft_logits),
+            self._token_ids,
+            DraftCache(8 * self._count, PAGE_SIZE, unfed=1),
+            self._limits,
+            clock=lambda: self._now,
+            feed=FedStates(StatesNeeded((1,), LAYOUT.width), lambda rows: rows, MOST_POSITIONS),
+        )
