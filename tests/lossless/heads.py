@@ -27,7 +27,7 @@ from actors.models.toy import ToyRunner
 from cluster.page_allocator import PageCopy
 from protos.states import StatesNeeded
 from tests.lossless.parts import PAGE_SIZE
-from tests.lossless.states import LAYOUT, MODULUS, ReadingMethod, after
+from tests.lossless.states import LAYOUT, MODULUS, ReadingMethod, state_after
 from tests.lossless.world import ToyDrafter, World
 
 WIDTH = 4
@@ -96,10 +96,10 @@ def _states_after(row: FeedRow) -> Tensor:
     """The target's own states, (tokens, width), each of which is made of the one before."""
     assert row.states is not None, "a token comes with the state before it"
     made: list[list[float]] = []
-    for index, (token, (_, position, mixed)) in enumerate(zip(row.tokens, row.states.tolist(), strict=True)):
-        assert position == (row.start + index) % MODULUS, "the state of another place"
-        assert not made or mixed == made[-1][2], "the state of another text"
-        made.append([float(token), (position + 1) % MODULUS, float(after(int(mixed), token))])
+    for position, (token, before) in enumerate(zip(row.tokens, row.states.tolist(), strict=True), start=row.start):
+        assert before[1] == position % MODULUS, "the state of another place"
+        assert not made or before[2:] == made[-1][2:], "the state of another text"
+        made.append(state_after(before, token, position + 1))
     return torch.tensor(made)
 
 
