@@ -66,10 +66,11 @@ class RecordedEngine:
         await self.engine.close()
 
 
-def has_arrived(target: TargetReplica) -> bool:
-    """Whether all hidden states that the target has sent are at drafters, where these are still there."""
-    feeds = [session.live_feed for session in target.scheduler._admission]
-    return all(feed is None or feed.acked == feed.sent for feed in feeds)
+def is_settled(target: TargetReplica) -> bool:
+    """Whether every session in the cache has a drafter, to which all hidden states that were sent have come."""
+    sessions = target.scheduler._admission.running.values()
+    feeds = [session.live_feed for session in sessions]
+    return all(feed is not None and feed.acked == feed.sent for feed in feeds)
 
 
 def acceptance(rounds: Iterable[Round]) -> float:

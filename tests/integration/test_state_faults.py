@@ -1,7 +1,8 @@
 """Faults under a head that reads the target's states, over real gRPC: acceptance after each is what it was before.
 
 The head is right where it has the right states, and nearly never where it has not (`state_head.py`). Rounds are in lock
-step, and a step begins once the states that were sent before it have arrived: what is seen does not hang on a clock.
+step, and a step begins once all its sessions have drafters, and these the states that were sent before: what is seen
+does not hang on a clock.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from actors.transport.streams import StatesOutbox
 from cluster.verification import state_feeds
 from protos.messages import Message, States
 from tests.integration.harness import PAGE_SIZE, Cluster, StateReading, cluster, eventually
-from tests.integration.rounds import RecordedEngine, acceptance, computed, has_arrived, resumed
+from tests.integration.rounds import RecordedEngine, acceptance, computed, is_settled, resumed
 from tests.integration.state_head import head_reading, text_after
 from tests.lossless.states import LAYOUT
 
@@ -33,7 +34,7 @@ async def watched(reading: StateReading, **options: Any) -> AsyncIterator[tuple[
     async with cluster(reading=reading, lock_step=True, wrap_engine=engine.wrap, **options) as c:
         c.hurry()
         (target,) = c.targets.values()
-        engine.may_step = lambda: has_arrived(target)
+        engine.may_step = lambda: is_settled(target)
         yield c, engine
 
 
@@ -59,7 +60,7 @@ async def test_the_successor_of_a_killed_drafter_drafts_within_two_rounds_and_no
         session = target.scheduler._admission.running["s"]
         await eventually(lambda: (session.drafter or "").startswith(successor.peer_id), "the successor attaches")
         attached = len(engine.rounds["s"]) + 1  # the step under way was planned before
-        engine.may_step = lambda: has_arrived(target)
+        engine.may_step = lambda: is_settled(target)
         await running
         rounds = engine.rounds["s"]
         assert any(one.drafted for one in rounds[attached : attached + 2])
@@ -161,7 +162,7 @@ async def test_nothing_waits_behind_a_prompts_states_that_are_stuck(monkeypatch)
         assert plain > 5
         assert not any(one.drafted for one in engine.rounds["long"])
         let_go.set()
-        engine.may_step = lambda: has_arrived(target)
+        engine.may_step = lambda: is_settled(target)
         await long
         assert left
         assert acceptance(engine.decided("long")[plain:]) == 1
