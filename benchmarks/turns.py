@@ -55,10 +55,10 @@ def cells_of(turns: Sequence[Turn]) -> list[Cell]:
 
 def _cell(turns: Sequence[Turn]) -> Cell:
     batches = [turn.batch for turn in turns]
-    works = [turn.work for turn in turns if turn.work is not None]
+    known = [(turn.batch, turn.work) for turn in turns if turn.work is not None]
+    works = [work for _, work in known]
     tally = sum((batch.tally for batch in batches), Tally())
-    known = sum((turn.batch.tally for turn in turns if turn.work is not None), Tally())
-    seconds = sum(turn.batch.seconds for turn in turns if turn.work is not None)
+    seconds = sum(batch.seconds for batch, _ in known)
     hits = sum(work.guess_hits for work in works)
     steps = sum(work.steps for work in works)
     step_s = sum(work.step_s for work in works)
@@ -75,7 +75,7 @@ def _cell(turns: Sequence[Turn]) -> Cell:
         verifies_with_block=_share(tally.blocks, tally.verifies),
         guess_hits=_share(hits, hits + sum(work.guess_misses for work in works)),
         step_s=_share(step_s, steps),
-        tokens_per_step=_share(known.tokens, steps),
+        tokens_per_step=_share(sum(batch.tally.tokens for batch, _ in known), steps),
         gap_s=statistics.median(gaps) if gaps else None,
         target_busy=step_s / seconds if works else None,
     )

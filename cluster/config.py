@@ -286,7 +286,8 @@ def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
     try:
         return SlipstreamConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("wrong configuration\n  " + "\n  ".join(error_lines(error, SlipstreamConfig))) from error
+        lines = error_lines(error, SlipstreamConfig, whole="config")
+        raise ConfigError("wrong configuration\n  " + "\n  ".join(lines)) from error
 
 
 def _has(data: Any, key: str) -> bool:

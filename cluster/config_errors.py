@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, one line a key: what was found, and what was expected."""
+"""What is wrong with a file that holds a frozen model, one line a key: what was found, and what was expected."""
 
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -7,9 +7,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 
-def error_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """Of a configuration that should have been of this kind."""
-    return [f"{'.'.join(map(str, found['loc'])) or 'config'}: {_fault(found, model)}" for found in error.errors()]
+def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> list[str]:
+    """Of what should have been of this kind; `whole` names it where no key is to blame."""
+    return [f"{'.'.join(map(str, found['loc'])) or whole}: {_fault(found, model)}" for found in error.errors()]
 
 
 def _fault(found: ErrorDetails, model: type[BaseModel]) -> str:

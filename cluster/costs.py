@@ -10,6 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.config_errors import error_lines
 from cluster.errors import ConfigError
 
 
@@ -126,5 +127,5 @@ class CostModel(_Cost):
         except OSError as error:
             raise ConfigError(f"cannot read costs {path}: {error.strerror}") from error
         except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc'])) or 'costs'}: {e['msg']}" for e in error.errors()]
+            lines = error_lines(error, cls, whole="costs")
             raise ConfigError(f"wrong costs in {path}\n  " + "\n  ".join(lines)) from error

@@ -145,8 +145,7 @@ class Training:
     def _groups(self) -> list[dict[str, Any]]:
         big: list[Tensor] = []
         rest: list[Tensor] = []
-        learned = [(name, one) for name, one in self.module.named_parameters() if one.requires_grad]
-        for name, parameter in learned:
+        for name, parameter in self.module.named_parameters():
             (big if name.split(".")[0] in BIG else rest).append(parameter)
         decay = self._schedule.weight_decay
         return [

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from actors.methods.heads.dflash.dflash_config import OUTPUTS_KEY
 from actors.methods.heads.head_rope import rope_of, rotary_of
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
-from examples.train_head.heads.eagle_layer import HEAD_NORMS, EagleLayer, RootMeanSquare, rotated
-from examples.train_head.heads.target_parts import HeadSizes, TargetParts, normal
+from examples.train_head.heads.eagle_layer import HEAD_NORMS, EagleLayer, RootMeanSquare, Rotation
+from examples.train_head.heads.layer_start import last_norm, layers_config, start_from_last, states_projection
+from examples.train_head.heads.target_parts import HeadSizes, TargetParts
 from examples.train_head.shards import StatesBatch
-
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, (positions, head dim)."""
 
 
 class DFlashLayer(EagleLayer):
@@ -40,9 +38,9 @@ class DFlashLayer(EagleLayer):
         rows, places, size, _ = blocks.shape
         inputs = self.input_layernorm(blocks).flatten(1, 2)
         attention = self.self_attn
-        query = rotated(attention.heads(attention.q_proj(inputs), self._sizes.heads, "q_norm"), of_blocks)
-        own_key, own_value = self._keys_and_values(inputs, of_blocks)
-        key, value = self._keys_and_values(context, of_context)
+        query = attention.queries(inputs, of_blocks)
+        own_key, own_value = attention.keys_and_values(inputs, of_blocks)
+        key, value = attention.keys_and_values(context, of_context)
         in_blocks = (rows, self._sizes.heads, places, size, self._sizes.head_dim)
         after = torch.ones(places, places, dtype=torch.bool, device=blocks.device).triu(1)
         before = (query @ key.mT).masked_fill(after.repeat_interleave(size, 0), float("-inf"))
@@ -54,15 +52,6 @@ class DFlashLayer(EagleLayer):
         residual = blocks.flatten(1, 2)
         hidden = residual + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return self.with_mlp(hidden).view(blocks.shape)
-
-    def _keys_and_values(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """A head of them for each of the queries, (rows, heads, longest, head dim)."""
-        sizes = self._sizes
-        attention = self.self_attn
-        key = rotated(attention.heads(attention.k_proj(inputs), sizes.kv_heads, "k_norm"), rotation)
-        value = attention.heads(attention.v_proj(inputs), sizes.kv_heads)
-        groups = sizes.heads // sizes.kv_heads
-        return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 class DFlashModule(DraftModule):
@@ -88,24 +77,19 @@ class DFlashModule(DraftModule):
         self._reads = tuple(reads)
         self._tokens = tokens
         self._mask_token = mask_token
-        self.fc = nn.Linear(len(reads) * sizes.hidden, sizes.hidden, bias=False)
-        # The last of the states is nearest to what the last layers expect of their residual stream.
-        earlier = 0.1 * normal(generator, sizes.hidden, (len(reads) - 1) * sizes.hidden)
-        self.fc.weight = nn.Parameter(torch.cat([earlier, torch.eye(sizes.hidden)], dim=-1))
-        self.hidden_norm = RootMeanSquare(torch.ones(sizes.hidden), sizes.eps)
+        self.fc = states_projection(sizes, len(reads), generator)
         self._stack = [DFlashLayer(sizes) for _ in range(layers)]
         self.layers = nn.ModuleList(self._stack)
-        for index, layer in enumerate(self._stack):
-            start = target.layer(target.layers - layers + index)
-            if start is not None:
-                layer.start_from(start, sizes, generator)
+        start_from_last(self._stack, target, generator)
+        for layer in self._stack:
             layer.add_head_norms()
-        self.hidden_norm.weight = nn.Parameter(self._stack[0].input_layernorm.weight.detach().clone())
-        final_norm = target.final_norm()
-        self.norm = RootMeanSquare(torch.ones(sizes.hidden) if final_norm is None else final_norm, sizes.eps)
-        lm_head = target.lm_head()[token_ids].clone()
-        self._has_lm_head = len(token_ids) < sizes.vocabulary
-        self.lm_head = nn.Parameter(lm_head, requires_grad=self._has_lm_head)
+        self.hidden_norm = RootMeanSquare(self._stack[0].input_layernorm.weight.detach(), sizes.eps)
+        self.norm = last_norm(target)
+        lm_head = target.lm_head()[token_ids]
+        if len(token_ids) < sizes.vocabulary:
+            self.lm_head = nn.Parameter(lm_head)
+        else:
+            self.register_buffer("lm_head", lm_head, persistent=False)
         self.register_buffer("embedding", target.embedding(), persistent=False)
         self.register_buffer("token_ids", token_ids, persistent=False)
         self._rotary = rotary_of(rope_of({"rope_parameters": sizes.rope}), sizes.head_dim, sizes.max_positions)
@@ -136,31 +120,16 @@ class DFlashModule(DraftModule):
         return cos[0], sin[0]
 
     def published(self) -> PublishedHead:
-        tensors = {name: parameter.detach() for name, parameter in self.named_parameters() if name != "lm_head"}
-        if self._has_lm_head:
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        if "lm_head" in tensors:
             ids = self.token_ids.cpu()
-            tensors |= {"lm_head.weight": self.lm_head.detach(), "d2t": ids - torch.arange(len(ids))}
+            tensors |= {"lm_head.weight": tensors.pop("lm_head"), "d2t": ids - torch.arange(len(ids))}
         return PublishedHead(self._config(), tensors)
 
     def _config(self) -> dict[str, Any]:
-        sizes = self._sizes
-        return {
+        return layers_config(self._sizes, self._stack, len(self.token_ids)) | {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
-            "hidden_act": "silu",
-            "hidden_size": sizes.hidden,
-            "intermediate_size": sizes.intermediate,
-            "num_hidden_layers": len(self._stack),
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "head_dim": sizes.head_dim,
-            "attention_bias": self._stack[0].self_attn.q_proj.bias is not None,
-            "rms_norm_eps": sizes.eps,
-            "vocab_size": sizes.vocabulary,
-            "draft_vocab_size": len(self.token_ids),
-            "max_position_embeddings": sizes.max_positions,
-            "rope_theta": sizes.rope.get("rope_theta"),
-            "rope_parameters": sizes.rope,
             "block_size": self._tokens + 1,
             "dflash_config": {
                 "mask_token_id": self._mask_token,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from actors.methods.heads.eagle.eagle_layer_ids import KEY
 from actors.methods.heads.head_rope import rope_of, rotary_of
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
-from examples.train_head.heads.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
-from examples.train_head.heads.target_parts import TargetParts, normal
+from examples.train_head.heads.eagle_layer import EagleLayer, SeenSteps
+from examples.train_head.heads.layer_start import last_norm, layers_config, start_from_last, states_projection
+from examples.train_head.heads.target_parts import TargetParts
 from examples.train_head.shards import StatesBatch
 
 
@@ -28,18 +29,11 @@ class EagleModule(DraftModule):
         generator = torch.Generator().manual_seed(seed)
         self._sizes = sizes
         self._reads = tuple(reads)
-        self.fc = nn.Linear(len(reads) * sizes.hidden, sizes.hidden, bias=False)
-        # The last of the states is nearest to what the last layers expect of their residual stream.
-        earlier = 0.1 * normal(generator, sizes.hidden, (len(reads) - 1) * sizes.hidden)
-        self.fc.weight = nn.Parameter(torch.cat([earlier, torch.eye(sizes.hidden)], dim=-1))
+        self.fc = states_projection(sizes, len(reads), generator)
         self._stack = [EagleLayer(sizes, is_first=index == 0) for index in range(layers)]
         self.layers = nn.ModuleList(self._stack)
-        for index, layer in enumerate(self._stack):
-            start = target.layer(target.layers - layers + index)
-            if start is not None:
-                layer.start_from(start, sizes, generator)
-        final_norm = target.final_norm()
-        self.norm = RootMeanSquare(torch.ones(sizes.hidden) if final_norm is None else final_norm, sizes.eps)
+        start_from_last(self._stack, target, generator)
+        self.norm = last_norm(target)
         self.lm_head = nn.Parameter(target.lm_head()[token_ids].clone())
         self.register_buffer("embedding", target.embedding(), persistent=False)
         self.register_buffer("token_ids", token_ids, persistent=False)
@@ -75,26 +69,10 @@ class EagleModule(DraftModule):
         return PublishedHead(self._config(), tensors | ({"d2t": ids - torch.arange(len(ids))} if is_smaller else {}))
 
     def _config(self) -> dict[str, Any]:
-        sizes = self._sizes
-        attention = self._stack[0].self_attn
-        return {
+        return layers_config(self._sizes, self._stack, len(self.token_ids)) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": sizes.hidden,
-            "target_hidden_size": sizes.hidden,
-            "intermediate_size": sizes.intermediate,
-            "num_hidden_layers": len(self._stack),
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "head_dim": sizes.head_dim,
-            "attention_bias": attention.q_proj.bias is not None,
-            "rms_norm_eps": sizes.eps,
-            "vocab_size": sizes.vocabulary,
-            "draft_vocab_size": len(self.token_ids),
-            "max_position_embeddings": sizes.max_positions,
-            "rope_theta": sizes.rope.get("rope_theta"),
-            "rope_parameters": sizes.rope,
+            "target_hidden_size": self._sizes.hidden,
             "tie_word_embeddings": False,
             KEY: list(self._reads),
         }

@@ -6,6 +6,9 @@ from torch import Tensor, nn
 
 from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, normal
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, (positions, head dim)."""
+
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -34,18 +37,24 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head_dim, bias=False)
         self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
 
-    def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], seen: "SeenSteps") -> Tensor:
-        sizes = self._sizes
-        query = self.heads(self.q_proj(inputs), sizes.heads, "q_norm")
-        key = self.heads(self.k_proj(inputs), sizes.kv_heads, "k_norm")
-        value = self.heads(self.v_proj(inputs), sizes.kv_heads)
-        query = rotated(query, rotation)
-        groups = sizes.heads // sizes.kv_heads
-        seen.add(rotated(key, rotation).repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
-        attended = seen.attend(query, sizes.head_dim**-0.5)
+    def forward(self, inputs: Tensor, rotation: Rotation, seen: "SeenSteps") -> Tensor:
+        seen.add(*self.keys_and_values(inputs, rotation))
+        attended = seen.attend(self.queries(inputs, rotation), self._sizes.head_dim**-0.5)
         return torch.as_tensor(self.o_proj(attended.transpose(1, 2).flatten(2)))
 
-    def heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
+    def queries(self, inputs: Tensor, rotation: Rotation) -> Tensor:
+        """(rows, heads, longest, head dim), of (rows, longest, size)."""
+        return rotated(self._heads(self.q_proj(inputs), self._sizes.heads, "q_norm"), rotation)
+
+    def keys_and_values(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """One of each for every query's head, in the same shape."""
+        sizes = self._sizes
+        key = rotated(self._heads(self.k_proj(inputs), sizes.kv_heads, "k_norm"), rotation)
+        value = self._heads(self.v_proj(inputs), sizes.kv_heads)
+        groups = sizes.heads // sizes.kv_heads
+        return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+
+    def _heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
         """(rows, heads, longest, head dim)."""
         split = x.view(*x.shape[:-1], count, self._sizes.head_dim)
         if norm and hasattr(self, norm):
@@ -84,7 +93,7 @@ class SeenSteps:
         return attended
 
 
-def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """By cosines and sines, (longest, head dim)."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
@@ -129,7 +138,7 @@ class EagleLayer(nn.Module):
         if is_first:
             self.hidden_norm.weight = nn.Parameter(layer["input_layernorm.weight"].clone())
 
-    def attend(self, inputs: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], seen: SeenSteps) -> Tensor:
+    def attend(self, inputs: Tensor, residual: Tensor, rotation: Rotation, seen: SeenSteps) -> Tensor:
         """The layer's output; `inputs` are normed."""
         return self.with_mlp(residual + self.self_attn(inputs, rotation, seen))
 

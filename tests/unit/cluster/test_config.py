@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from cluster.config import MOVED, SlipstreamConfig, load_config, validated
 from cluster.errors import ConfigError
@@ -121,6 +123,25 @@ def test_a_config_cannot_be_changed_afterwards():
 def test_an_unknown_key_is_told_which_ones_there_are(section, expected):
     with pytest.raises(ConfigError, match=re.escape(expected)):
         validated(section)
+
+
+def sections_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """All sections of a configuration, and those inside of them, each as its keys from the top."""
+    found = [path]
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found += sections_of(kind, (*path, name))
+    return found
+
+
+@pytest.mark.parametrize("path", sections_of(SlipstreamConfig), ids=".".join)
+def test_an_unknown_key_is_told_so_in_every_section(path):
+    data: dict[str, object] = {"zzz": 1}
+    for name in reversed(path):
+        data = {name: data}
+    with pytest.raises(ConfigError, match=re.escape(f"{'.'.join((*path, 'zzz'))}: there is no such key; expected")):
+        validated(data)
 
 
 def test_every_key_has_a_place_in_the_schema():

@@ -1,0 +1,53 @@
+"""What heads of decoder layers over the target's states have in common: what they start from, and its configuration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from examples.train_head.heads.eagle_layer import EagleLayer, RootMeanSquare
+from examples.train_head.heads.target_parts import HeadSizes, TargetParts, normal
+
+
+def states_projection(sizes: HeadSizes, states: int, generator: torch.Generator) -> nn.Linear:
+    """Of so many of the target's states side by side to one."""
+    projection = nn.Linear(states * sizes.hidden, sizes.hidden, bias=False)
+    # The last of the states is nearest to what the last layers expect of their residual stream.
+    earlier = 0.1 * normal(generator, sizes.hidden, (states - 1) * sizes.hidden)
+    projection.weight = nn.Parameter(torch.cat([earlier, torch.eye(sizes.hidden)], dim=-1))
+    return projection
+
+
+def start_from_last(layers: Sequence[EagleLayer], target: TargetParts, generator: torch.Generator) -> None:
+    """With the weights of the target's last layers, if it is of the Llama kind."""
+    for index, layer in enumerate(layers):
+        start = target.layer(target.layers - len(layers) + index)
+        if start is not None:
+            layer.start_from(start, target.sizes, generator)
+
+
+def last_norm(target: TargetParts) -> RootMeanSquare:
+    """With the weight of the target's own, if it is of the Llama kind."""
+    weight = target.final_norm()
+    return RootMeanSquare(torch.ones(target.sizes.hidden) if weight is None else weight, target.sizes.eps)
+
+
+def layers_config(sizes: HeadSizes, layers: Sequence[EagleLayer], columns: int) -> dict[str, Any]:
+    """The keys of a published configuration that say what the layers are."""
+    return {
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "attention_bias": layers[0].self_attn.q_proj.bias is not None,
+        "rms_norm_eps": sizes.eps,
+        "vocab_size": sizes.vocabulary,
+        "draft_vocab_size": columns,
+        "max_position_embeddings": sizes.max_positions,
+        "rope_theta": sizes.rope.get("rope_theta"),
+        "rope_parameters": sizes.rope,
+    }
