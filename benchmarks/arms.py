@@ -1,4 +1,4 @@
-"""The engines that `engine.py` compares, each behind the same small interface and in a process of its own.
+"""The engines that `engine.py` and `peers.py` compare, each behind one small interface and in a process of its own.
 
 An arm's processes run only while it is asked and are stopped in between, so arms that share a machine do not disturb
 each other: some engines spin while they wait.
@@ -7,7 +7,7 @@ each other: some engines spin while they wait.
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +28,7 @@ class Setup:
     threads: int
     context: int
     sessions: int  # most at once
+    speculative: Mapping[str, Any] | None = None  # vLLM's speculative_config
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class VllmArm:
             max_num_seqs=setup.sessions,
             enable_prefix_caching=False,
             disable_log_stats=True,
+            speculative_config=None if setup.speculative is None else dict(setup.speculative),
         )
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Run:
@@ -148,7 +150,7 @@ class VllmArm:
 def make_arm(name: str, setup: Setup) -> Arm:
     if name == "engine":
         return EngineArm(setup)
-    if name == "vllm":
+    if name.startswith("vllm"):
         return VllmArm(setup)
     return GenerateArm(setup, assisted=name == "assisted")
 
