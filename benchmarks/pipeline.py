@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py [--concurrency 1,2,4,8] [--rounds 5] [--tokens 64] [--json OUT]
     python benchmarks/pipeline.py --table acceptance
+    python benchmarks/pipeline.py --arms plain,adaptive,other --other draft.method=eagle --other draft.model=FOLDER
 
 Serves the demo pair in bfloat16, drafter and target pinned to one core each, once for every configuration that is
 compared, and asks over HTTP. In each round every batch of prompts runs under all arms, one right after the other, in an
@@ -64,6 +65,7 @@ PIPELINE = (
     Arm("useless", "useless"),
     Arm("generate", None),
     Arm("control", "useless", max_draft_tokens=0),
+    Arm("other", "other"),
 )
 TEMPERATURES = (0.0, 0.7, 1.0)
 # How many tokens are accepted where every round has a block, whatever it costs, is what lock step tells.
@@ -82,12 +84,16 @@ RATIOS = (
     ("adaptive", "generate"),
     ("useless", "control"),
     ("control", "plain"),
+    ("other", "plain"),
+    ("other", "adaptive"),
     *((f"ratio {temperature:g}", f"coupled {temperature:g}") for temperature in TEMPERATURES),
 )
 
 
-def config_of(server: str, scratch: Path) -> SlipstreamConfig:
+def config_of(server: str, scratch: Path, other: Sequence[str]) -> SlipstreamConfig:
     """The demo's config, but for what the server is named after."""
+    if server == "other":
+        return demo_config([*PINNED, *other])
     if server == "lock_step":
         return demo_config([*PINNED, "speculation.pacing=lock_step"])
     if server == "useless":
@@ -297,18 +303,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", help="comma-separated; default 1,2,4,8, for acceptance 1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
-    parser.add_argument("--arms", help=f"comma-separated; default: all but control; of the pipeline {_names(PIPELINE)}")
+    parser.add_argument(
+        "--arms", help=f"comma-separated; default: all but control and other; of the pipeline {_names(PIPELINE)}"
+    )
+    parser.add_argument("--other", action="append", default=[], metavar="KEY=VALUE", help="settings of the arm other")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help='JSON lines {"kind", "prompt"}')
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
     arguments = parser.parse_args()
     known = {arm.name: arm for arm in TABLES[arguments.table]}
-    names = arguments.arms.split(",") if arguments.arms else [name for name in known if name != "control"]
+    names = (
+        arguments.arms.split(",") if arguments.arms else [name for name in known if name not in ("control", "other")]
+    )
     if unknown := set(names) - known.keys():
         parser.error(f"--arms: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     at_once = arguments.concurrency or ("1" if arguments.table == "acceptance" else "1,2,4,8")
     if not all(part.isdigit() and int(part) > 0 for part in at_once.split(",")):
         parser.error(f"--concurrency is {at_once}; expected numbers of requests at once, as in 1,4")
     arguments.arms = [known[name] for name in names]
+    if ("other" in names) != bool(arguments.other):
+        parser.error(
+            "--other and the arm other come together: expected as in --arms plain,other --other draft.method=suffix"
+        )
     if all(arm.server is None for arm in arguments.arms):
         parser.error("--arms: generate alone is compared with nothing; name another arm too")
     arguments.concurrency = [int(part) for part in at_once.split(",")]
@@ -343,7 +358,7 @@ def main() -> None:
         prepare_target(Path(config.model.target), console)
         names = dict.fromkeys(arm.server for arm in arguments.arms if arm.server is not None)
         with TemporaryDirectory() as scratch:
-            configs = {name: config_of(name, Path(scratch)) for name in names}
+            configs = {name: config_of(name, Path(scratch), arguments.other) for name in names}
             with side_by_side(configs, console) as servers:
                 turns = asyncio.run(measure(arguments, prompts, config, servers))
     except SlipstreamError as error:
