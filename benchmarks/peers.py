@@ -61,7 +61,7 @@ def engines(arguments: argparse.Namespace) -> dict[str, dict[str, Setup]]:
     if arguments.vllm:
         found["vllm"] = {"vllm": setup}
         for config in arguments.vllm:
-            found["vllm"][f"vllm, {config['method']}"] = replace(setup, speculative=config)
+            found["vllm"][f"vllm {json.dumps(config)}"] = replace(setup, speculative=config)
     return found
 
 
