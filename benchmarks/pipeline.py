@@ -1,8 +1,9 @@
-"""What the pipeline brings: speculation against plain decoding, lock step, a draft of no use, and `generate`.
+r"""What the pipeline brings: speculation against plain decoding, lock step, a draft of no use, and `generate`.
 
     python benchmarks/pipeline.py [--concurrency 1,2,4,8] [--rounds 5] [--tokens 64] [--json OUT]
     python benchmarks/pipeline.py --table acceptance
-    python benchmarks/pipeline.py --arms plain,adaptive,other --other draft.method=eagle --other draft.model=FOLDER
+    python benchmarks/pipeline.py --arms plain,adaptive,other --other \
+        'draft={method: eagle, model: FOLDER, resources: {num_cpus: 0.1, cpu_affinity: [1], background: true}}'
 
 Serves the demo pair in bfloat16, drafter and target pinned to one core each, once for every configuration that is
 compared, and asks over HTTP. In each round every batch of prompts runs under all arms, one right after the other, in an
