@@ -28,23 +28,28 @@ STEPS = 60
 
 def fitted_head(target: Path, prompts: tuple[str, ...], answer: int, scratch: Path) -> Path:
     """Learns the greedy answers to single turns, of so many tokens whatever ends them; the folder is SafeAILab's."""
+    shards = stored_answers(target, prompts, answer, scratch / "states")
+    options = HeadOptions(unroll=UNROLL, draft_vocabulary=DRAFT_VOCABULARY)
+    return trained(target, shards, options, Schedule(STEPS, batch=len(prompts), warmup=5), scratch / "head")
+
+
+def stored_answers(target: Path, prompts: tuple[str, ...], answer: int, folder: Path) -> Shards:
+    """The states of the greedy answers to single turns, each once in the folder, and often enough for a training."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     turns = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     model = load_model(target, "float32", CPU)
     alone = [written(model, [turn], [0.0], answer, (), 1, torch.Generator()) for turn in turns]
-    shards = _stored(model, target, [np.array(text, dtype=np.int64) for (text,) in alone], scratch / "states")
+    shards = _stored(model, target, [np.array(text, dtype=np.int64) for (text,) in alone], folder)
     # The trainer leaves out one sequence of so many, and measures what it has learned on it.
     shards.sequences *= -(-HELD_OUT_EVERY // len(prompts))
-    training = Training(
-        scratch / "head",
-        target_parts(str(target)),
-        shards,
-        HeadOptions(unroll=UNROLL, draft_vocabulary=DRAFT_VOCABULARY),
-        Schedule(STEPS, batch=len(prompts), warmup=5),
-        Running(save_every=STEPS, held_out=1, dtype="float32"),
-    )
-    training.run()
-    return scratch / "head" / LATEST
+    return shards
+
+
+def trained(target: Path, shards: Shards, options: HeadOptions, schedule: Schedule, folder: Path) -> Path:
+    """A head of any kind, in the layout of its kind."""
+    running = Running(save_every=schedule.steps, held_out=1, dtype="float32")
+    Training(folder, target_parts(str(target)), shards, options, schedule, running).run()
+    return folder / LATEST
 
 
 def _stored(model: PreTrainedModel, target: Path, texts: list[TokenIds], folder: Path) -> Shards:

@@ -1,0 +1,126 @@
+"""Small heads in every published layout, which know a few answers of the demo's target by heart.
+
+Each is made when it is first asked for. EAGLE-3, Medusa, MLPSpeculator and DFlash are trained as anybody's would be.
+P-EAGLE is the EAGLE-3 head with a random mask, so that its first token is right and the others are not. EAGLE-1 is one
+product, fitted by least squares, in a layer that adds nothing to it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from examples.train_head.heads.target_parts import TargetParts, target_parts
+from examples.train_head.options import HeadKind, HeadOptions, Schedule
+from examples.train_head.shards import Shards
+from tests.exhaustive.fitted_head import CPU, DRAFT_VOCABULARY, stored_answers, trained
+
+WARMUP = 5  # steps
+RIDGE = 1e-3  # of the mean square of what is read: states arrive rounded
+NARROW = 64  # a layer that adds nothing need not be wide
+
+
+class HeadsByHeart:
+    """Of one target and some prompts, of whose greedy answers so many tokens are known."""
+
+    def __init__(self, target: Path, prompts: tuple[str, ...], answer: int, scratch: Path) -> None:
+        self._target = target
+        self._prompts = prompts
+        self._answer = answer
+        self._scratch = scratch
+        self._made: dict[str, Path] = {}
+        train = self._trained
+        self._makers: Mapping[str, Callable[[], Path]] = {
+            "eagle3": partial(train, HeadOptions(HeadKind.EAGLE, 2, draft_vocabulary=DRAFT_VOCABULARY), 60),
+            "medusa": partial(train, HeadOptions(HeadKind.MEDUSA, 4, draft_vocabulary=DRAFT_VOCABULARY), 80),
+            "mlp_speculator": partial(train, HeadOptions(HeadKind.MLP_SPECULATOR, 2), 25, scored_share=0.5),
+            "dflash": partial(train, HeadOptions(HeadKind.DFLASH, 4, draft_vocabulary=DRAFT_VOCABULARY), 80),
+            "eagle1": self._fitted_eagle1,
+            "p_eagle": self._masked_eagle3,
+        }
+
+    def folder(self, layout: str) -> Path:
+        if layout not in self._made:
+            self._made[layout] = self._makers[layout]()
+        return self._made[layout]
+
+    @cached_property
+    def _shards(self) -> Shards:
+        return stored_answers(self._target, self._prompts, self._answer, self._scratch / "states")
+
+    @cached_property
+    def _parts(self) -> TargetParts:
+        return target_parts(str(self._target))
+
+    def _trained(self, options: HeadOptions, steps: int, scored_share: float = 1.0) -> Path:
+        schedule = Schedule(steps, batch=len(self._prompts), warmup=WARMUP, scored_share=scored_share)
+        return trained(self._target, self._shards, options, schedule, self._scratch / options.kind.value)
+
+    def _masked_eagle3(self) -> Path:
+        source = self.folder("eagle3")
+        config = json.loads((source / "config.json").read_text())
+        tensors = load_file(source / "model.safetensors")
+        mask = torch.randn(1, tensors["fc.weight"].shape[1], generator=torch.Generator().manual_seed(1))
+        return _written(self._scratch / "p_eagle", config | {"mask_token_id": 0}, tensors | {"mask_hidden": mask})
+
+    def _fitted_eagle1(self) -> Path:
+        """From the embedding of a token and the final state before it to the final state after it."""
+        sizes = self._parts.sizes
+        batch = self._shards.batch(self._shards.sequences[: len(self._prompts)], CPU)
+        embedding = self._parts.embedding()
+        read = [
+            torch.cat([embedding[batch.tokens[row, 1:end]], batch.final[row, : end - 1]], -1)
+            for row, end in _rows(batch.lengths)
+        ]
+        made = [batch.final[row, 1:end] for row, end in _rows(batch.lengths)]
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": sizes.hidden,
+            "intermediate_size": NARROW,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": NARROW,
+            "vocab_size": sizes.vocabulary,
+            "max_position_embeddings": sizes.max_positions,
+            "rms_norm_eps": sizes.eps,
+            "rope_theta": 10000.0,
+            "bias": False,
+        }
+        tensors = {"fc.weight": _least_squares(torch.cat(read), torch.cat(made)), **_idle_layer(sizes.hidden)}
+        return _written(self._scratch / "eagle1", config, tensors)
+
+
+def _rows(lengths: Tensor) -> list[tuple[int, int]]:
+    return list(enumerate(lengths.tolist()))
+
+
+def _least_squares(read: Tensor, made: Tensor) -> Tensor:
+    """The matrix by which what is read, (n, inputs), becomes what is made, (n, outputs)."""
+    wide = read.double()
+    # Fewer places than inputs: the system of the places is the smaller one.
+    among = wide @ wide.T
+    ridge = RIDGE * among.diagonal().mean() * torch.eye(len(wide), dtype=torch.float64)
+    return (wide.T @ torch.linalg.solve(among + ridge, made.double())).T.float().contiguous()
+
+
+def _idle_layer(hidden: int) -> dict[str, Tensor]:
+    """Its attention and its MLP give zeros."""
+    found = {f"self_attn.{name}_proj.weight": torch.zeros(NARROW, hidden) for name in "qkv"}
+    found |= {f"mlp.{name}_proj.weight": torch.zeros(NARROW, hidden) for name in ("gate", "up")}
+    found |= {f"{name}_proj.weight": torch.zeros(hidden, NARROW) for name in ("self_attn.o", "mlp.down")}
+    found["post_attention_layernorm.weight"] = torch.ones(hidden)
+    return {f"layers.0.{name}": tensor for name, tensor in found.items()}
+
+
+def _written(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
