@@ -33,9 +33,10 @@ from tests.integration.serving import Reference, Served, demo_served
 from tests.integration.test_serving import assert_nothing_left
 
 MODEL = "SmolLM2-135M-Instruct"
-STORY = "Tell me a story."
+# Answers begin in many ways, and some as a line does, so that even a lookup drafts their second word.
+LINES = "Say one of these lines:\nThe red fox ran.\nA green frog sat.\nMy old dog slept.\nOur blue bird sang."
 PROMPTS = (
-    STORY,
+    LINES,
     "Repeat three times: The cat sat on the mat, and the dog lay by the door.",
     "Count from one to twenty.",
 )
@@ -86,7 +87,7 @@ class Plainly:
     """What the first server said without drafts, which all others are held against."""
 
     texts: list[str] = field(default_factory=list)
-    stories: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     table: list[tuple[str, ...]] = field(default_factory=list)  # a row for each server
 
 
@@ -197,13 +198,13 @@ async def test_a_seed_gives_one_text_whatever_drafts(served: Served, server: tup
 async def test_under_ratio_words_follow_plain_decoding(served: Served, plainly: Plainly) -> None:
     """Homogeneity of two samples, at the first word and at the second."""
     options = {"temperature": 1.0, "max_tokens": WORD_TOKENS}
-    if not plainly.stories:
-        plainly.stories = (await asked(served, [STORY] * PLAIN_DRAWS, AT_ONCE, NONE, **options)).texts
-    found = await asked(served, [STORY] * DRAWS, AT_ONCE, RATIO_CHAIN, "ratio", **options)
+    if not plainly.lines:
+        plainly.lines = (await asked(served, [LINES] * PLAIN_DRAWS, AT_ONCE, NONE, **options)).texts
+    found = await asked(served, [LINES] * DRAWS, AT_ONCE, RATIO_CHAIN, "ratio", **options)
     print(f"\naccepted {found.accepted} of {found.drafted}")
     assert found.accepted > 0, "no draft token was accepted: this showed nothing"
     for place in (0, 1):
-        assert homogeneity(words(plainly.stories, place), words(found.texts, place)) > FALSE_ALARM
+        assert homogeneity(words(plainly.lines, place), words(found.texts, place)) > FALSE_ALARM
 
 
 def words(texts: list[str], place: int) -> list[str]:
