@@ -113,7 +113,7 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
         if whose != "the target":
             continue
         name = next((name for name in names if name in stored), None)
-        expected = (facts.vocabulary, facts.shape["hidden"])
+        expected = (facts.vocabulary or target.shape.vocabulary, facts.shape["hidden"])
         if name is None:
             yield Misfit(f"{what} that is borrowed of the target", f"one of {', '.join(names)}", "none of them")
         elif stored[name].shape != expected:

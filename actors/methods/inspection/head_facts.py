@@ -17,6 +17,7 @@ from actors.methods.heads.eagle.eagle_resolution import resolve
 from actors.methods.heads.head_files import HeadFiles
 from actors.methods.heads.head_rope import rope_of
 from actors.methods.heads.last_state.medusa import MedusaConfig, heads_alone, resolve_medusa
+from actors.methods.heads.last_state.medusa import borrowed_tensors_of as borrowed_by_medusa
 from actors.methods.heads.last_state.mlp_speculator import ALIASES as MLP_ALIASES
 from actors.methods.heads.last_state.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
 from actors.methods.heads.mtp.mtp_loading import module_files, resolve_mtp
@@ -105,12 +106,14 @@ def _described(
             longest_block=config.block_size - 1,
         )
     if isinstance(config, MedusaConfig):
-        is_own = any(name.endswith(".weight") and ".linear." not in name for name in files.tensors)
+        is_open = bool(borrowed_by_medusa(files)) and "vocab_size" not in files.config
         return replace(
             facts,
+            vocabulary=None if is_open else config.vocabulary,
+            proposes=None if is_open else config.columns,
             shape={"hidden": config.hidden, "heads": config.heads, "blocks": config.blocks},
             embedding="none",
-            lm_head="the head" if is_own else "the target",
+            lm_head="the target" if borrowed_by_medusa(files) else "the head",
             longest_block=config.heads,
         )
     return replace(

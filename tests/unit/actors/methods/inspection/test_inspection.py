@@ -289,6 +289,18 @@ def test_a_peagle_head_fits_with_its_mask_however_it_was_saved(tmp_path: Path) -
     assert "predicts several tokens in one forward, by mask token 3" in found.facts.conventions
 
 
+def test_medusa_heads_that_borrow_the_lm_head_say_so(tmp_path: Path) -> None:
+    tensors = read_head(checkpoint("medusa")).tensors
+    blocks = {f"blocks.{key[0]}.layers.0{key[len('0.0.linear') :]}": t for key, t in tensors.items() if "linear" in key}
+    folder = copied(tmp_path, "medusa", blocks, original_lm_head=True)
+    found = inspect_draft(folder, TARGET)
+    assert (found.misfits, loads("medusa", folder)) == ((), True)
+    assert (found.facts.lm_head, found.facts.vocabulary) == ("the target", None)
+    assert inspect_draft(folder).fits
+    said = copied(tmp_path, "medusa", blocks, original_lm_head=True, vocab_size=90)
+    assert [misfit.what for misfit in inspect_draft(said, TARGET).misfits] == ["LM head that is borrowed of the target"]
+
+
 def test_what_no_method_drafts_with_does_not_fit(tmp_path: Path) -> None:
     tensors = dict(read_head(checkpoint("dflash")).tensors) | {"prefix_gru.weight_hh_l0": torch.zeros(9, 3)}
     found = inspect_draft(copied(tmp_path, "dflash", tensors), TARGET)
