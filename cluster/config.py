@@ -268,14 +268,19 @@ def load_config(
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             _override(data, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value, name)
+    apply_overrides(data, overrides)
+    _expand_model_path(data, "model", "target", path.parent)
+    _expand_model_path(data, "draft", "model", path.parent)
+    return validated(data)
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Sets each `section.key=value`, of which the value is YAML. Raises ConfigError for what is none."""
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
             raise ConfigError(f"override '{override}' is not of the form section.key=value")
         _override(data, key.split("."), value, key)
-    _expand_model_path(data, "model", "target", path.parent)
-    _expand_model_path(data, "draft", "model", path.parent)
-    return validated(data)
 
 
 def validated(data: Mapping[str, Any]) -> SlipstreamConfig:

@@ -3,12 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from cluster.errors import ModelError
+from cluster.errors import ConfigError, ModelError
 
 DOES_NOT_FIT = 1  # exit status
 
@@ -17,22 +17,38 @@ drafts_app = typer.Typer(help="Look at draft checkpoints, and compare drafts.", 
 
 @drafts_app.command()
 def inspect(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Draft checkpoint: a folder.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Draft checkpoint, or a target of which a part may draft: a folder.")
+    ],
     target: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Target to draft for: a folder, or a Hugging Face id."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Look at it as with this key of a configuration, as in --set draft.eagle.layer_ids=state.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Says what a draft checkpoint is, what it needs and how to configure it; exit status 1: it does not fit."""
     from actors.methods.inspection.draft_inspection import inspect_draft
     from actors.models.checkpoint import local_folder
+    from cluster.config import apply_overrides
     from serve_app.cli.draft_sheets import inspection_data, inspection_report
 
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ModelError(f"there is no folder {path}; download the checkpoint first")
-    found = inspect_draft(path, local_folder(target, with_weights=False) if target else None)
+    given: dict[str, Any] = {}
+    apply_overrides(given, overrides or ())
+    options = given.pop("draft", {})
+    if given or not isinstance(options, dict):
+        raise ConfigError("--set takes keys of the section draft here, such as draft.eagle.layer_ids")
+    found = inspect_draft(path, local_folder(target, with_weights=False) if target else None, options)
     if as_json:
         typer.echo(json.dumps(inspection_data(found), indent=1))
     else:

@@ -16,6 +16,7 @@ from actors.methods.inspection.expected_tensors import MASK_STATE, ExpectedTenso
 from actors.methods.inspection.head_facts import presumed_target, resolved
 from actors.models.checkpoint import check_draft, vocabulary
 from actors.models.weights import stored_tensors
+from cluster.config import DraftPool
 from cluster.errors import ModelError
 
 DEPTH_KEY = "num_target_layers"  # of DFlash
@@ -39,9 +40,9 @@ def target_facts(folder: Path) -> TargetFacts:
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 
-def wrong_tensors(files: HeadFiles, method: str) -> list[Misfit]:
+def wrong_tensors(files: HeadFiles, draft: DraftPool) -> list[Misfit]:
     """Of a head in canonical names that resolves: tensors that are missing, too many, or of another shape."""
-    config = resolved(files, method, presumed_target(files, method))
+    config = resolved(files, draft, presumed_target(files, draft))
     expected = expected_tensors(files, config)
     return [*_missing(files, expected), *_of_another_shape(files, expected), *_surplus(files, expected)]
 
@@ -61,13 +62,13 @@ def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Misfit]:
     return []
 
 
-def head_misfits(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> list[Misfit]:
+def head_misfits(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Misfit]:
     """Of a head in canonical names against a target. Where its sizes fit, its loader has the last word."""
     found = [*_sizes(facts, target), *_depth(files, facts, target), *_borrowed(facts, target)]
     if found:
         return found
     try:
-        resolved(files, str(facts.layout.method), target.shape)
+        resolved(files, draft, target.shape)
     except ModelError as error:
         return [Misfit(str(error))]
     return []
@@ -112,7 +113,7 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
         if whose != "the target":
             continue
         name = next((name for name in names if name in stored), None)
-        expected = (facts.vocabulary, facts.shape["hidden"])
+        expected = (facts.vocabulary or target.shape.vocabulary, facts.shape["hidden"])
         if name is None:
             yield Misfit(f"{what} that is borrowed of the target", f"one of {', '.join(names)}", "none of them")
         elif stored[name].shape != expected:

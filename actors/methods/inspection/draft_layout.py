@@ -27,6 +27,8 @@ PARD = DraftLayout("causal language model with mask tokens (PARD)", "draft_model
 LAYER_SKIP = DraftLayout("the target itself, some of whose layers can draft", "layer_skip")
 UNKNOWN = DraftLayout("no draft checkpoint that is known here", None)
 MLP_SPECULATOR = DraftLayout("MLPSpeculator", "mlp_speculator")
+WITH_MTP = DraftLayout("a target with multi-token prediction of its own", "mtp")
+MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # how a name in such a module begins
 
 MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
     {
@@ -46,7 +48,7 @@ WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
         r"lilicorr\.": DraftLayout("LiLiCorr head", None),
         r"xpress_head\.": DraftLayout("XPress head", None),
         r"parallel_draft_heads\.": DraftLayout("EAGLE with Medusa heads, ModelOpt's", None),
-        r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)": DraftLayout("multi-token prediction", None),
+        MTP: DraftLayout("multi-token prediction without its target", None),
     }
 )
 
@@ -54,6 +56,9 @@ WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
 def layout_of(files: HeadFiles) -> DraftLayout:
     """Of a folder's tensors and configuration."""
     names = tuple(files.tensors)
+    has_embedding = any(name in files.tensors for name in EMBEDDING)
+    if has_embedding and _any(names, MTP):
+        return WITH_MTP
     if found := _by_name(names, MEDUSA) or _by_name(names, WITHOUT_METHOD):
         return found
     if _any(names, r"(?:speculator\.)?emb\.\d+\.weight"):
@@ -62,7 +67,7 @@ def layout_of(files: HeadFiles) -> DraftLayout:
         return DraftLayout(f"DFlash head, {_dflash_publisher(files.config)} layout", "dflash")
     if found := _eagle(files):
         return found
-    if not any(name in files.tensors for name in EMBEDDING):
+    if not has_embedding:
         return UNKNOWN
     return PARD if any(files.config.get(key) is not None for key in MASK_KEYS) else CAUSAL
 

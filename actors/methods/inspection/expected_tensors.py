@@ -38,24 +38,27 @@ def expected_tensors(
 ) -> ExpectedTensors:
     """Of a head in canonical names, which was resolved to `config`."""
     if isinstance(config, EagleConfig):
-        return _of_eagle(config)
+        return _of_eagle(config, files)
     if isinstance(config, DFlashConfig):
         return _of_dflash(config, files)
     return _of_medusa(config, files) if isinstance(config, MedusaConfig) else _of_mlp_speculator(config)
 
 
-def _of_eagle(config: EagleConfig) -> ExpectedTensors:
+def _of_eagle(config: EagleConfig, files: HeadFiles) -> ExpectedTensors:
     found = ExpectedTensors()
     is_eagle3 = config.kind is EagleKind.EAGLE3
     hidden = config.hidden
     if config.projects or not is_eagle3:
         found.linear("fc", hidden, config.needs.width if is_eagle3 else 2 * hidden)
     _feature_norms(found, config)
+    if config.kind is EagleKind.MTP:
+        found.norm("state_layernorm", hidden, is_needed=False)
     for index in range(config.layers):
         is_wide = is_eagle3 and index == 0
         found.norm(f"layers.{index}.input_layernorm", hidden, is_needed=is_wide or index > 0)
         _decoder_layer(found, config, index, (2 if is_wide else 1) * hidden)
-        _head_norms(found, config, index, is_needed=False)
+        if f"layers.{index}.self_attn.q_norm.weight" in files.tensors:
+            _head_norms(found, config, index)
     if is_eagle3:
         found.norm("layers.0.hidden_norm", hidden, is_needed=False)
     else:
@@ -87,7 +90,7 @@ def _of_dflash(config: DFlashConfig, files: HeadFiles) -> ExpectedTensors:
     for index in range(len(config.layers)):
         found.norm(f"layers.{index}.input_layernorm", hidden)
         _decoder_layer(found, config, index, hidden)
-        _head_norms(found, config, index, is_needed=True)
+        _head_norms(found, config, index)
     found.either("embed_tokens.weight" in files.tensors, "embed_tokens.weight", (config.vocabulary, hidden))
     found.either("lm_head.weight" in files.tensors, "lm_head.weight", (config.columns, hidden))
     found.allowed["d2t"] = (config.columns,)
@@ -107,9 +110,10 @@ def _decoder_layer(found: ExpectedTensors, config: EagleConfig | DFlashConfig, i
     found.linear(f"{layer}.mlp.down_proj", config.hidden, config.intermediate)
 
 
-def _head_norms(found: ExpectedTensors, config: EagleConfig | DFlashConfig, index: int, *, is_needed: bool) -> None:
+def _head_norms(found: ExpectedTensors, config: EagleConfig | DFlashConfig, index: int) -> None:
+    """Both or neither."""
     for name in ("q_norm", "k_norm"):
-        found.norm(f"layers.{index}.self_attn.{name}", config.head_dim, is_needed=is_needed)
+        found.norm(f"layers.{index}.self_attn.{name}", config.head_dim)
 
 
 def _of_medusa(config: MedusaConfig, files: HeadFiles) -> ExpectedTensors:

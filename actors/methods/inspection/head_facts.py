@@ -11,19 +11,22 @@ from typing import Any
 from actors.methods.heads.dflash.dflash_config import DFlashConfig, resolve_dflash
 from actors.methods.heads.dflash.dflash_loading import MAX_POSITIONS
 from actors.methods.heads.dflash.dflash_weights import ALIASES as DFLASH_ALIASES
-from actors.methods.heads.eagle.eagle_config import EagleConfig
-from actors.methods.heads.eagle.eagle_loading import AS_CONFIGURED
+from actors.methods.heads.eagle.eagle_config import EagleConfig, overrides_of
 from actors.methods.heads.eagle.eagle_names import canonical
 from actors.methods.heads.eagle.eagle_resolution import resolve
 from actors.methods.heads.head_files import HeadFiles
 from actors.methods.heads.head_rope import rope_of
 from actors.methods.heads.last_state.medusa import MedusaConfig, heads_alone, resolve_medusa
+from actors.methods.heads.last_state.medusa import borrowed_tensors_of as borrowed_by_medusa
 from actors.methods.heads.last_state.mlp_speculator import ALIASES as MLP_ALIASES
 from actors.methods.heads.last_state.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
-from actors.methods.heads.target_shape import TargetShape
+from actors.methods.heads.mtp.mtp_loading import module_files, resolve_mtp
+from actors.methods.heads.mtp.mtp_names import layout_in
+from actors.methods.heads.target_shape import TargetShape, target_shape
 from actors.methods.inspection.draft_facts import DraftFacts, StatesRead
 from actors.methods.inspection.draft_layout import DraftLayout
 from actors.methods.inspection.header_files import stored_size
+from cluster.config import DraftPool
 from protos.states import StatesNeeded
 
 HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
@@ -37,31 +40,38 @@ def canonical_files(files: HeadFiles, method: str) -> HeadFiles:
     return _CANONICAL[method](files)
 
 
-def resolved(files: HeadFiles, method: str, target: TargetShape) -> HeadConfig:
-    """What a head, in canonical names, is for a target. Raises ModelError where it does not fit."""
-    return _RESOLVE[method](files, target)
+def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadConfig:
+    """What a head, in canonical names, is for a target, with the options of its method.
+
+    Raises ModelError where it does not fit.
+    """
+    return _RESOLVE[draft.method](files, target, draft)
 
 
-def presumed_target(files: HeadFiles, method: str, depth: int = DEPTHS[0]) -> TargetShape:
+def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
     """The target that a head, in canonical names, was made for; how deep that is, few heads say."""
     body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
+    method = draft.method
     if method == "medusa":
         return _of_heads(files, depth)
     if method == "mlp_speculator":
         (vocabulary, _) = files.tensor("emb.0.weight").shape
         return TargetShape(int(files.tensor("proj.0.weight").shape[-1]), int(vocabulary), depth)
     own = int(body.get("hidden_size") or 0)
-    hidden = _hidden_read(files, int(body.get("target_hidden_size") or own)) if method == "eagle" else own
+    if method != "eagle":
+        return TargetShape(own, int(body.get("vocab_size") or 0), depth)
+    states = len(draft.eagle.states or ()) or COUNT
+    hidden = _hidden_read(files, int(body.get("target_hidden_size") or own), states)
     return TargetShape(hidden, int(body.get("vocab_size") or 0), depth)
 
 
-def head_facts(files: HeadFiles, layout: DraftLayout, method: str) -> DraftFacts:
+def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> DraftFacts:
     """Of a head in canonical names. Raises ModelError where it contradicts itself."""
-    config = resolved(files, method, presumed_target(files, method))
-    deeper = resolved(files, method, presumed_target(files, method, DEPTHS[1]))
+    config = resolved(files, draft, presumed_target(files, draft))
+    deeper = resolved(files, draft, presumed_target(files, draft, DEPTHS[1]))
     needs = config.needs if config.needs == deeper.needs else replace(config.needs, layers=())
     found = DraftFacts(layout, stored_size(files.tensors), conventions=conventions_of(config))
-    return _described(found, files, config, needs)
+    return _described(found, files, config, draft, needs)
 
 
 def conventions_of(config: HeadConfig) -> tuple[str, ...]:
@@ -69,8 +79,10 @@ def conventions_of(config: HeadConfig) -> tuple[str, ...]:
     return tuple(line for line in config.describe() if not line.startswith(SAID_BY_FACTS))
 
 
-def _described(facts: DraftFacts, files: HeadFiles, config: HeadConfig, needs: StatesNeeded) -> DraftFacts:
-    target = presumed_target(files, str(facts.layout.method))
+def _described(
+    facts: DraftFacts, files: HeadFiles, config: HeadConfig, draft: DraftPool, needs: StatesNeeded
+) -> DraftFacts:
+    target = presumed_target(files, draft)
     states = _states_read(config, needs, target)
     facts = replace(facts, vocabulary=config.vocabulary, proposes=config.columns, states=states)
     if isinstance(config, EagleConfig):
@@ -94,12 +106,14 @@ def _described(facts: DraftFacts, files: HeadFiles, config: HeadConfig, needs: S
             longest_block=config.block_size - 1,
         )
     if isinstance(config, MedusaConfig):
-        is_own = any(name.endswith(".weight") and ".linear." not in name for name in files.tensors)
+        is_open = bool(borrowed_by_medusa(files)) and "vocab_size" not in files.config
         return replace(
             facts,
+            vocabulary=None if is_open else config.vocabulary,
+            proposes=None if is_open else config.columns,
             shape={"hidden": config.hidden, "heads": config.heads, "blocks": config.blocks},
             embedding="none",
-            lm_head="the head" if is_own else "the target",
+            lm_head="the target" if borrowed_by_medusa(files) else "the head",
             longest_block=config.heads,
         )
     return replace(
@@ -146,12 +160,12 @@ def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -
     )
 
 
-def _hidden_read(files: HeadFiles, said: int) -> int:
+def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
     """Of the target of an EAGLE head, whose `fc` is as wide as all states that it reads."""
     fc = files.tensors.get("fc.weight")
     if fc is None or not said or fc.shape[-1] % said == 0:
         return said
-    return int(fc.shape[-1]) // COUNT
+    return int(fc.shape[-1]) // states
 
 
 def _of_heads(files: HeadFiles, depth: int) -> TargetShape:
@@ -175,19 +189,27 @@ def _whose(files: HeadFiles, name: str) -> str:
     return "the head" if name in files.tensors else "the target"
 
 
+def _first_module(files: HeadFiles) -> HeadFiles:
+    """Of a target's folder."""
+    layout = layout_in(files.tensors, target_shape(files.folder).layers, str(files.folder))
+    return module_files(files.folder, layout, files.tensors)
+
+
 _CANONICAL: Mapping[str, Callable[[HeadFiles], HeadFiles]] = MappingProxyType(
     {
         "eagle": canonical,
         "dflash": lambda files: files.renamed(DFLASH_ALIASES),
         "medusa": heads_alone,
         "mlp_speculator": lambda files: files.renamed(MLP_ALIASES),
+        "mtp": _first_module,
     }
 )
-_RESOLVE: Mapping[str, Callable[[HeadFiles, TargetShape], HeadConfig]] = MappingProxyType(
+_RESOLVE: Mapping[str, Callable[[HeadFiles, TargetShape, DraftPool], HeadConfig]] = MappingProxyType(
     {
-        "eagle": lambda files, target: resolve(files, target, AS_CONFIGURED),
-        "dflash": resolve_dflash,
-        "medusa": resolve_medusa,
-        "mlp_speculator": resolve_mlp_speculator,
+        "eagle": lambda files, target, draft: resolve(files, target, overrides_of(draft.eagle)),
+        "dflash": lambda files, target, _: resolve_dflash(files, target),
+        "medusa": lambda files, target, _: resolve_medusa(files, target),
+        "mlp_speculator": lambda files, target, _: resolve_mlp_speculator(files, target),
+        "mtp": lambda files, target, _: resolve_mtp(files, target),
     }
 )

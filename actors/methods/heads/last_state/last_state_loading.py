@@ -1,7 +1,7 @@
 """From a published head that reads the target's final state to a drafting method."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.compute.linear import Product
 from actors.engine.process import device_of
-from actors.methods.heads.head_files import PICKLES
+from actors.methods.heads.head_files import PICKLES, folder_to_borrow_from
 from actors.methods.heads.head_products import head_products
 from actors.methods.heads.last_state.last_rows import LastRows
 from actors.methods.heads.last_state.last_state_drafting import LastStateHead, LastStatePredictor
@@ -57,16 +57,27 @@ def final_state(target: Path) -> StatesNeeded:
     return StatesNeeded((shape.layers,), shape.hidden, window=1)
 
 
-def last_state_drafting(
-    load: HeadLoader, draft: DraftPool, setup: DraftSetup, options: HeadOptions
-) -> PredictedDrafting:
-    """The head that `draft.model` names, with the options of its method; logs how it was understood."""
+def head_folder(draft: DraftPool) -> Path:
+    """Of the head that `draft.model` names."""
     assert draft.model is not None, "a configuration whose method loads a head names it"
+    return local_folder(draft.model, more=PICKLES)
+
+
+def last_state_drafting(
+    load: HeadLoader,
+    draft: DraftPool,
+    setup: DraftSetup,
+    options: HeadOptions,
+    borrowed: Sequence[Sequence[str]] = (),
+) -> PredictedDrafting:
+    """The head that `draft.model` names, with the options of its method; logs how it was understood.
+
+    `borrowed` is what it takes of the target's checkpoint: of each group the first tensor that there is.
+    """
     device = device_of(draft.resources)
     products = head_products(options, setup.dtype, device)
-    target = local_folder(setup.target, with_weights=False)
-    folder = local_folder(draft.model, more=PICKLES)
-    head = load(folder, target, products.dtype, device, setup.target_tokens.keys(), products.product)
+    target = folder_to_borrow_from(setup.target, borrowed)
+    head = load(head_folder(draft), target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(head.config.describe()))
     rows = target_shape(target).vocabulary
     sampler = DraftSampler(head.token_ids, rows, DraftingLimits(options.draft_probs_top_k), Calibration())

@@ -18,7 +18,7 @@ from actors.compute.linear import Product, Projection, projection
 from actors.methods.heads.decoded_states import DecodedStates, decoded
 from actors.methods.heads.draft_columns import draft_columns
 from actors.methods.heads.head_files import HEAD, HeadFiles, read_head, target_tensor
-from actors.methods.heads.last_state.last_state_loading import final_state, last_state_drafting
+from actors.methods.heads.last_state.last_state_loading import final_state, head_folder, last_state_drafting
 from actors.methods.heads.target_shape import TargetShape, target_shape
 from actors.methods.setup import DraftSetup
 from actors.models.forward_output import ForwardOutput
@@ -97,7 +97,13 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Raises ModelError where what `draft.model` names does not fit the target."""
-    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa), setup.states)
+    borrowed = borrowed_tensors_of(heads_alone(read_head(head_folder(draft))))
+    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup.states)
+
+
+def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
+    """What heads, in names without a prefix, take of the target's checkpoint: the first of each group that there is."""
+    return [HEAD] if _names_of(files).lm_head(0) is None else []
 
 
 def load_medusa(

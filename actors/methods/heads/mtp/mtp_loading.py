@@ -5,7 +5,7 @@ each normed by itself, and one decoder layer, a norm and the target's LM head ma
 after is predicted with its own normed output in the place of the target's state.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from actors.methods.heads.eagle.eagle_loading import AS_CONFIGURED, EagleHead, h
 from actors.methods.heads.eagle.eagle_resolution import resolve
 from actors.methods.heads.head_files import EMBEDDING, HEAD, HeadFiles
 from actors.methods.heads.mtp.mtp_names import MtpLayout, check_layer, layout_in
-from actors.methods.heads.target_shape import target_shape
+from actors.methods.heads.target_shape import TargetShape, target_shape
 from actors.models.checkpoint import local_folder
 from actors.models.hub_files import first_of_each, folder_with
 from actors.models.weights import read_tensors, stored_tensors
@@ -60,28 +60,34 @@ def load_mtp(
     """
     shape = target_shape(target)
     layout = layout_in(stored_tensors(target), shape.layers, str(target))
-    files = _files(target, layout)
-    check_layer(files.tensors, str(target))
-    return head_of(files, _config(files, layout), target, dtype, device, proposable, product)
+    files = module_files(target, layout, _read(target, layout))
+    config = replace(resolve_mtp(files, shape), hides_first=layout.hides_first)
+    return head_of(files, config, target, dtype, device, proposable, product)
 
 
-def _config(files: HeadFiles, layout: MtpLayout) -> EagleConfig:
+def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
+    """What a module is, in an EAGLE head's names. Raises ModelError where it is none that is supported."""
+    check_layer(files.tensors, str(files.folder))
     window = files.config.get("sliding_window")
     if window and files.config.get("use_sliding_window", True):
         raise ModelError(f"the target in {files.folder} attends to a window of {window}, which is not supported in MTP")
-    config = resolve(files, target_shape(files.folder), AS_CONFIGURED)
-    return replace(config, kind=EagleKind.MTP, hides_first=layout.hides_first)
+    return replace(resolve(files, target, AS_CONFIGURED), kind=EagleKind.MTP)
 
 
-def _files(target: Path, layout: MtpLayout) -> HeadFiles:
+def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) -> HeadFiles:
     """The module's tensors under an EAGLE head's names, and the target's configuration for one layer."""
-    stored = {name: place for name, place in stored_tensors(target).items() if name.startswith(layout.prefix)}
-    tensors: dict[str, Tensor] = {}
-    for path in sorted({place.path for place in stored.values()}):
-        names = [name for name, place in stored.items() if place.path == path]
-        tensors |= {layout.own_name(name): tensor for name, tensor in read_tensors(path, names).items()}
+    tensors = {layout.own_name(name): tensor for name, tensor in stored.items() if name.startswith(layout.prefix)}
     if layout.state_first:
         state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
         tensors["fc.weight"] = torch.cat((embedding, state), dim=-1)
     config = AutoConfig.from_pretrained(target).get_text_config().to_dict()
     return HeadFiles(target, config | {"num_hidden_layers": 1, "layer_types": None, "norm_output": True}, tensors)
+
+
+def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
+    """The module's tensors and no others, as they are stored."""
+    stored = {name: place for name, place in stored_tensors(target).items() if name.startswith(layout.prefix)}
+    tensors: dict[str, Tensor] = {}
+    for path in sorted({place.path for place in stored.values()}):
+        tensors |= read_tensors(path, [name for name, place in stored.items() if place.path == path])
+    return tensors

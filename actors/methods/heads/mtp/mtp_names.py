@@ -7,6 +7,7 @@ position 0 is taken for zero, as vLLM's deepseek_mtp.py and mimo_mtp.py do.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 
 from torch import Tensor
 
@@ -94,6 +95,15 @@ def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
         f"{where} holds no multi-token prediction module that is known here: none of {looked_for}; use a target that"
         " comes with one, or another drafting method"
     )
+
+
+def module_count(stored: Iterable[str], layout: MtpLayout) -> int:
+    """How many modules a checkpoint with these tensors has: their numbers follow that of the first."""
+    first = re.fullmatch(r"(.*?)(\d+)\.", layout.prefix + layout.layer)
+    assert first is not None, "what a module's layer begins with ends in a number"
+    numbered = re.compile(rf"{re.escape(first[1])}(\d+)\.")
+    numbers = {int(match[1]) for name in stored if (match := numbered.match(name))}
+    return next(found for found in count() if int(first[2]) + found not in numbers)
 
 
 def check_layer(tensors: Mapping[str, Tensor], where: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from actors.methods.registry import create_method, states_format
 from actors.methods.setup import DraftSetup
@@ -17,7 +18,7 @@ from actors.models import checkpoint as checkpoints
 from actors.models.hub_files import INDEX, first_of_each, folder_with, of_layers
 from actors.models.layer_subset import load_layers
 from cluster.config import DraftPool
-from tests.unit.actors.methods.heads.eagle_fixtures import TARGET, checkpoint
+from tests.unit.actors.methods.heads.eagle_fixtures import TARGET, altered, checkpoint
 
 ID = "org/target"
 SHARDS = {"embedding": "embed_tokens", "head": "lm_head", "norm": "model.norm"}
@@ -83,6 +84,24 @@ def test_a_head_that_has_neither_fetches_embedding_and_head(hub: Hub) -> None:
 
 def test_a_head_that_has_all_fetches_nothing(hub: Hub) -> None:
     created("eagle", checkpoint("eagle3_speculators"))
+    assert hub.fetched == set()
+
+
+def with_borrowed_lm_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Medusa heads in vLLM's layout, which share the target's LM head."""
+    blocks = {name: tensor for name, tensor in tensors.items() if ".linear." in name}
+    return {"blocks." + name.replace("0.linear", "layers.0"): tensor for name, tensor in blocks.items()}
+
+
+def test_medusa_heads_without_an_lm_head_fetch_it_alone(hub: Hub, tmp_path: Path) -> None:
+    folder = altered(tmp_path, "medusa", with_borrowed_lm_head, original_lm_head=True)
+    created("medusa", folder)
+    assert hub.fetched == {"head"}
+
+
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+def test_heads_with_an_lm_head_of_their_own_fetch_nothing(hub: Hub, method: str) -> None:
+    created(method, checkpoint(method))
     assert hub.fetched == set()
 
 

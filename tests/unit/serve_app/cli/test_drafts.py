@@ -54,6 +54,34 @@ def test_json_has_all_of_it() -> None:
     assert yaml.safe_load(data["config"])["draft"]["method"] == "medusa"
 
 
+def test_a_head_is_shown_as_it_would_run_with_keys_that_are_set() -> None:
+    keys = ["--set", "draft.eagle.output_norm=both", "--set", "draft.eagle.states=[1, 2, 3]"]
+    found = CliRunner().invoke(app, ["drafts", "inspect", str(checkpoint("eagle3")), "--target", str(TARGET), *keys])
+    assert found.exit_code == 0, found.output
+    assert "norm after the last layer: logits and recycled states" in found.stdout
+    assert "[1, 2, 3] (k: after k layers)" in found.stdout
+    section = yaml.safe_load(found.stdout.partition("configure it as\n")[2])["draft"]["eagle"]
+    assert (section["output_norm"], section["states"], section["draft_probs_top_k"]) == ("both", [1, 2, 3], 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("draft.eagle.norm=both", "draft.eagle.norm: there is no such key"),
+        ("draft.dflash.quantization=int8", "method eagle has no use for them"),
+        ("draft.model=other", "draft.model cannot be set: it follows from the checkpoint"),
+        ("model.max_context=9", "--set takes keys of the section draft"),
+        ("draft=eagle", "--set takes keys of the section draft"),
+        ("draft.eagle.layer_ids", "is not of the form section.key=value"),
+    ],
+)
+def test_keys_that_say_nothing_of_this_head_have_status_2(
+    key: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "drafts", "inspect", checkpoint("eagle3"), "--set", key) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [("drafts", "inspect"), ("drafts", "inspect", "/nowhere"), ("drafts", "measure")])
 def test_wrong_use_has_status_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_main(monkeypatch, *arguments) == 2

@@ -14,15 +14,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.methods.heads.dflash.dflash_loading import load_dflash
-from actors.methods.heads.eagle.eagle_loading import load_eagle
+from actors.methods.heads.eagle.eagle_config import overrides_of
+from actors.methods.heads.eagle.eagle_loading import load_eagle, read_eagle_config
 from actors.methods.heads.head_files import read_head
 from actors.methods.heads.last_state.medusa import load_medusa
 from actors.methods.heads.last_state.mlp_speculator import load_mlp_speculator
 from actors.methods.inspection.draft_facts import DraftFacts, Misfit
 from actors.methods.inspection.draft_inspection import inspect_draft
 from actors.methods.inspection.draft_layout import CAUSAL, LAYER_SKIP, layout_of
+from actors.methods.inspection.head_facts import conventions_of
 from actors.methods.inspection.header_files import read_headers
 from cluster.config import validated
+from cluster.draft_options import EagleOptions
 from cluster.errors import ModelError
 from tests.unit.actors.methods.heads.eagle_fixtures import CPU, TARGET, altered, checkpoint
 
@@ -208,6 +211,46 @@ def test_a_language_model_is_a_draft_model_and_of_itself_some_layers_are() -> No
     assert validated(yaml.safe_load(itself.snippet)).draft.layer_skip.ids == (0, 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"output_norm": "both"}, {"states": [0, 3, 7]}, {"layer_ids": "state"}, {"max_positions": 100}],
+    ids=lambda options: next(iter(options)),
+)
+def test_with_options_a_head_is_shown_as_it_is_loaded_with_them(options: dict[str, Any], tmp_path: Path) -> None:
+    """Its configuration lists layers, so that what their ids mean can be overridden."""
+    tensors = read_head(checkpoint("eagle3")).tensors
+    folder = copied(tmp_path, "eagle3", tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]})
+    found = inspect_draft(folder, TARGET, {"eagle": options})
+    usual = inspect_draft(folder, TARGET)
+    loaded = read_eagle_config(folder, TARGET, overrides_of(EagleOptions.model_validate(options)))
+    assert found.facts.states is not None
+    assert (found.facts.states.layers, found.facts.positions) == (loaded.needs.layers, loaded.max_positions)
+    assert found.facts.conventions == conventions_of(loaded)
+    assert replace(found.facts, size=usual.facts.size) != usual.facts
+    assert validated(yaml.safe_load(found.snippet)).draft.eagle == EagleOptions.model_validate(options)
+
+
+def test_options_that_do_not_fit_the_head_are_misfits(tmp_path: Path) -> None:
+    (misfit,) = inspect_draft(checkpoint("eagle3"), TARGET, {"eagle": {"states": [1, 2]}}).misfits
+    assert "the list of states that was given" in str(misfit)
+
+
+def test_without_a_target_its_hidden_size_follows_from_how_many_states_are_given(tmp_path: Path) -> None:
+    """Of a head narrower than its target, whose `fc` alone tells how wide the states are."""
+    tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"fc.weight": torch.ones(32, 4 * 12)}
+    folder = copied(tmp_path, "eagle3", tensors)
+    states = inspect_draft(folder, None, {"eagle": {"states": [1, 2, 3, 4]}}).facts.states
+    assert states is not None
+    assert (states.hidden, states.layers) == (12, (1, 2, 3, 4))
+
+
+def test_layers_that_the_target_lacks_are_a_misfit() -> None:
+    found = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 7]}})
+    assert (found.fits, validated(yaml.safe_load(found.snippet)).draft.layer_skip.ids) == (True, (0, 7))
+    (misfit,) = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 8]}}).misfits
+    assert "has the layers 0 to 7, but layers 8 are asked for" in str(misfit)
+
+
 # ---------------------------------------------------------------- layouts that have no fixture
 
 
@@ -244,6 +287,18 @@ def test_a_peagle_head_fits_with_its_mask_however_it_was_saved(tmp_path: Path) -
     found = inspect_draft(folder, TARGET)
     assert (found.misfits, loads("eagle", folder)) == ((), True)
     assert "predicts several tokens in one forward, by mask token 3" in found.facts.conventions
+
+
+def test_medusa_heads_that_borrow_the_lm_head_say_so(tmp_path: Path) -> None:
+    tensors = read_head(checkpoint("medusa")).tensors
+    blocks = {f"blocks.{key[0]}.layers.0{key[len('0.0.linear') :]}": t for key, t in tensors.items() if "linear" in key}
+    folder = copied(tmp_path, "medusa", blocks, original_lm_head=True)
+    found = inspect_draft(folder, TARGET)
+    assert (found.misfits, loads("medusa", folder)) == ((), True)
+    assert (found.facts.lm_head, found.facts.vocabulary) == ("the target", None)
+    assert inspect_draft(folder).fits
+    said = copied(tmp_path, "medusa", blocks, original_lm_head=True, vocab_size=90)
+    assert [misfit.what for misfit in inspect_draft(said, TARGET).misfits] == ["LM head that is borrowed of the target"]
 
 
 def test_what_no_method_drafts_with_does_not_fit(tmp_path: Path) -> None:
