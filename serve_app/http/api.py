@@ -29,17 +29,10 @@ from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics, RequestRecord
 from serve_app.http.resolution import Draw, parse, resolve
-from serve_app.http.schemas import (
-    CompletionTokensDetails,
-    GenerationRequest,
-    HealthReport,
-    ModelCard,
-    ModelList,
-    Trace,
-    Usage,
-)
 from serve_app.http.streaming import EventStream, as_event, as_json, read_body, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
+from serve_app.http.wire.schemas import GenerationRequest
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
@@ -145,7 +138,8 @@ class ApiEndpoint(Generic[RequestT]):
         ]
         prompt_tokens = sum(map(len, prompts))
         service.metrics.prompt(prompt_tokens)
-        head = Head(id=f"{dialect.id_prefix}{service.draw():016x}", created=int(time.time()), model=request.model)
+        name = request.request_id or f"{service.draw():016x}"
+        head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
         return ApiAnswer(dialect, service, request, head, choices, prompt_tokens)
 
 
@@ -172,7 +166,7 @@ class ApiAnswer(Generic[RequestT]):
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for part in _parts(delta, self.dialect.has_openings):
-                    yield self._event(self.dialect.chunk(self.head, part))
+                    yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far()))
         if self.request.stream_options.include_usage:
             yield self._event(self.dialect.closing(self.head, self._usage()))
         yield as_event("[DONE]")
@@ -184,6 +178,9 @@ class ApiAnswer(Generic[RequestT]):
         options = self.request.stream_options.include_usage, self.request.speculation.trace
         left_out = {name for name, wanted in zip(("usage", "slipstream"), options, strict=True) if not wanted}
         return as_event(chunk.model_dump_json(exclude=left_out))
+
+    def _usage_so_far(self) -> Usage | None:
+        return self._usage() if self.request.stream_options.continuous_usage_stats else None
 
     def _usage(self) -> Usage:
         transcripts = [choice.transcript for choice in self.choices]

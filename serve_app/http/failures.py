@@ -17,7 +17,7 @@ from starlette.responses import Response
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from serve_app.http.metrics import CLIENT_LEFT
 from serve_app.http.resolution import UnknownModelError
-from serve_app.http.schemas import ErrorBody, ErrorDetail
+from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
 

@@ -14,7 +14,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.http.schemas import GenerationRequest
+from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
 """Gives 64 random bits."""

@@ -19,8 +19,8 @@ from cluster.routing.session import Emit, Ended
 from protos.messages import Acceptance, Finish
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
-from serve_app.http.schemas import HealthReport
 from serve_app.http.text import TextCodec
+from serve_app.http.wire.replies import HealthReport
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
 
@@ -201,6 +201,26 @@ async def test_a_chat_stream(front: Front) -> None:
     assert last.usage.completion_tokens == 4
     assert last.usage.completion_tokens_details is not None
     assert last.usage.completion_tokens_details.rejected_prediction_tokens == 2
+
+
+async def test_every_chunk_tells_the_usage_where_asked_for(front: Front) -> None:
+    front.plays([front.emit("He", 1, 3), front.emit("y"), Ended(Finish.LENGTH)])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, _ = await front.events(COMPLETIONS, prompt="hi", stream_options=options, repetition_penalty=1.0)
+    usages = [json.loads(event)["usage"] for event in events]
+    assert {usage["prompt_tokens"] for usage in usages} == {2}
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert all(counts)
+
+
+async def test_the_answer_has_the_id_that_was_asked_for(front: Front) -> None:
+    front.plays([Ended(Finish.STOP)])
+    answer = await front.openai.chat.completions.create(
+        model="toy", messages=USER, store=True, verbosity="low", extra_body={"request_id": "job-7"}
+    )
+    assert answer.id == "chatcmpl-job-7"
 
 
 async def test_a_completion_stream(front: Front) -> None:

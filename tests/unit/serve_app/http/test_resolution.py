@@ -11,7 +11,7 @@ from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.http.resolution import UnknownModelError, resolve
-from serve_app.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 CONTEXT = 32
 VOCABULARY = 100

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import RequestError
 from serve_app.http.resolution import parse
-from serve_app.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
