@@ -216,6 +216,9 @@ class ServerConfig(_Frozen):
     routers: Positive = Field(1, description="router replicas")
     max_body_bytes: Positive = Field(4 << 20, description="largest request body; a larger one gets 413")
     max_requests: Positive = Field(1024, description="requests in flight per router; more get 429")
+    max_request_sessions: Positive = Field(
+        128, description="sessions that one request may have: its prompts, times n; more get 400"
+    )
     drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
     stream_interval: Positive = Field(
         1,

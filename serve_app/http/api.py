@@ -9,9 +9,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -28,13 +29,19 @@ from serve_app.http.failures import failure_of
 from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics, RequestRecord
-from serve_app.http.resolution import Draw, parse, resolve
+from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_event, as_json, read_body, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
 from serve_app.http.wire.schemas import GenerationRequest
 
+WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
+
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
 
 
 def create_api(
@@ -87,6 +94,18 @@ class Service:
     metrics: Metrics
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
+    workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
+
+    @property
+    def bounds(self) -> RequestBounds:
+        """What the schemas are to refuse before they look into it."""
+        server = self.config.server
+        prompts = min(server.max_request_sessions, server.max_requests)
+        return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
+
+    async def aside(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
+        """Does work of a request beside the event loop, a few at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work, *args)
 
 
 class ApiEndpoint(Generic[RequestT]):
@@ -106,7 +125,8 @@ class ApiEndpoint(Generic[RequestT]):
     async def _respond(self, request: Request, record: RequestRecord) -> Response:
         try:
             body = await read_body(request, self._service.config.server.max_body_bytes)
-            answer = await self._prepare(parse(self._dialect.schema, body))
+            answer = await self._prepare(body)
+            self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.request.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
@@ -119,14 +139,25 @@ class ApiEndpoint(Generic[RequestT]):
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, request: RequestT) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
+        """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
+        request, terms = await self._service.aside(self._agree, body)
+        return await self._service.aside(self._resolve, request, terms)
+
+    def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
+        service = self._service
+        request = parse(self._dialect.schema, body, service.bounds)
+        return request, agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
+
+    def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
         service = self._service
         dialect = self._dialect
-        prompts = await asyncio.to_thread(dialect.prompts, request, service.text)  # long prompts take a while
+        prompts = dialect.prompts(request, service.text)
         generations = resolve(
             request,
+            terms,
             prompts,
-            config=service.config,
+            context=service.config.model.max_context,
             eos_ids=service.text.eos_ids,
             vocabulary=service.text.vocabulary,
             draw=service.draw,
@@ -136,11 +167,9 @@ class ApiEndpoint(Generic[RequestT]):
             Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
             for index, generation in enumerate(generations)
         ]
-        prompt_tokens = sum(map(len, prompts))
-        service.metrics.prompt(prompt_tokens)
         name = request.request_id or f"{service.draw():016x}"
         head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, prompt_tokens)
+        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,11 @@ from starlette.responses import Response
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from serve_app.http.metrics import CLIENT_LEFT
 from serve_app.http.resolution import UnknownModelError
+from serve_app.http.wire.parsing import shortened
 from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 4096
 
 _logger = logging.getLogger(__name__)
 
@@ -80,4 +82,4 @@ def _fault(error: RequestError) -> tuple[int, str | None]:
 
 
 def _detail(error: Exception, kind: str, code: str | None = None, param: str | None = None) -> ErrorDetail:
-    return ErrorDetail(message=str(error), type=kind, code=code, param=param)
+    return ErrorDetail(message=shortened(str(error), MAX_MESSAGE_CHARS), type=kind, code=code, param=param)

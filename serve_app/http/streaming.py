@@ -62,13 +62,19 @@ def as_json(body: BaseModel, status: int = 200) -> Response:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is over the limit, whether or not its length was announced."""
+    """The body, refused as soon as it is over the limit: before any of it is read, where its length is announced."""
+    announced = request.headers.get("content-length", "")
+    _check_size(int(announced) if announced.isdecimal() else 0, limit)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > limit:
-            raise BodyTooLargeError(f"the body is larger than {limit} bytes, which is the most this server takes")
+        _check_size(len(body), limit)
     return bytes(body)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise BodyTooLargeError(f"the body is larger than {limit} bytes, which is the most this server takes")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

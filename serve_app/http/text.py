@@ -95,6 +95,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = len(tokenizer)
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import httpx
 import openai
@@ -20,6 +22,7 @@ from protos.messages import Acceptance, Finish
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
+from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import HealthReport
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
@@ -394,6 +397,54 @@ async def test_a_body_over_the_limit_is_refused(front: Front, chunked: bool) -> 
 
     error = await refused(front, COMPLETIONS, pieces() if chunked else body, 413, None)
     assert str(MAX_BODY) in error["message"]
+
+
+async def test_a_body_is_refused_by_its_announced_length_alone(front: Front) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"413"
+    writer.close()
+
+
+async def test_many_faults_have_a_short_answer(front: Front) -> None:
+    response = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": [[-1] * 1000]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt[0].token_ids"
+    assert len(response.content) < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "other", "prompt": "hi"},
+        {"prompt": ["hi"] * 129},
+        {"prompt": ["hi"] * 2, "n": 65},
+        {"prompt": "hi", "max_tokens": CONTEXT},
+        {"prompt": "x" * (CONTEXT * len("<tool>") + 1)},
+        {"prompt": "hi", "speculation": {"max_draft_tokens": MAX_DRAFT + 1}},
+    ],
+)
+async def test_what_is_refused_for_other_reasons_is_not_tokenised(front: Front, fields: dict[str, Any]) -> None:
+    with patch.object(front.codec, "encode") as encode:
+        response = await front.http.post(COMPLETIONS, json={"model": "toy"} | fields)
+    assert response.status_code in (400, 404)
+    encode.assert_not_called()
+
+
+async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Front) -> None:
+    threads = set()
+
+    def encode(text: str) -> tuple[int, ...]:
+        threads.add(threading.get_ident())
+        return (1, 2)
+
+    front.plays([Ended(Finish.STOP)])
+    with patch.object(front.codec, "encode", encode), patch("serve_app.http.api.parse", wraps=parse) as parsing:
+        parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
+        await front.openai.completions.create(model="toy", prompt="hi")
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
+
+from serve_app.http.wire.bounds import RequestBounds
 
 MAX_FAULTS = 10  # that one refusal reports
 
@@ -44,6 +46,19 @@ def unserved(*neutral: object) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValidator:
+    """A list or an object that has so many items; checked before they are."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        limit = most(info.context or RequestBounds())
+        if isinstance(value, list | dict) and not least <= len(value) <= limit:
+            counts = {"count": len(value), "least": least, "limit": limit}
+            raise PydanticCustomError("length", "this has {count} items, expected {least} to {limit}", counts)
+        return value
+
+    return BeforeValidator(check)
 
 
 def as_list(is_single: Callable[[Any], bool]) -> BeforeValidator:

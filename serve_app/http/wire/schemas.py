@@ -10,7 +10,17 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 from pydantic_core import PydanticCustomError
 
 from protos.draft_tree import MAX_BLOCK_TOKENS
-from serve_app.http.wire.field_types import Count, Flag, Integer, Number, RequestPart, as_list, is_text, unserved
+from serve_app.http.wire.field_types import (
+    Count,
+    Flag,
+    Integer,
+    Number,
+    RequestPart,
+    as_list,
+    bounded,
+    is_text,
+    unserved,
+)
 from serve_app.http.wire.unserved_fields import (
     UnservedChatFields,
     UnservedCompletionFields,
@@ -19,10 +29,14 @@ from serve_app.http.wire.unserved_fields import (
 )
 
 MAX_CHOICES = 128
-MAX_STOPS = 4
 MAX_STOP_CHARS = 256
+MAX_MODEL_CHARS = 512
 
-TokenIds = Annotated[tuple[Annotated[Integer, Field(ge=0)], ...], Field(min_length=1)]
+TokenIds = Annotated[
+    tuple[Annotated[Integer, Field(ge=0)], ...],
+    Field(fail_fast=True),
+    bounded(lambda most: most.prompt_tokens, least=1),
+]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Prompt = Annotated[
     Annotated[Annotated[str, Field(min_length=1)], Tag("text")] | Annotated[TokenIds, Tag("token_ids")],
@@ -56,7 +70,7 @@ class GenerationRequest(UnservedFields):
     prompt_field: ClassVar[str]
     default_max_tokens: ClassVar[int | None]  # None: the rest of the context
 
-    model: str
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
@@ -65,13 +79,24 @@ class GenerationRequest(UnservedFields):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Integer | None = None
-    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOPS), as_list(is_text)] = ()
+    stop: Annotated[
+        tuple[StopString, ...], Field(fail_fast=True), bounded(lambda most: most.stops), as_list(is_text)
+    ] = ()
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
     request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None  # vLLM's: in the answer's id
     ignore_eos: Flag = False  # vLLM's: go on to max_tokens
     speculation: SpeculationOptions = SpeculationOptions()  # extension
+
+    @property
+    def prompt_count(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def prompt_chars(self) -> int:
+        """Characters of the longest prompt, as far as it is text."""
+        raise NotImplementedError
 
     @property
     def token_limits(self) -> dict[str, int]:
@@ -99,7 +124,20 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
     prompt_field: ClassVar[str] = "prompt"
     default_max_tokens: ClassVar[int | None] = 16
 
-    prompt: Annotated[tuple[Prompt, ...], Field(min_length=1), as_list(_is_prompt)]
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        Field(fail_fast=True),
+        bounded(lambda most: most.prompts, least=1),
+        as_list(_is_prompt),
+    ]
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def prompt_chars(self) -> int:
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
 
 
 class TextPart(RequestPart):
@@ -113,6 +151,8 @@ class ChatMessage(UnservedMessageFields):
     role: Literal["system", "user", "assistant"]
     content: Annotated[
         tuple[TextPart, ...],
+        Field(fail_fast=True),
+        bounded(lambda most: most.parts),
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if is_text(value) else value),
     ]
 
@@ -127,8 +167,16 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     prompt_field: ClassVar[str] = "messages"
     default_max_tokens: ClassVar[int | None] = None
 
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1)]
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), bounded(lambda most: most.messages, least=1)]
     max_completion_tokens: Count | None = None
+
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
+    @property
+    def prompt_chars(self) -> int:
+        return sum(len(message.text) for message in self.messages)
 
     @property
     def token_limits(self) -> dict[str, int]:

@@ -20,7 +20,8 @@ from openai.types.chat import (
 from pydantic import BaseModel
 
 from cluster.errors import RequestError
-from serve_app.http.resolution import parse
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.schemas import (
     ChatMessage,
     ChatRequest,
@@ -121,7 +122,7 @@ EACH = [
 
 def parsed(fields: dict[str, Any]) -> GenerationRequest:
     schema = ChatRequest if "messages" in fields else CompletionRequest
-    return parse(schema, json.dumps(fields).encode())
+    return parse(schema, json.dumps(fields).encode(), RequestBounds())
 
 
 @pytest.mark.parametrize(("base", "name", "neutral", "asking"), EACH)
