@@ -25,12 +25,13 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
 from serve_app.http.answers import Choice, Delta, Transcript, follow
+from serve_app.http.bodies import Bodies
 from serve_app.http.failures import failure_of
 from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics, RequestRecord
 from serve_app.http.resolution import Draw, Terms, agree, resolve
-from serve_app.http.streaming import EventStream, as_event, as_json, read_body, while_connected
+from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
@@ -38,6 +39,7 @@ from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, M
 from serve_app.http.wire.schemas import GenerationRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
+HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 ResultT = TypeVar("ResultT")
@@ -53,7 +55,9 @@ def create_api(
 ) -> FastAPI:
     """The application; `text` is the served model's codec, `health` says how `generator` is."""
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
-    service = Service(generator, text, config, metrics)
+    server = config.server
+    bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
+    service = Service(generator, text, config, metrics, bodies)
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
@@ -92,6 +96,7 @@ class Service:
     text: TextCodec
     config: SlipstreamConfig
     metrics: Metrics
+    bodies: Bodies
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -124,8 +129,9 @@ class ApiEndpoint(Generic[RequestT]):
 
     async def _respond(self, request: Request, record: RequestRecord) -> Response:
         try:
-            body = await read_body(request, self._service.config.server.max_body_bytes)
-            answer = await self._prepare(body)
+            self._service.generator.check_room(1)
+            async with self._service.bodies.read(request) as body:
+                answer = await self._prepare(body)
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.request.stream:
                 whole = await while_connected(request.receive, answer.whole())
@@ -142,6 +148,7 @@ class ApiEndpoint(Generic[RequestT]):
     async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
+        self._service.generator.check_room(terms.sessions)
         return await self._service.aside(self._resolve, request, terms)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the one server
 
 CONTEXT = 64
 MAX_BODY = 4096
+BODY_TIMEOUT_S = 0.5
 MAX_DRAFT = 5
 USER = [{"role": "user", "content": "hi"}]
 COMPLETIONS = "/v1/completions"
@@ -127,7 +128,7 @@ async def front(shared: SharedServer) -> AsyncIterator[Front]:
             "model": {"target": "models/toy", "max_context": CONTEXT},
             "draft": {"method": "prompt_lookup"},
             "speculation": {"max_draft_tokens": MAX_DRAFT},
-            "server": {"max_body_bytes": MAX_BODY},
+            "server": {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S},
         }
     )
     tokenizer = byte_tokenizer()
@@ -479,6 +480,40 @@ async def test_a_failure_before_the_first_token_has_its_status(
     assert "secret" not in caught.value.message
     await front.is_idle()
     assert front.count("requests_total", endpoint="completions", status=str(status)) == 1
+
+
+@pytest.mark.parametrize("failure", [CapacityError("full"), DrainingError("stopping")])
+async def test_where_there_is_no_room_nothing_is_read(front: Front, failure: Exception) -> None:
+    front.generator.refusal = failure
+    front.generator.room = 0
+    host, port = front.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{".encode())
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert answer.split()[1] == (b"429" if isinstance(failure, CapacityError) else b"503")
+    assert b"retry-after: 1" in answer.lower()
+    writer.close()
+
+
+async def test_more_sessions_than_there_is_room_for_are_refused_before_they_are_tokenised(front: Front) -> None:
+    front.generator.refusal = CapacityError("full")
+    front.generator.room = 5
+    with patch.object(front.codec, "encode") as encode, pytest.raises(openai.RateLimitError):
+        await front.openai.completions.create(model="toy", prompt=["a", "b"], n=3)
+    encode.assert_not_called()
+    assert front.generator.checked == [1, 6]
+    assert front.generator.generations == []
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"model": '])
+async def test_a_body_that_does_not_come_is_not_waited_for(front: Front, sent: bytes) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n".encode() + sent)
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"408"
+    writer.close()
+    await front.is_idle()
+    assert front.count("requests_total", endpoint="chat", status="408") == 1
 
 
 async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> None:
