@@ -215,7 +215,14 @@ class ServerConfig(_Frozen):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     routers: Positive = Field(1, description="router replicas")
     max_body_bytes: Positive = Field(4 << 20, description="largest request body; a larger one gets 413")
-    max_requests: Positive = Field(1024, description="requests in flight per router; more get 429")
+    body_timeout_s: Seconds = Field(30, description="how long a request's body may take to come; then it gets 408")
+    keep_alive_s: Positive = Field(60, description="how long a connection stays open between two requests")
+    max_requests: Positive = Field(
+        1024, description="sessions in flight per router, and requests that Serve's proxy holds back; more get 429"
+    )
+    max_request_sessions: Positive = Field(
+        128, description="sessions that one request may have: its prompts, times n; more get 400"
+    )
     drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
     stream_interval: Positive = Field(
         1,

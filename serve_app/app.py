@@ -11,6 +11,7 @@ from ray import serve
 from cluster.config import SlipstreamConfig, validated
 from cluster.placement import actor_options, scaling_options, target_group_options
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
+from serve_app.http.failures import RETRY_AFTER_S
 
 APPLICATION = "slipstream"
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
@@ -37,6 +38,8 @@ def application(config: SlipstreamConfig) -> serve.Application:
         num_replicas=config.server.routers,
         # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
         max_ongoing_requests=2 * config.server.max_requests,
+        max_queued_requests=config.server.max_requests,
+        backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
         ray_actor_options={"num_cpus": 0.1},
         graceful_shutdown_timeout_s=config.server.drain_s,
         graceful_shutdown_wait_loop_s=0.5,

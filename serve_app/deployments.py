@@ -40,7 +40,7 @@ from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.verification.intake import VerificationLimits
-from serve_app.http.schemas import HealthReport
+from serve_app.http.wire.replies import HealthReport
 from serve_app.replica_counters import ReplicaCounters, audit_counts, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")

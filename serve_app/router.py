@@ -76,12 +76,19 @@ class Router:
 
     # ------------------------------------------------------------ one session
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
+    def check_room(self, sessions: int) -> None:
         """See `Generator`."""
         if self._draining:
             raise DrainingError("this server is stopping and takes no new requests; try again later")
-        if len(self._assignments) >= self._limits.max_sessions:
-            raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")
+        if (running := len(self._assignments)) + sessions > self._limits.max_sessions:
+            room = f"{sessions} more than the {running} in flight would be over {self._limits.max_sessions} sessions"
+            raise CapacityError(f"{room}; try again later")
+        if self._assignments.are_targets_full(self._clock()):
+            raise CapacityError("every target replica is full; try again later")
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
+        """See `Generator`."""
+        self.check_room(1)
         assignment = ClientAssignment(Session(generation), self._clock())
         try:
             self._send(self._assignments.add(assignment, self._clock()))

@@ -77,6 +77,10 @@ class Assignments(Generic[F]):
         """Whether `tick` has something to do."""
         return bool(self._waiting or self._answered or self._complaints)
 
+    def are_targets_full(self, now: float) -> bool:
+        """Whether there are targets, and each has just said that it is full: who comes now would only wait."""
+        return bool(self.targets) and self.targets.choose(lambda address: self._has_room(address, now)) is None
+
     # ------------------------------------------------------------ sessions
 
     def add(self, assignment: F, now: float) -> list[Send]:
@@ -218,7 +222,10 @@ class Assignments(Generic[F]):
         return sends
 
     def _choose_target(self, session: Session, now: float) -> str | None:
-        return self.targets.choose(lambda address: self._full_until.get(address, 0.0) <= now, session.failed_targets)
+        return self.targets.choose(lambda address: self._has_room(address, now), session.failed_targets)
+
+    def _has_room(self, target: str, now: float) -> bool:
+        return self._full_until.get(target, 0.0) <= now
 
     def _choose_drafter(self, now: float, avoid: str | None = None) -> str | None:
         return self.drafters.choose(lambda address: address != avoid and self._breakers.takes(address, now))

@@ -11,8 +11,8 @@ from cluster.routing.session import Emit, Generation
 from protos.messages import Finish
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics
-from serve_app.http.schemas import FinishReason
 from serve_app.http.text import Detokenizer, StopMatcher
+from serve_app.http.wire.replies import FinishReason
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""

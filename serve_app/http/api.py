@@ -9,9 +9,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,24 +25,25 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
 from serve_app.http.answers import Choice, Delta, Transcript, follow
+from serve_app.http.bodies import Bodies
 from serve_app.http.failures import failure_of
 from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics, RequestRecord
-from serve_app.http.resolution import Draw, parse, resolve
-from serve_app.http.schemas import (
-    CompletionTokensDetails,
-    GenerationRequest,
-    HealthReport,
-    ModelCard,
-    ModelList,
-    Trace,
-    Usage,
-)
-from serve_app.http.streaming import EventStream, as_event, as_json, read_body, while_connected
+from serve_app.http.resolution import Draw, Terms, agree, resolve
+from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
+from serve_app.http.wire.schemas import GenerationRequest
+
+WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
+HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
 
 
 def create_api(
@@ -53,7 +55,9 @@ def create_api(
 ) -> FastAPI:
     """The application; `text` is the served model's codec, `health` says how `generator` is."""
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
-    service = Service(generator, text, config, metrics)
+    server = config.server
+    bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
+    service = Service(generator, text, config, metrics, bodies)
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
@@ -92,8 +96,21 @@ class Service:
     text: TextCodec
     config: SlipstreamConfig
     metrics: Metrics
+    bodies: Bodies
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
+    workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
+
+    @property
+    def bounds(self) -> RequestBounds:
+        """What the schemas are to refuse before they look into it."""
+        server = self.config.server
+        prompts = min(server.max_request_sessions, server.max_requests)
+        return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
+
+    async def aside(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
+        """Does work of a request beside the event loop, a few at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work, *args)
 
 
 class ApiEndpoint(Generic[RequestT]):
@@ -112,8 +129,10 @@ class ApiEndpoint(Generic[RequestT]):
 
     async def _respond(self, request: Request, record: RequestRecord) -> Response:
         try:
-            body = await read_body(request, self._service.config.server.max_body_bytes)
-            answer = await self._prepare(parse(self._dialect.schema, body))
+            self._service.generator.check_room(1)
+            async with self._service.bodies.read(request) as body:
+                answer = await self._prepare(body)
+            self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.request.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
@@ -126,14 +145,26 @@ class ApiEndpoint(Generic[RequestT]):
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, request: RequestT) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
+        """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
+        request, terms = await self._service.aside(self._agree, body)
+        self._service.generator.check_room(terms.sessions)
+        return await self._service.aside(self._resolve, request, terms)
+
+    def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
+        service = self._service
+        request = parse(self._dialect.schema, body, service.bounds)
+        return request, agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
+
+    def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
         service = self._service
         dialect = self._dialect
-        prompts = await asyncio.to_thread(dialect.prompts, request, service.text)  # long prompts take a while
+        prompts = dialect.prompts(request, service.text)
         generations = resolve(
             request,
+            terms,
             prompts,
-            config=service.config,
+            context=service.config.model.max_context,
             eos_ids=service.text.eos_ids,
             vocabulary=service.text.vocabulary,
             draw=service.draw,
@@ -143,10 +174,9 @@ class ApiEndpoint(Generic[RequestT]):
             Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
             for index, generation in enumerate(generations)
         ]
-        prompt_tokens = sum(map(len, prompts))
-        service.metrics.prompt(prompt_tokens)
-        head = Head(id=f"{dialect.id_prefix}{service.draw():016x}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, prompt_tokens)
+        name = request.request_id or f"{service.draw():016x}"
+        head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
+        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +202,7 @@ class ApiAnswer(Generic[RequestT]):
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for part in _parts(delta, self.dialect.has_openings):
-                    yield self._event(self.dialect.chunk(self.head, part))
+                    yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far()))
         if self.request.stream_options.include_usage:
             yield self._event(self.dialect.closing(self.head, self._usage()))
         yield as_event("[DONE]")
@@ -184,6 +214,9 @@ class ApiAnswer(Generic[RequestT]):
         options = self.request.stream_options.include_usage, self.request.speculation.trace
         left_out = {name for name, wanted in zip(("usage", "slipstream"), options, strict=True) if not wanted}
         return as_event(chunk.model_dump_json(exclude=left_out))
+
+    def _usage_so_far(self) -> Usage | None:
+        return self._usage() if self.request.stream_options.continuous_usage_stats else None
 
     def _usage(self) -> Usage:
         transcripts = [choice.transcript for choice in self.choices]

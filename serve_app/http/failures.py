@@ -1,6 +1,6 @@
 """The one place that turns exceptions into HTTP statuses and OpenAI's error bodies.
 
-RequestError       400     UnknownModelError  404     BodyTooLargeError  413
+RequestError       400     UnknownModelError  404     BodyTooLargeError  413     BodyTimeoutError  408
 CapacityError      429     TargetLostError    503     ClientDisconnect   499
 DrainingError      503     with Retry-After, as with CapacityError
 routing errors     as Starlette has them              anything else      500, logged
@@ -15,17 +15,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
+from serve_app.http.bodies import BodyTimeoutError, BodyTooLargeError
 from serve_app.http.metrics import CLIENT_LEFT
 from serve_app.http.resolution import UnknownModelError
-from serve_app.http.schemas import ErrorBody, ErrorDetail
+from serve_app.http.wire.parsing import shortened
+from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 4096
 
 _logger = logging.getLogger(__name__)
-
-
-class BodyTooLargeError(RequestError):
-    """The request's body is over the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,11 @@ def _fault(error: RequestError) -> tuple[int, str | None]:
             return 404, "model_not_found"
         case BodyTooLargeError():
             return 413, "body_too_large"
+        case BodyTimeoutError():
+            return 408, "body_timeout"
         case _:
             return 400, None
 
 
 def _detail(error: Exception, kind: str, code: str | None = None, param: str | None = None) -> ErrorDetail:
-    return ErrorDetail(message=str(error), type=kind, code=code, param=param)
+    return ErrorDetail(message=shortened(str(error), MAX_MESSAGE_CHARS), type=kind, code=code, param=param)

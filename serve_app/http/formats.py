@@ -11,23 +11,21 @@ from typing import ClassVar, Generic, Literal, TypedDict, TypeVar
 from pydantic import BaseModel
 
 from serve_app.http.answers import Transcript
-from serve_app.http.schemas import (
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.replies import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatRequest,
     Completion,
     CompletionChoice,
     CompletionChunk,
-    CompletionRequest,
     FinishReason,
-    GenerationRequest,
     Trace,
     Usage,
 )
-from serve_app.http.text import TextCodec
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
@@ -69,8 +67,8 @@ class Dialect(ABC, Generic[RequestT]):
         """The answer in one piece."""
 
     @abstractmethod
-    def chunk(self, head: Head, part: Part) -> BaseModel:
-        """One choice's opening, next text or end."""
+    def chunk(self, head: Head, part: Part, usage: Usage | None) -> BaseModel:
+        """One choice's opening, next text or end, and the usage so far where the client asked for it."""
 
     @abstractmethod
     def closing(self, head: Head, usage: Usage) -> BaseModel:
@@ -96,9 +94,9 @@ class CompletionDialect(Dialect[CompletionRequest]):
         )
         return Completion(**head, choices=choices, usage=usage)
 
-    def chunk(self, head: Head, part: Part) -> CompletionChunk:
+    def chunk(self, head: Head, part: Part, usage: Usage | None) -> CompletionChunk:
         choice = CompletionChoice(index=part.index, text=part.text, finish_reason=part.finish)
-        return CompletionChunk(**head, choices=(choice,), slipstream=part.trace)
+        return CompletionChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
     def closing(self, head: Head, usage: Usage) -> CompletionChunk:
         return CompletionChunk(**head, choices=(), usage=usage)
@@ -124,9 +122,9 @@ class ChatDialect(Dialect[ChatRequest]):
             choices.append(ChatChoice(index=choice.index, message=message, finish_reason=choice.finish))
         return ChatCompletion(**head, choices=tuple(choices), usage=usage)
 
-    def chunk(self, head: Head, part: Part) -> ChatChunk:
+    def chunk(self, head: Head, part: Part, usage: Usage | None) -> ChatChunk:
         choice = ChatChunkChoice(index=part.index, delta=_chat_delta(part), finish_reason=part.finish)
-        return ChatChunk(**head, choices=(choice,), slipstream=part.trace)
+        return ChatChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
     def closing(self, head: Head, usage: Usage) -> ChatChunk:
         return ChatChunk(**head, choices=(), usage=usage)

@@ -12,6 +12,10 @@ from cluster.routing.session import Emit, Ended, Generation
 class Generator(Protocol):
     """Generates one session's tokens."""
 
+    def check_room(self, sessions: int) -> None:
+        """Raises CapacityError or DrainingError where so many more sessions would not be taken now."""
+        ...
+
     def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """Yields committed tokens as they come, then exactly one `Ended`.
 

@@ -1,25 +1,20 @@
-"""From a request's bytes to the sessions that it asks for, with all parameters resolved.
+"""From a request to the sessions that it asks for, with all parameters resolved.
 
 Pure: randomness comes in as a function. Every refusal is a RequestError that names the field.
 Knows nothing of HTTP.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-from pydantic import ValidationError
-from pydantic_core import from_json
+from dataclasses import dataclass
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.http.schemas import GenerationRequest
+from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
 """Gives 64 random bits."""
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -28,38 +23,48 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
 
 
-def parse(schema: type[RequestT], body: bytes) -> RequestT:
-    """The request in a JSON body."""
-    try:
-        data = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON in UTF-8: {error}") from error
-    try:
-        return schema.model_validate(data)
-    except ValidationError as error:
-        faults = [(_path(fault["loc"]), fault["msg"]) for fault in error.errors()]
-        message = "; ".join(f"{path or 'body'}: {fault}" for path, fault in faults)
-        raise RequestError(message, faults[0][0] or None) from error
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What can be said of a request before its prompts are tokens."""
+
+    sessions: int
+    acceptance: Acceptance
+    max_draft_tokens: int
+    sampling: Sampling
+
+
+def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> Terms:
+    """The terms of a request; refuses all that needs no tokenising to be refused.
+
+    `max_token_chars` is the length of the vocabulary's longest token.
+    """
+    _check_model(request, config)
+    _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
+    _check_limits(request, config.model.max_context)
+    _check_text(request, config.model.max_context, max_token_chars)
+    return Terms(
+        sessions=request.prompt_count * request.n,
+        acceptance=_acceptance(request, config),
+        max_draft_tokens=_max_draft_tokens(request, config),
+        sampling=_sampling(request),
+    )
 
 
 def resolve(
     request: GenerationRequest,
+    terms: Terms,
     prompts: Sequence[tuple[int, ...]],
     *,
-    config: SlipstreamConfig,
+    context: int,
     eos_ids: tuple[int, ...],
     vocabulary: int,
     draw: Draw,
 ) -> list[Generation]:
     """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
-    _check_model(request, config)
-    _check_count(request, prompts, config.server.max_requests)
-    acceptance = _acceptance(request, config)
-    max_draft_tokens = _max_draft_tokens(request, config)
     generations = []
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
-        max_len = _max_len(request, len(prompt), config.model.max_context)
+        max_len = _max_len(request, len(prompt), context)
         seed = draw() if request.seed is None else request.seed & _SEED_MASK
         generations += [
             Generation(
@@ -67,22 +72,17 @@ def resolve(
                 prompt=prompt,
                 max_len=max_len,
                 stop_ids=() if request.ignore_eos else eos_ids,
-                sampling=_sampling(request),
+                sampling=terms.sampling,
                 seed=seed,
                 draft_seed=draw(),
                 choice=choice,
                 hash_key=draw(),
-                acceptance=acceptance,
-                max_draft_tokens=max_draft_tokens,
+                acceptance=terms.acceptance,
+                max_draft_tokens=terms.max_draft_tokens,
             )
             for choice in range(request.n)
         ]
     return generations
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "content")` as `messages[0].content`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
 
 
 def _check_model(request: GenerationRequest, config: SlipstreamConfig) -> None:
@@ -90,10 +90,29 @@ def _check_model(request: GenerationRequest, config: SlipstreamConfig) -> None:
         raise UnknownModelError(f"model '{request.model}' does not exist; '{config.model.name}' is served", "model")
 
 
-def _check_count(request: GenerationRequest, prompts: Sequence[object], most: int) -> None:
-    if len(prompts) * request.n > most:
-        asked = f"{len(prompts)} prompts with n = {request.n}"
-        raise RequestError(f"{asked} are more than the {most} sessions that this server runs at once", "n")
+def _check_count(request: GenerationRequest, most: int) -> None:
+    count = request.prompt_count
+    if count * request.n > most:
+        field = request.prompt_field if count > most else "n"
+        asked = f"{field}: {count} prompts with n = {request.n}"
+        raise RequestError(f"{asked} are more than the {most} sessions that one request may have", field)
+
+
+def _check_limits(request: GenerationRequest, context: int) -> None:
+    """Refuses what no prompt leaves room for."""
+    for field, limit in request.token_limits.items():
+        if limit >= context:
+            message = f"{field} is {limit}, expected less than {context}: the context holds the prompt too"
+            raise RequestError(message, field)
+
+
+def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
+    """Refuses text that cannot be few enough tokens, however they fall."""
+    most = context * max_token_chars
+    if request.prompt_chars > most:
+        field = request.prompt_field
+        message = f"{field} has {request.prompt_chars} characters, expected at most {most}: "
+        raise RequestError(f"{message}the context holds {context} tokens of up to {max_token_chars}", field)
 
 
 def _check_prompt(request: GenerationRequest, prompt: tuple[int, ...], vocabulary: int) -> None:

@@ -1,4 +1,4 @@
-"""HTTP beyond routes: body limits, event streams, clients that disconnect."""
+"""HTTP beyond routes: event streams, clients that disconnect."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
@@ -6,11 +6,11 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.http.failures import BodyTooLargeError, failure_of
+from serve_app.http.failures import failure_of
 from serve_app.http.metrics import RequestRecord
 
 T = TypeVar("T")
@@ -59,16 +59,6 @@ def as_event(data: str) -> str:
 def as_json(body: BaseModel, status: int = 200) -> Response:
     """A JSON response."""
     return Response(body.model_dump_json(), status, media_type="application/json")
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is over the limit, whether or not its length was announced."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise BodyTooLargeError(f"the body is larger than {limit} bytes, which is the most this server takes")
-    return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

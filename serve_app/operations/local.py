@@ -48,7 +48,8 @@ def serving(
         port = checked_port(host, port)
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     with console.status("Starting") as status, _cluster(config, address, status, verbose):
-        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+        options = {"host": host, "port": port, "keep_alive_timeout_s": config.server.keep_alive_s}
+        serve.start(proxy_location="HeadOnly", http_options=options)
         try:
             status.update("Loading the models")
             _deploy(config)

@@ -19,6 +19,14 @@ class ScriptedGenerator:
         self.generations: list[Generation] = []
         self.running: set[str] = set()
         self.left = asyncio.Event()  # the last running session is over
+        self.room = 1 << 30
+        self.checked: list[int] = []
+        self.refusal: Exception | None = None  # what is raised where there is no room
+
+    def check_room(self, sessions: int) -> None:
+        self.checked.append(sessions)
+        if self.refusal is not None and sessions > self.room:
+            raise self.refusal
 
     async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
         self.generations.append(generation)

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import httpx
 import openai
@@ -19,8 +21,9 @@ from cluster.routing.session import Emit, Ended
 from protos.messages import Acceptance, Finish
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
-from serve_app.http.schemas import HealthReport
 from serve_app.http.text import TextCodec
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.replies import HealthReport
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
 
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the one server
 
 CONTEXT = 64
 MAX_BODY = 4096
+BODY_TIMEOUT_S = 0.5
 MAX_DRAFT = 5
 USER = [{"role": "user", "content": "hi"}]
 COMPLETIONS = "/v1/completions"
@@ -124,7 +128,7 @@ async def front(shared: SharedServer) -> AsyncIterator[Front]:
             "model": {"target": "models/toy", "max_context": CONTEXT},
             "draft": {"method": "prompt_lookup"},
             "speculation": {"max_draft_tokens": MAX_DRAFT},
-            "server": {"max_body_bytes": MAX_BODY},
+            "server": {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S},
         }
     )
     tokenizer = byte_tokenizer()
@@ -201,6 +205,26 @@ async def test_a_chat_stream(front: Front) -> None:
     assert last.usage.completion_tokens == 4
     assert last.usage.completion_tokens_details is not None
     assert last.usage.completion_tokens_details.rejected_prediction_tokens == 2
+
+
+async def test_every_chunk_tells_the_usage_where_asked_for(front: Front) -> None:
+    front.plays([front.emit("He", 1, 3), front.emit("y"), Ended(Finish.LENGTH)])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, _ = await front.events(COMPLETIONS, prompt="hi", stream_options=options, repetition_penalty=1.0)
+    usages = [json.loads(event)["usage"] for event in events]
+    assert {usage["prompt_tokens"] for usage in usages} == {2}
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert all(counts)
+
+
+async def test_the_answer_has_the_id_that_was_asked_for(front: Front) -> None:
+    front.plays([Ended(Finish.STOP)])
+    answer = await front.openai.chat.completions.create(
+        model="toy", messages=USER, store=True, verbosity="low", extra_body={"request_id": "job-7"}
+    )
+    assert answer.id == "chatcmpl-job-7"
 
 
 async def test_a_completion_stream(front: Front) -> None:
@@ -376,6 +400,54 @@ async def test_a_body_over_the_limit_is_refused(front: Front, chunked: bool) -> 
     assert str(MAX_BODY) in error["message"]
 
 
+async def test_a_body_is_refused_by_its_announced_length_alone(front: Front) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"413"
+    writer.close()
+
+
+async def test_many_faults_have_a_short_answer(front: Front) -> None:
+    response = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": [[-1] * 1000]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt[0].token_ids"
+    assert len(response.content) < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "other", "prompt": "hi"},
+        {"prompt": ["hi"] * 129},
+        {"prompt": ["hi"] * 2, "n": 65},
+        {"prompt": "hi", "max_tokens": CONTEXT},
+        {"prompt": "x" * (CONTEXT * len("<tool>") + 1)},
+        {"prompt": "hi", "speculation": {"max_draft_tokens": MAX_DRAFT + 1}},
+    ],
+)
+async def test_what_is_refused_for_other_reasons_is_not_tokenised(front: Front, fields: dict[str, Any]) -> None:
+    with patch.object(front.codec, "encode") as encode:
+        response = await front.http.post(COMPLETIONS, json={"model": "toy"} | fields)
+    assert response.status_code in (400, 404)
+    encode.assert_not_called()
+
+
+async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Front) -> None:
+    threads = set()
+
+    def encode(text: str) -> tuple[int, ...]:
+        threads.add(threading.get_ident())
+        return (1, 2)
+
+    front.plays([Ended(Finish.STOP)])
+    with patch.object(front.codec, "encode", encode), patch("serve_app.http.api.parse", wraps=parse) as parsing:
+        parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
+        await front.openai.completions.create(model="toy", prompt="hi")
+    assert threads
+    assert threading.get_ident() not in threads
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])
 async def test_wrong_routes_answer_in_the_same_format(front: Front, method: str, path: str, status: int) -> None:
     response = await front.http.request(method, path)
@@ -408,6 +480,40 @@ async def test_a_failure_before_the_first_token_has_its_status(
     assert "secret" not in caught.value.message
     await front.is_idle()
     assert front.count("requests_total", endpoint="completions", status=str(status)) == 1
+
+
+@pytest.mark.parametrize("failure", [CapacityError("full"), DrainingError("stopping")])
+async def test_where_there_is_no_room_nothing_is_read(front: Front, failure: Exception) -> None:
+    front.generator.refusal = failure
+    front.generator.room = 0
+    host, port = front.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{".encode())
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert answer.split()[1] == (b"429" if isinstance(failure, CapacityError) else b"503")
+    assert b"retry-after: 1" in answer.lower()
+    writer.close()
+
+
+async def test_more_sessions_than_there_is_room_for_are_refused_before_they_are_tokenised(front: Front) -> None:
+    front.generator.refusal = CapacityError("full")
+    front.generator.room = 5
+    with patch.object(front.codec, "encode") as encode, pytest.raises(openai.RateLimitError):
+        await front.openai.completions.create(model="toy", prompt=["a", "b"], n=3)
+    encode.assert_not_called()
+    assert front.generator.checked == [1, 6]
+    assert front.generator.generations == []
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"model": '])
+async def test_a_body_that_does_not_come_is_not_waited_for(front: Front, sent: bytes) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n".encode() + sent)
+    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"408"
+    writer.close()
+    await front.is_idle()
+    assert front.count("requests_total", endpoint="chat", status="408") == 1
 
 
 async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> None:

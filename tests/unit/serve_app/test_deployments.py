@@ -2,8 +2,9 @@
 
 import pytest
 
-from cluster.config import SpeculationConfig
+from cluster.config import SpeculationConfig, validated
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
+from serve_app.app import application
 from serve_app.deployments import pacing_of
 
 
@@ -18,3 +19,12 @@ from serve_app.deployments import pacing_of
 )
 def test_the_pacing_is_the_one_that_is_named(speculation: SpeculationConfig, policy: type[Pacing]) -> None:
     assert type(pacing_of(speculation)) is policy
+
+
+def test_what_serve_holds_back_is_bounded_and_answered_as_the_router_answers() -> None:
+    config = validated(
+        {"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}, "server": {"max_requests": 10}}
+    )
+    router = application(config)._bound_deployment  # Serve has no other way to look into an application
+    assert (router.max_ongoing_requests, router.max_queued_requests) == (20, 10)
+    assert (router.backpressure_config.status_code, router.backpressure_config.retry_after_s) == (429, 1)

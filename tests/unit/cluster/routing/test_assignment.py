@@ -197,6 +197,21 @@ def test_a_target_is_full_for_others_too_though_whom_it_refuses_has_left_it():
     assert desk.begin("other").target == assignment.target, "though the other one has no session"
 
 
+def test_targets_are_full_while_each_has_just_said_so():
+    desk = Desk("TU", "")
+    assignment = desk.begin()
+    first = str(assignment.target)
+    desk.refuse(assignment, first)
+    assert not desk.assignments.are_targets_full(desk.now), "the other one has said nothing"
+    desk.tick(desk.now)
+    desk.refuse(assignment, str(assignment.target))
+    assert desk.assignments.are_targets_full(desk.now)
+    assert not desk.assignments.are_targets_full(desk.now + FULL_FOR_S)
+    desk.assignments.targets.down("T")
+    desk.assignments.targets.down("U")
+    assert not desk.assignments.are_targets_full(desk.now), "where there is none, one may still come"
+
+
 def test_a_request_that_a_target_finds_fault_with_fails_and_waits_for_nobody():
     desk = Desk()
     assignment = desk.begin()

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from cluster.config import SlipstreamConfig, validated
+from cluster.config import ServerConfig, SlipstreamConfig, validated
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.http.resolution import UnknownModelError, resolve
-from serve_app.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.http.resolution import UnknownModelError, agree, resolve
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 CONTEXT = 32
 VOCABULARY = 100
 EOS_IDS = (2, 7)
+MAX_TOKEN_CHARS = 6
 
 
 def config(**speculation: Any) -> SlipstreamConfig:
@@ -43,10 +44,12 @@ def resolved(
     setting: SlipstreamConfig | None = None,
     draw: Callable[[], int] | None = None,
 ) -> list[Generation]:
+    setting = setting or config()
     return resolve(
         request,
+        agree(request, config=setting, max_token_chars=MAX_TOKEN_CHARS),
         prompts or ((1, 2, 3),),
-        config=setting or config(),
+        context=setting.model.max_context,
         eos_ids=EOS_IDS,
         vocabulary=VOCABULARY,
         draw=draw or count(1000).__next__,
@@ -162,6 +165,40 @@ def test_what_does_not_fit_is_refused(request_: GenerationRequest, prompt: tuple
     error = refusal(request_, prompt)
     assert error.field == field
     assert field in str(error)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (completion(model="other"), "model"),
+        (completion(prompt=["x"] * 9), "prompt"),
+        (completion(prompt=["x"] * 4, n=3), "n"),
+        (chat(n=9), "n"),
+        (completion(max_tokens=CONTEXT), "max_tokens"),
+        (chat(max_completion_tokens=CONTEXT), "max_completion_tokens"),
+        (completion(prompt=["x", "x" * (CONTEXT * MAX_TOKEN_CHARS + 1)]), "prompt"),
+        (chat(messages=[{"role": "user", "content": "x" * CONTEXT * 3}] * 3), "messages"),
+        (completion(speculation={"max_draft_tokens": 6}), "speculation.max_draft_tokens"),
+        (completion(seed=5, speculation={"acceptance": "ratio"}), "speculation.acceptance"),
+    ],
+)
+def test_what_needs_no_tokens_to_be_refused_is_refused_before(request_: GenerationRequest, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        agree(request_, config=config(), max_token_chars=MAX_TOKEN_CHARS)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+def test_the_longest_text_that_may_fit_is_taken() -> None:
+    text = "x" * CONTEXT * MAX_TOKEN_CHARS
+    assert agree(completion(prompt=[text, text]), config=config(), max_token_chars=MAX_TOKEN_CHARS).sessions == 2
+
+
+def test_one_request_may_have_fewer_sessions_than_the_router() -> None:
+    few = config().model_copy(update={"server": ServerConfig(max_request_sessions=3)})
+    assert agree(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS).sessions == 3
+    with pytest.raises(RequestError, match="n: 1 prompts with n = 4 are more than the 3"):
+        agree(completion(n=4), config=few, max_token_chars=MAX_TOKEN_CHARS)
 
 
 def test_ignoring_eos_leaves_no_stop_ids() -> None:

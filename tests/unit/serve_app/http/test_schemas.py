@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import RequestError
-from serve_app.http.resolution import parse
-from serve_app.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
@@ -15,7 +16,7 @@ CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 
 def parsed(fields: dict[str, Any]) -> GenerationRequest:
     schema = ChatRequest if "messages" in fields else CompletionRequest
-    return parse(schema, json.dumps(fields).encode())
+    return parse(schema, json.dumps(fields).encode(), RequestBounds())
 
 
 def prompts(prompt: object) -> object:
@@ -153,4 +154,4 @@ def test_a_missing_field_is_named(missing: str) -> None:
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match="body"):
-        parse(CompletionRequest, body)
+        parse(CompletionRequest, body, RequestBounds())

@@ -1,10 +1,12 @@
 """Detokenisation, stop strings, chat templates."""
 
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import RequestError
@@ -56,6 +58,111 @@ def test_deltas_of_text_are_whole_characters(codec: TextCodec, text: str) -> Non
         given_out += detokenizer.push(token)
         assert text.startswith(given_out)
     assert given_out == text
+
+
+LETTERS = ["a", "é", "ñ", "ß", "日本語", "한", "नमस्ते", "▁", " "]
+MARKS = ["\u0301", "\u200d", "\ufe0f", "\ufffd", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", "👍🏽"]
+TEXTS = st.lists(st.sampled_from(LETTERS + MARKS), max_size=40).map("".join)
+
+
+class BytePieces:
+    """A tokenizer whose tokens are pieces of a text's bytes; counts the tokens that it decodes."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+        self.decoded = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(tokens)
+        return b"".join(self._pieces[token] for token in tokens).decode(errors="replace")
+
+
+class CountingTokenizer:
+    """A tokenizer, and how many tokens it has decoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(tokens)
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece's: few characters have tokens, the others are spelt in bytes, whose ids are the bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "日": 258}
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    built.normalizer = normalizers.Replace(" ", "▁")
+    spaces = decoders.Replace("▁", " ")
+    built.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return built
+
+
+def given_out(tokenizer: Any, tokens: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, frozenset())
+    return [*map(detokenizer.push, tokens), detokenizer.finish()]
+
+
+@given(text=TEXTS, cuts=st.sets(st.integers(1, 200)))
+def test_text_cut_at_any_bytes_comes_out_whole(text: str, cuts: set[int]) -> None:
+    data = text.encode()
+    borders = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    pieces = [data[start:end] for start, end in pairwise(borders)]
+    texts = given_out(BytePieces(pieces), list(range(len(pieces))))
+    assert "".join(texts) == text
+    assert all(text.startswith("".join(texts[:count])) for count in range(len(texts)))
+
+
+@given(data=st.lists(st.sampled_from([0x61, 0x80, 0xBF, 0xC3, 0xE6, 0xEF, 0xF0, 0x9F, 0x98, 0xFF]), max_size=100))
+def test_any_bytes_one_by_one_come_out_as_they_decode_at_once(data: list[int]) -> None:
+    pieces = BytePieces([bytes([byte]) for byte in range(256)])
+    assert "".join(given_out(pieces, data)) == bytes(data).decode(errors="replace")
+
+
+@given(text=TEXTS)
+def test_text_in_byte_fallback_comes_out_whole(text: str) -> None:
+    tokenizer = byte_fallback()
+    tokens = tokenizer.encode(text).ids
+    assert "".join(given_out(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+LOST = 8000  # tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_spelt"),
+    [
+        pytest.param([0xFF] * LOST, False, id="no-text"),
+        pytest.param([*"\ufffd".encode()] * (LOST // 3), True, id="the-character-itself"),
+        pytest.param([*"é\ufffd".encode()] * (LOST // 5), True, id="between-others"),
+        pytest.param([0xE6, 0x97] * (LOST // 2), False, id="never-complete"),
+        pytest.param([0xFF, *"日本".encode()] * (LOST // 7), False, id="text-in-it"),
+        pytest.param([0xFF] + [*"日".encode()] * (LOST // 3), False, id="text-after-it"),
+    ],
+)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_replacement_characters_stream_at_the_cost_of_any_others(
+    tokens: list[int], is_spelt: bool, fallback: bool
+) -> None:
+    pieces = [bytes([byte]) for byte in range(256)]
+    tokenizer = CountingTokenizer(byte_fallback()) if fallback else BytePieces(pieces)
+    texts = given_out(tokenizer, tokens)
+    assert tokenizer.decoded < 50 * LOST
+    silent = max(len(list(run)) for is_text, run in groupby(map(bool, texts)) if not is_text)
+    assert silent < 5
+    if is_spelt or not fallback:
+        assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_tokens_that_all_end_within_a_character_stream_too() -> None:
+    face = "😀".encode()
+    pieces = BytePieces([face[:3], face[3:] + face[:3], face[3:]])
+    tokens = [0, *[1] * LOST, 2]
+    texts = given_out(pieces, tokens)
+    assert "".join(texts) == "😀" * (LOST + 1)
+    assert max(map(len, texts[1:])) < 5
+    assert pieces.decoded < 50 * LOST
 
 
 class LeadingSpaceDropper:

@@ -1,0 +1,1 @@
+"""What goes over the wire in HTTP: schemas of requests and of answers."""

@@ -1,0 +1,16 @@
+"""How much one request may hold: each bound is looked at before what it bounds is."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBounds:
+    """Most items of each list of a request."""
+
+    prompts: int = 128
+    prompt_tokens: int = 1 << 20  # of one prompt that is given as tokens
+    messages: int = 4096
+    parts: int = 256  # of one message
+    stops: int = 4
+    labels: int = 16  # in `metadata`
+    containers: int = 1 << 15  # lists and objects of a whole body

@@ -1,0 +1,70 @@
+"""The types of fields in requests: strict values, lists that are bounded before they are looked into, fields of no use.
+
+A list is refused for its length before any of its elements is validated, and for its first bad element: a large body
+costs what its length costs, never a report of each element.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.http.wire.bounds import RequestBounds
+
+MAX_FAULTS = 10  # that one refusal reports
+
+Integer = Annotated[int, Field(strict=True)]  # neither 1.0 nor "1" nor true
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[Integer, Field(ge=1, lt=2**63)]
+
+
+class RequestPart(BaseModel):
+    """An object in a request: an unknown field is refused, null is "not given"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        """What is given of the known fields, and of the unknown ones as many as a refusal names."""
+        if not isinstance(data, dict):
+            return data
+        known = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
+        unknown = (name for name in data if name not in cls.model_fields)
+        return known | dict.fromkeys(islice(unknown, MAX_FAULTS))
+
+
+def unserved(*neutral: object) -> AfterValidator:
+    """A field of a feature that is not served: only null and the given values, which ask for nothing, pass."""
+
+    def check(value: object) -> object:
+        if not any(isinstance(value, bool) is isinstance(other, bool) and value == other for other in neutral):
+            raise PydanticCustomError("unserved", "this is not supported by this server; leave the field out")
+        return value
+
+    return AfterValidator(check)
+
+
+def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValidator:
+    """A list or an object that has so many items; checked before they are."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        limit = most(info.context or RequestBounds())
+        if isinstance(value, list | dict) and not least <= len(value) <= limit:
+            counts = {"count": len(value), "least": least, "limit": limit}
+            raise PydanticCustomError("length", "this has {count} items, expected {least} to {limit}", counts)
+        return value
+
+    return BeforeValidator(check)
+
+
+def as_list(is_single: Callable[[Any], bool]) -> BeforeValidator:
+    """A field that takes one item or a list of them is always a list inside."""
+    return BeforeValidator(lambda value: [value] if is_single(value) else value)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)

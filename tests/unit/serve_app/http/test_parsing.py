@@ -1,0 +1,100 @@
+"""Bodies that are made to be expensive: each is refused early, and the refusal is short."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.errors import RequestError
+from serve_app.http.failures import failure_of
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
+
+BOUNDS = RequestBounds(prompts=8, prompt_tokens=64, messages=16, parts=4, stops=4, labels=4, containers=100)
+MANY = 20_000
+LONG = "k" * 1_000_000
+MAX_ANSWER_BYTES = 5000
+
+
+def refusal(fields: dict[str, Any]) -> RequestError:
+    schema = ChatRequest if "messages" in fields else CompletionRequest
+    with pytest.raises(RequestError) as caught:
+        parse(schema, json.dumps({"model": "toy"} | fields).encode(), BOUNDS)
+    assert len(failure_of(caught.value).body) < MAX_ANSWER_BYTES
+    return caught.value
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt": [[-1] * MANY]}, "prompt[0].token_ids"),
+        ({"prompt": [-1] * MANY}, "prompt[0].token_ids"),
+        ({"prompt": ["a"] * MANY}, "prompt"),
+        ({"prompt": [""] * MANY}, "prompt"),
+        ({"prompt": "a", "stop": [1] * MANY}, "stop"),
+        ({"prompt": "a"} | {f"f{number}": 1 for number in range(MANY)}, "f0"),
+        ({"prompt": "a", LONG: 1}, f"{'k' * 64}..."),
+        ({"prompt": "a", "model": LONG}, "model"),
+        ({"prompt": "a", "seed": LONG}, "seed"),
+        ({"prompt": "a", "speculation": {"acceptance": LONG}}, "speculation.acceptance"),
+        ({"prompt": "a", "stop": LONG}, "stop[0]"),
+        ({"messages": [1] * MANY}, "messages"),
+        ({"messages": [{"role": LONG, "content": "a"}]}, "messages[0].role"),
+        (user([1] * MANY), "messages[0].content"),
+        (user([{"type": LONG}]), "messages[0].content[0].type"),
+        (user("a") | {"metadata": {str(number): number for number in range(MANY)}}, "metadata"),
+    ],
+)
+def test_a_large_body_has_a_short_refusal_that_names_the_field(fields: dict[str, Any], field: str) -> None:
+    assert refusal(fields).field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "counted"),
+    [
+        ({"prompt": [["a"] * 64]}, "prompt[0].token_ids[0]"),
+        ({"prompt": [""] * 8}, "prompt[0].text"),
+        ({"messages": [{"role": "robot", "content": "a"}] * 16}, "messages[0].role"),
+        (user([{"type": "image"}] * 4), "messages[0].content[0]"),
+    ],
+)
+def test_a_list_is_looked_at_up_to_its_first_fault(fields: dict[str, Any], counted: str) -> None:
+    error = refusal(fields)
+    assert (error.field or "").startswith(counted)
+    assert "[1]" not in str(error)
+
+
+def test_ten_faults_are_told_and_the_others_counted() -> None:
+    wrong = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "n", "stream", "max_tokens"), "x")
+    message = str(refusal({"prompt": "a"} | wrong | dict.fromkeys(("echo", "best_of", "suffix", "logprobs"), 5)))
+    assert message.count(": ") == 10
+    assert message.endswith("; and 2 more")
+
+
+def test_of_many_unknown_fields_a_few_are_validated() -> None:
+    message = str(refusal({"prompt": "a"} | {f"f{number}": 1 for number in range(MANY)}))
+    assert message.count("Extra inputs") == 10
+    assert "more" not in message
+
+
+@pytest.mark.parametrize("piece", ["[]", "{}", "[[]]"])
+def test_nothing_but_brackets_is_not_parsed(piece: str) -> None:
+    with pytest.raises(RequestError, match="lists and objects"):
+        parse(CompletionRequest, f'{{"prompt": [{",".join([piece] * 100)}]}}'.encode(), BOUNDS)
+
+
+@pytest.mark.parametrize("text", ["[" * 1000, '\\"[' * 1000, "{}\\\\" * 1000, "\n[" * 1000, "é[" * 1000])
+def test_brackets_in_text_are_text(text: str) -> None:
+    body = json.dumps({"model": "toy", "prompt": text, "user": "["}).encode()
+    assert parse(CompletionRequest, body, BOUNDS).prompt == (text,)
+
+
+@pytest.mark.parametrize("body", [b'{"a": "' + b'[\\"' * MANY, b'"[' * MANY, b"[" * MANY + b"\\"])
+def test_text_without_an_end_is_refused_too(body: bytes) -> None:
+    with pytest.raises(RequestError, match="body"):
+        parse(CompletionRequest, body, BOUNDS)

@@ -1,0 +1,215 @@
+"""Fields of OpenAI's and vLLM's clients that change nothing: what passes, what is refused, that none is forgotten."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionSystemMessageParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import (
+    completion_create_params as chat_params,
+)
+from pydantic import BaseModel
+
+from cluster.errors import RequestError
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+    TextPart,
+)
+
+COMPLETION = {"model": "toy", "prompt": "hello"}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
+API_PAGE = Path(__file__).parents[4] / "docs" / "api.md"
+
+OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one that asks for something
+    "allowed_token_ids": ([None], [1]),
+    "bad_words": ([None, []], ["a"]),
+    "cache_salt": ([None], "x"),
+    "ec_transfer_params": ([None], {}),
+    "echo": ([None, False], True),
+    "include_stop_str_in_output": ([False], True),
+    "kv_transfer_params": ([None], {"a": 1}),
+    "length_penalty": ([1.0, 1], 0.9),
+    "logit_bias": ([None, {}], {"1": 5}),
+    "logprob_token_ids": ([None], [1]),
+    "min_tokens": ([0], 1),
+    "priority": ([0], -1),
+    "prompt_logprobs": ([None], 0),
+    "repetition_detection": ([None], {"min_count": 2}),
+    "repetition_penalty": ([None, 1.0, 1], 1.1),
+    "response_format": ([None, {"type": "text"}], {"type": "json_object"}),
+    "return_mm_kwargs": ([True], False),
+    "return_token_ids": ([None, False], True),
+    "return_token_offsets": ([None, False], True),
+    "return_tokens_as_token_ids": ([None, False], True),
+    "routed_experts_prompt_start": ([0], 1),
+    "session_id": ([None, "conversation 7"], 7),
+    "skip_special_tokens": ([True], False),
+    "spaces_between_special_tokens": ([True], False),
+    "stop_token_ids": ([None, []], [1]),
+    "stream_interval": ([None, 1], 2),
+    "structured_outputs": ([None], {"choice": ["a", "b"]}),
+    "thinking_token_budget": ([None, -1], 5),
+    "truncate_prompt_tokens": ([None], -1),
+    "truncation_side": ([None, "left", "right"], "up"),
+    "use_beam_search": ([False], True),
+    "user": ([None, "me"], 1),
+    "vllm_xargs": ([None, {}], {"a": 1}),
+    "watermarking": ([None, False], True),
+}
+OF_COMPLETIONS = {
+    "add_special_tokens": ([True], False),
+    "best_of": ([None, 1], 2),
+    "logprobs": ([None], 0),
+    "prompt_embeds": ([None], "AAAA"),
+    "suffix": ([None, ""], "x"),
+}
+OF_CHAT = {
+    "add_generation_prompt": ([True], False),
+    "add_special_tokens": ([False], True),
+    "audio": ([None], {"voice": "x"}),
+    "chat_template": ([None], "{{ messages }}"),
+    "chat_template_kwargs": ([None, {}], {"enable_thinking": False}),
+    "continue_final_message": ([False], True),
+    "documents": ([None, []], [{"text": "x"}]),
+    "function_call": ([None, "none"], "auto"),
+    "functions": ([None, []], [{"name": "f"}]),
+    "include_reasoning": ([True], False),
+    "logprobs": ([None, False], True),
+    "media_io_kwargs": ([None, {}], {"image": {}}),
+    "metadata": ([None, {}, {"prompt": "v7"}], {"prompt": 7}),
+    "mm_processor_kwargs": ([None, {}], {"a": 1}),
+    "modalities": ([None, ["text"]], ["audio"]),
+    "moderation": ([None], {"model": "x"}),
+    "parallel_tool_calls": ([None, True, False], 1),
+    "prediction": ([None], {"type": "content", "content": "x"}),
+    "prompt_cache_key": ([None, "k"], 1),
+    "prompt_cache_options": ([None, {"mode": "explicit"}], "explicit"),
+    "prompt_cache_retention": ([None, "24h"], 24),
+    "reasoning_effort": ([None, "none"], "high"),
+    "return_prompt_text": ([None, False], True),
+    "safety_identifier": ([None, "someone"], 1),
+    "service_tier": ([None, "auto", "default", "flex", "priority"], 1),
+    "store": ([None, True, False], "yes"),
+    "tool_choice": ([None, "none", "auto"], "required"),
+    "tools": ([None, []], [{"type": "function"}]),
+    "top_logprobs": ([None, 0], 3),
+    "verbosity": ([None, "low", "medium", "high"], "loud"),
+    "web_search_options": ([None], {}),
+}
+EACH = [
+    *[
+        pytest.param(COMPLETION, name, *values, id=f"text-{name}")
+        for name, values in (OF_BOTH | OF_COMPLETIONS).items()
+    ],
+    *[pytest.param(CHAT, name, *values, id=f"chat-{name}") for name, values in (OF_BOTH | OF_CHAT).items()],
+]
+
+
+def parsed(fields: dict[str, Any]) -> GenerationRequest:
+    schema = ChatRequest if "messages" in fields else CompletionRequest
+    return parse(schema, json.dumps(fields).encode(), RequestBounds())
+
+
+@pytest.mark.parametrize(("base", "name", "neutral", "asking"), EACH)
+def test_values_that_ask_for_nothing_change_nothing(
+    base: dict[str, Any], name: str, neutral: list[Any], asking: Any
+) -> None:
+    plain = parsed(base).model_dump(exclude={name})
+    for value in neutral:
+        assert parsed(base | {name: value}).model_dump(exclude={name}) == plain
+
+
+@pytest.mark.parametrize(("base", "name", "neutral", "asking"), EACH)
+def test_a_value_that_asks_for_something_is_refused_by_name(
+    base: dict[str, Any], name: str, neutral: list[Any], asking: Any
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        parsed(base | {name: asking})
+    assert (caught.value.field or "").split(".")[0] == name
+
+
+@pytest.mark.parametrize("neutral", [True, 0, "1", [1]])
+def test_a_neutral_value_of_another_type_is_not_neutral(neutral: object) -> None:
+    with pytest.raises(RequestError):
+        parsed(COMPLETION | {"repetition_penalty": neutral})
+
+
+def fields_of(params: object) -> set[str]:
+    """The fields of a TypedDict, or of a union of them."""
+    return set().union(*(get_type_hints(one) for one in get_args(params) or (params,)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "params"),
+    [
+        (CompletionRequest, text_params.CompletionCreateParams),
+        (ChatRequest, chat_params.CompletionCreateParams),
+        (StreamOptions, ChatCompletionStreamOptionsParam),
+        (ChatMessage, ChatCompletionSystemMessageParam),
+        (ChatMessage, ChatCompletionUserMessageParam),
+        (ChatMessage, ChatCompletionAssistantMessageParam),
+        (TextPart, ChatCompletionContentPartTextParam),
+    ],
+)
+def test_every_field_that_the_openai_client_sends_is_known(schema: type[BaseModel], params: object) -> None:
+    sent = fields_of(params)
+    assert len(sent) > 1
+    assert sent - schema.model_fields.keys() == set(), "serve it, or say which of its values ask for nothing"
+
+
+def test_the_tables_here_hold_every_unserved_field() -> None:
+    served = {
+        *(
+            "model",
+            "prompt",
+            "messages",
+            "max_tokens",
+            "max_completion_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+        ),
+        *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
+        *("ignore_eos", "speculation"),
+    }
+    assert CompletionRequest.model_fields.keys() - served == (OF_BOTH | OF_COMPLETIONS).keys()
+    assert ChatRequest.model_fields.keys() - served == (OF_BOTH | OF_CHAT).keys()
+
+
+def test_the_page_on_the_api_names_every_field() -> None:
+    named = set(re.findall(r"`(\w+)`", API_PAGE.read_text()))
+    for schema in (CompletionRequest, ChatRequest, StreamOptions):
+        assert schema.model_fields.keys() - named == set()
+
+
+def test_what_load_generators_send_is_understood() -> None:
+    bench = {"repetition_penalty": 1.0, "logprobs": None, "max_tokens": 8, "ignore_eos": True}
+    asked = parsed(COMPLETION | bench | {"stream": True, "stream_options": {"include_usage": True}})
+    assert (asked.ignore_eos, asked.max_tokens) == (True, 8)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = parsed(CHAT | {"stream": True, "stream_options": options, "stop": None, "max_completion_tokens": 8})
+    assert asked.stream_options.continuous_usage_stats
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\n"])
+def test_a_request_id_is_short_and_plain(name: str) -> None:
+    assert parsed(COMPLETION | {"request_id": "job-7.a:b_c"}).request_id == "job-7.a:b_c"
+    with pytest.raises(RequestError) as caught:
+        parsed(COMPLETION | {"request_id": name})
+    assert caught.value.field == "request_id"

@@ -1,0 +1,42 @@
+"""What a router takes, and how it says that it takes no more."""
+
+from unittest.mock import patch
+
+import pytest
+
+from cluster.audit.audits import Audits
+from cluster.config import AuditConfig
+from cluster.errors import CapacityError, DrainingError
+from cluster.routing.assignment import Assignments
+from cluster.routing.membership import Members, StaticMembership
+from serve_app.router import Identity, Router, RouterLimits
+
+
+@pytest.fixture
+def router() -> Router:
+    audits = Audits(AuditConfig(), "float32", lambda _: None)
+    limits = RouterLimits(max_sessions=4, target_wait_s=1.0)
+    return Router(StaticMembership(Members((), ())), Identity("vocabulary", "model"), limits, audits)
+
+
+def test_as_many_sessions_are_taken_as_there_is_room_for(router: Router) -> None:
+    router.check_room(4)
+    with pytest.raises(CapacityError, match="5 more than the 0 in flight would be over 4 sessions"):
+        router.check_room(5)
+
+
+def test_none_is_taken_while_every_target_is_full(router: Router) -> None:
+    with patch.object(Assignments, "are_targets_full", return_value=True), pytest.raises(CapacityError, match="target"):
+        router.check_room(1)
+
+
+async def test_none_is_taken_while_it_stops(router: Router) -> None:
+    router.drain()
+    with pytest.raises(DrainingError):
+        router.check_room(1)
+
+
+async def test_a_session_that_was_not_checked_is_refused_all_the_same(router: Router) -> None:
+    router.drain()
+    with pytest.raises(DrainingError):
+        await anext(router.generate(None))  # type: ignore[arg-type]  # it is not looked at
