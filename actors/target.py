@@ -5,7 +5,6 @@ Ray: the engine may be threads or ranks.
 """
 
 import asyncio
-import logging
 import time
 import uuid
 from collections import Counter
@@ -19,13 +18,12 @@ from cluster.dispatch import Send, states_stream, stream_name
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
-from cluster.verification.intake import VerificationLimits
+from cluster.trust.refusals import Refusals
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded
 from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome
-
-log = logging.getLogger(__name__)
 
 TURN_BYTES = 4 << 20  # of hidden states that are read between two steps: as many as a step's chunk of a prompt has
 Computed = TypeVar("Computed")
@@ -124,15 +122,20 @@ class TargetReplica:
 
     # ------------------------------------------------------------ streams
 
-    def stream_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A stream begins. Of a router's sessions only those that it lists stay; a drafter attaches to its own."""
+    def router_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A router's stream begins: of its sessions only those that it lists stay."""
+        stream, outbox = self.drafter_up(hello)
+        self.scheduler.receive(stream, hello, self._clock())
+        self._changed.set()
+        return stream, outbox
+
+    def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A drafter's stream begins. It attaches to sessions, and has no say about those of routers."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = Outbox()
         self._outboxes[stream] = outbox
         outbox.put(Welcome(self.peer_id))
-        self.scheduler.receive(stream, hello, self._clock())
-        self._changed.set()
         return stream, outbox
 
     def states_up(self, hello: Hello) -> tuple[str, Outbox]:
@@ -167,11 +170,16 @@ class TargetReplica:
         """Refuses what could not be read; an Open is answered, so that nobody waits for it."""
         for item in frame.malformed:
             self.refused[item.kind] += 1
-            log.warning("refused a malformed %s from %s: %s", item.kind, stream, item.why)
+            self.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
             if item.kind == "Open":
                 self._send([(stream, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
     # ------------------------------------------------------------ inspection
+
+    @property
+    def refusals(self) -> Refusals:
+        """Of who may not do what it wanted."""
+        return self.scheduler.refusals
 
     @property
     def is_idle(self) -> bool:

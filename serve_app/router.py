@@ -6,11 +6,13 @@ no round: blocks go from drafter to target, verdicts come back to both. Knows no
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link
 from cluster.audit.audits import Audits
 from cluster.dispatch import Send
@@ -19,6 +21,8 @@ from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
 from cluster.telemetry import Timeline
+from cluster.trust.roles import PeerRole
+from cluster.trust.tickets import KEY_BYTES
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Hello, LiveSession, Refusal, Verdict
@@ -60,6 +64,7 @@ class Router:
         limits: RouterLimits,
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
+        credentials: Credentials | None = None,  # shown to targets and drafters
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -68,6 +73,7 @@ class Router:
         self._identity = identity
         self._limits = limits
         self._clock = clock
+        self._credentials = credentials or NoCredentials()
         self._draining = False
         self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._tell)
         self._targets: dict[str, Link] = {}  # by address
@@ -89,7 +95,7 @@ class Router:
     async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """See `Generator`."""
         self.check_room(1)
-        assignment = ClientAssignment(Session(generation), self._clock())
+        assignment = ClientAssignment(Session(generation, secrets.token_bytes(KEY_BYTES)), self._clock())
         try:
             self._send(self._assignments.add(assignment, self._clock()))
             while True:
@@ -213,7 +219,9 @@ class Router:
     def _dial_target(self, address: str) -> Link:
         return Link(
             address,
-            call=lambda channel: TargetServiceStub(channel).Drive(),
+            PeerRole.TARGET,
+            self._credentials,
+            call=lambda channel, metadata: TargetServiceStub(channel).Drive(metadata=metadata),
             frame_type=pb.RouterToTarget,
             hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,
@@ -224,7 +232,9 @@ class Router:
     def _dial_drafter(self, address: str) -> Link:
         return Link(
             address,
-            call=lambda channel: DraftServiceStub(channel).Drive(),
+            PeerRole.DRAFTER,
+            self._credentials,
+            call=lambda channel, metadata: DraftServiceStub(channel).Drive(metadata=metadata),
             frame_type=pb.RouterToDrafter,
             hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,

@@ -1,5 +1,6 @@
 """The drafter's scheduler: which sessions are drafted for, now or ahead, and which of the blocks drafted are sent."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,8 +11,11 @@ from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.session_texts import News
 from cluster.sentinel.load_check import LoadCheck
+from cluster.trust.refusals import Refusals, not_permitted
 from protos.draft_tree import DraftTree
-from protos.messages import Block, DraftRequest, Message, NoDraft, Shape
+from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Shape
+
+log = logging.getLogger(__name__)
 
 
 class DraftScheduler:
@@ -25,6 +29,7 @@ class DraftScheduler:
         published_acceptance: float | None = None,  # of first tokens, if the draft comes with a promise
     ) -> None:
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
+        self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # that the method can make
         self._sessions = FollowedSessions(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
@@ -33,6 +38,9 @@ class DraftScheduler:
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Takes a message from a router's stream or a target's address; returns what is to be sent for it."""
+        if isinstance(message, Open) and self._is_anothers(peer, message.session):
+            self.refusals.note(peer, "an Open of another router's session", message.session)
+            return [(peer, not_permitted(message))]
         return self._sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
@@ -134,6 +142,10 @@ class DraftScheduler:
         return {"sessions": float(len(self._sessions.all))}
 
     # ------------------------------------------------------------ helpers
+
+    def _is_anothers(self, router: str, session: str) -> bool:
+        known = self._sessions.all.get(session)
+        return known is not None and known.router != router
 
     def _request(self, session: DraftedSession) -> DraftRequest:
         """What the target asked for, as far as the session may still go on."""

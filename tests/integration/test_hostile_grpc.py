@@ -1,9 +1,9 @@
 """Peers that do not fit, and peers that mean harm, over real gRPC: each is refused, and costs nobody else anything."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,10 +12,12 @@ import pytest
 from actors.target import TargetReplica
 from cluster.dispatch import Send
 from cluster.routing.session import Emit
+from cluster.trust.tickets import issue
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
+    PROOF_BYTES,
     PROTOCOL_VERSION,
     Acceptance,
     Attach,
@@ -26,14 +28,27 @@ from protos.messages import (
     Open,
     Refusal,
     RefusalReason,
+    Resync,
     Sampling,
     States,
     StatesAck,
+    Ticket,
     Verdict,
     Welcome,
 )
-from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 from protos.states import StateDtype
+from tests.integration.doors import (
+    DOORS,
+    DRIVE_DRAFTER,
+    DRIVE_TARGET,
+    STATES,
+    VERIFY,
+    Door,
+    refused_with,
+    stream_to,
+    told_nothing_but,
+    within,
+)
 from tests.integration.harness import (
     CHECKED,
     CONTEXT,
@@ -47,49 +62,6 @@ from tests.integration.harness import (
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
 OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4, "127.0.0.1:9")
-
-
-@dataclass(frozen=True)
-class Door:
-    """One way into the system."""
-
-    path: str
-    stub: Callable[[grpc.aio.Channel], Any]
-    frame: Any
-    opened_by: Any = field(repr=False)  # the address of the peer in a cluster
-
-    def address(self, c: Cluster) -> str:
-        (address,) = self.opened_by(c)
-        return str(address)
-
-
-DRIVE_TARGET = Door(
-    "/slipstream.v1.TargetService/Drive",
-    lambda ch: TargetServiceStub(ch).Drive(),
-    pb.RouterToTarget,
-    lambda c: c.targets,
-)
-VERIFY = Door(
-    "/slipstream.v1.TargetService/Verify",
-    lambda ch: TargetServiceStub(ch).Verify(),
-    pb.DrafterToTarget,
-    lambda c: c.targets,
-)
-STATES = Door(
-    "/slipstream.v1.TargetService/States",
-    lambda ch: TargetServiceStub(ch).States(),
-    pb.DrafterToTargetStates,
-    lambda c: c.targets,
-)
-DRIVE_DRAFTER = Door(
-    "/slipstream.v1.DraftService/Drive",
-    lambda ch: DraftServiceStub(ch).Drive(),
-    pb.RouterToDrafter,
-    lambda c: c.drafters,
-)
-DOORS = pytest.mark.parametrize(
-    "door", [DRIVE_TARGET, VERIFY, STATES, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2]
-)
 
 
 @asynccontextmanager
@@ -107,30 +79,12 @@ async def busy_cluster() -> AsyncIterator[Cluster]:
 
 
 @asynccontextmanager
-async def stream_to(c: Cluster, door: Door) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(door.address(c)) as channel:
-        yield door.stub(channel)
-
-
-@asynccontextmanager
 async def greeted(c: Cluster, door: Door) -> AsyncIterator[Any]:
     """A stream past its greeting."""
     async with stream_to(c, door) as stream:
         await stream.write(encode(door.frame, [HELLO]))
         assert isinstance(decode(await stream.read()).messages[0], Welcome)
         yield stream
-
-
-@contextmanager
-def refused_with(code: grpc.StatusCode, details: str) -> Iterator[None]:
-    with pytest.raises(grpc.aio.AioRpcError, match=details) as error:
-        yield
-    assert error.value.code() is code
-
-
-async def within(seconds: float, work: Awaitable[Any]) -> Any:
-    async with asyncio.timeout(seconds):
-        return await work
 
 
 # ---------------------------------------------------------------- the greeting
@@ -226,6 +180,14 @@ async def test_bad_opens_are_refused_by_name_and_attempt(door):
             assert why in refusal.message
 
 
+async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
+    """From now on, what this drafter sends for the session is heard: its router might have assigned even this one."""
+    key = target.scheduler._admission.running[session].open.ticket_key
+    attach = Attach(session, 1, 1, None, issue(key, session, 99))
+    await stream.write(encode(pb.DrafterToTarget, [attach]))
+    assert isinstance(decode(await within(5, stream.read())).messages[0], Resync)
+
+
 async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
     huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, DraftTree.chain((1,) * 128))]).blocks[0]
     huge.tokens *= 1000
@@ -235,6 +197,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
+        await verify_as_assigned(target, stream, running)
         before = target.scheduler.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
@@ -333,9 +296,76 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
             live = (LiveSession(running, 9),)
             await again.write(encode(pb.RouterToTarget, [replace(HELLO, live=live)]))
             await again.read()
+        await verify_as_assigned(target, verify, running)
         flood = [Block(running, 60 + i % 30, i, DraftTree.chain((1,))) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
         await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the buffer is bounded")
+
+
+async def test_a_stranger_takes_over_no_session_by_opening_it_again():
+    """At the target and at the drafter; neither is told more than that it may not."""
+    async with busy_cluster() as c:
+        (target,) = c.targets.values()
+        (drafter,) = c.drafters.values()
+        (running,) = target.scheduler._admission.running
+        await eventually(lambda: running in drafter.scheduler._sessions.all, "it is drafted for")
+        for door, served in ((DRIVE_TARGET, target), (DRIVE_DRAFTER, drafter)):
+            async with greeted(c, door) as stream:
+                await stream.write(encode(door.frame, [replace(OPEN, session=running, attempt=9)]))
+                (refusal,) = decode(await within(5, stream.read())).messages
+                assert refusal == Refusal(running, 9, RefusalReason.INVALID, "not permitted")
+            assert served.refusals.counts["an Open of another router's session"] == 1
+
+
+async def test_a_drafter_that_greets_by_a_routers_name_takes_none_of_its_sessions():
+    """It knows the name, for routers greet drafters; sessions are those of routers' streams."""
+    async with busy_cluster() as c, stream_to(c, VERIFY) as verify:
+        (target,) = c.targets.values()
+        (running,) = target.scheduler._admission.running
+        owner = target.scheduler._admission.running[running].router
+        await verify.write(encode(pb.DrafterToTarget, [replace(HELLO, peer_id=c.router.peer_id)]))
+        assert isinstance(decode(await within(5, verify.read())).messages[0], Welcome)
+        assert target.scheduler._admission.running[running].router == owner
+
+
+@DOORS
+async def test_a_second_greeting_ends_its_own_stream_only(door):
+    async with busy_cluster() as c, greeted(c, door) as stream:
+        await stream.write(encode(door.frame, [HELLO]))
+        with told_nothing_but(grpc.StatusCode.INVALID_ARGUMENT):
+            await within(5, stream.read())
+
+
+async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and_drafts_nothing():
+    """It knows the prompt and its hash, as its drafter does, but has no ticket, or one that is not of its router."""
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify:
+        (target,) = c.targets.values()
+        (running,) = target.scheduler._admission.running
+        session = target.scheduler._admission.running[running]
+        right = session.prefix.hash_at(3)
+        assert right is not None
+        for ticket in (None, issue(b"guess", running, 99), Ticket(2**32 - 1, bytes(PROOF_BYTES))):
+            await verify.write(encode(pb.DrafterToTarget, [Attach(running, 3, right, None, ticket)]))
+        await verify.write(encode(pb.DrafterToTarget, [Block(running, 3, right, DraftTree.chain((1,)))] * 200))
+        await eventually(lambda: target.scheduler.dropped["not_assigned"] == 200, "its blocks are dropped")
+        with pytest.raises(TimeoutError):
+            await within(0.2, verify.read())
+        assert target.refusals.counts["an Attach to a session that it was not assigned"] == 3
+
+
+async def test_early_blocks_of_one_drafter_do_not_keep_out_anothers(caplog):
+    """It guesses the names of sessions to come, and is there first; what it sends is bounded, and logged once."""
+    async with cluster() as c, greeted(c, VERIFY) as verify:
+        (target,) = c.targets.values()
+        names = [f"session-{number}" for number in range(10)]
+        for name in names:
+            mail = [Attach(name, 3, 1), *(Block(name, 3, at, DraftTree.chain((1,))) for at in range(100))]
+            await verify.write(encode(pb.DrafterToTarget, mail))
+        await eventually(lambda: target.scheduler.dropped["buffer_full"] == 10 * 36, "64 a session wait")
+        assert await c.tokens(c.generation(session=names[0])) == plain_greedy((1, 2, 3), 40)
+        assert target.scheduler.accepted_tokens > 0, "its own drafter was heard"
+        assert target.scheduler.dropped["not_assigned"] == 64
+        assert len([record for record in caplog.records if "not assigned" in record.getMessage()]) == 2
 
 
 async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():

@@ -13,6 +13,7 @@ from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
+    PROOF_BYTES,
     Acceptance,
     Attach,
     Block,
@@ -33,6 +34,7 @@ from protos.messages import (
     Shape,
     States,
     StatesAck,
+    Ticket,
     Verdict,
     Welcome,
 )
@@ -65,6 +67,9 @@ SAMPLINGS = st.builds(
 )
 
 
+TICKETS = st.builds(Ticket, U32, st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))
+
+
 @st.composite
 def opens(draw: st.DrawFn) -> Open:
     tokens = draw(token_lists(1, 12))
@@ -85,6 +90,8 @@ def opens(draw: st.DrawFn) -> Open:
         target_address=draw(st.text(max_size=8)),
         audit=rival is not None or draw(st.booleans()),
         rival=rival,
+        ticket_key=draw(st.binary(max_size=64)),
+        ticket=draw(st.none() | TICKETS),
     )
 
 
@@ -126,7 +133,9 @@ def verdicts(draw: st.DrawFn) -> Verdict:
 @st.composite
 def attaches(draw: st.DrawFn) -> Attach:
     have_len = draw(U32)
-    return Attach(draw(NAMES), have_len, draw(U64), draw(st.none() | st.integers(0, have_len)))
+    return Attach(
+        draw(NAMES), have_len, draw(U64), draw(st.none() | st.integers(0, have_len)), draw(st.none() | TICKETS)
+    )
 
 
 @st.composite
@@ -272,6 +281,14 @@ def with_fields(**values: Any) -> Callable[[Any], None]:
     return change
 
 
+def with_ticket(proof: bytes) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        message.ticket.proof = proof
+        message.ticket.assignment = 1
+
+    return change
+
+
 def with_probs(**values: Any) -> Callable[[pb.Block], None]:
     def change(message: pb.Block) -> None:
         for name, value in values.items():
@@ -312,6 +329,8 @@ BAD_OPENS = {
     "overflowing penalty": (with_sampling(frequency_penalty=-3e38), "frequency_penalty"),
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
+    "a long ticket_key": (with_fields(ticket_key=bytes(65)), "ticket_key has 65 bytes"),
+    "half a ticket": (with_ticket(bytes(8)), "proof has 8 bytes"),
 }
 BAD_BLOCKS = {
     "empty session": (with_fields(session=""), "session is empty"),
@@ -363,6 +382,8 @@ BAD_DRAFT_REQUESTS = {
 BAD_ATTACHES = {
     "empty session": (with_fields(session=""), "session is empty"),
     "states of tokens that it has not got": (with_fields(states_from=5), "states_from is 5 of 4"),
+    "no proof": (with_ticket(b""), "proof has 0 bytes"),
+    "a long proof": (with_ticket(bytes(17)), "proof has 17 bytes"),
 }
 BAD_STATES = {
     "empty session": (with_fields(session=""), "session is empty"),
