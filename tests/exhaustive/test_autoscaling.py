@@ -1,5 +1,6 @@
 """The draft pool of a real deployment grows by what is asked of it, from nothing and back; every answer is right."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -29,13 +30,13 @@ def replicas(served: Served, deployment: str) -> int:
     return status.replica_states.get("RUNNING", 0)
 
 
-async def test_the_draft_pool_follows_what_is_asked_of_it(served: Served) -> None:
+def test_the_draft_pool_follows_what_is_asked_of_it(served: Served) -> None:
     """Six sessions at two a drafter are three drafters; the target is one throughout."""
     reference = Reference(served.config.model.target)
     assert replicas(served, "Drafter") == 0
     reference.assert_greedy(PROMPTS[0], 8, ask(served, PROMPTS[0], 8))
     for _ in range(ROUNDS):
-        answers = await ask_all(served, PROMPTS, TOKENS)
+        answers = asyncio.run(ask_all(served, PROMPTS, TOKENS))
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             reference.assert_greedy(prompt, TOKENS, answer)
         if replicas(served, "Drafter") == 3:
