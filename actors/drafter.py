@@ -16,8 +16,10 @@ from functools import partial
 
 from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link, Outbox
+from cluster.autoscaling.reports import DraftReport
 from cluster.costs import DraftCost, ForwardCost
 from cluster.dispatch import Send, states_stream, stream_name
+from cluster.drafting.draft_reporter import DraftReporter
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
 from cluster.drafting.requests import Proposal
@@ -58,6 +60,7 @@ class Drafter:
         self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes, published_acceptance)
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
+        self._reporter = DraftReporter(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self._credentials = credentials or NoCredentials()
         self._method = method
@@ -104,9 +107,12 @@ class Drafter:
         proposals = await loop.run_in_executor(self._thread, make)
         if names:
             self.timeline.record("drafted", *names)
-        if drafting.requests and not all(proposal.is_at_once for proposal in proposals):
+        if drafting.requests:
             longest = max((len(proposal.tokens) for proposal in proposals), default=0)
-            self.timing = self.timing.after(names, longest, self._clock() - began)
+            took_s = self._clock() - began
+            self._reporter.pass_made(len(names), longest, took_s)
+            if not all(proposal.is_at_once for proposal in proposals):
+                self.timing = self.timing.after(names, longest, took_s)
         return proposals
 
     async def close(self) -> None:
@@ -225,6 +231,12 @@ class Drafter:
             self._wanted.set()
 
     # ------------------------------------------------------------ inspection
+
+    def report(self) -> DraftReport:
+        """For autoscaling, of the time since it was last asked for."""
+        counts = self.scheduler.counts
+        late = counts["blocks_late"]
+        return self._reporter.report(late + counts["blocks_in_time"], late, self._clock())
 
     @property
     def refusals(self) -> Refusals:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from actors.engine.engine import Engine
 from actors.transport.streams import Outbox, StatesOutbox
+from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send, states_stream, stream_name
 from cluster.errors import EngineError
@@ -175,6 +176,10 @@ class TargetReplica:
                 self._send([(stream, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
     # ------------------------------------------------------------ inspection
+
+    def report(self) -> TargetReport:
+        """For autoscaling, of the time since it was last asked for."""
+        return self.scheduler.report(self._clock())
 
     @property
     def refusals(self) -> Refusals:

@@ -80,11 +80,15 @@ class CacheConfig(_Frozen):
 
 
 class Replicas(_Frozen):
-    """Bounds of a pool; equal bounds fix its size."""
+    """Bounds of a pool, and how it moves between them; equal bounds fix its size."""
 
-    min: Positive = Field(1, description="replicas that are always there")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="replicas that are always there")
     max: Positive = Field(1, description="most replicas")
-    sessions_per_replica: float = Field(8, gt=0, description="load that scaling between the bounds aims at")
+    sessions_per_replica: float | None = Field(
+        None, gt=0, description="sessions that scaling aims at for each replica; default: half of max_sessions"
+    )
+    up_delay_s: float = Field(10, ge=0, description="how long more replicas must be needed before there are more")
+    down_delay_s: float = Field(300, ge=0, description="how long fewer must be enough before there are fewer")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -93,16 +97,56 @@ class Replicas(_Frozen):
         return self
 
 
+class TargetReplicas(Replicas):
+    """Of the target pool, which is never empty."""
+
+    min: Positive = Field(1, description="replicas that are always there")
+    first_token_s: Seconds = Field(
+        2, description="time to first token beyond which prompts that wait for one another get more replicas"
+    )
+
+
+class DraftReplicas(Replicas):
+    """Of the draft pool, which may be empty: targets then decode plainly, and drafters come when they are asked for."""
+
+    min: Annotated[int, Field(ge=0)] = Field(
+        1, description="replicas that are always there; 0: none while none is needed"
+    )
+    per_target: float | None = Field(
+        None, gt=0, description="drafters for each target replica, whatever is asked of them; default: by need"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.per_target is not None and self.sessions_per_replica is not None:
+            raise ValueError("per_target follows the target pool, sessions_per_replica the sessions; leave one out")
+        return self
+
+
+def _check_places(replicas: Replicas, max_sessions: int) -> None:
+    """Raises ValueError when scaling aims at more sessions than a replica takes."""
+    aim = replicas.sessions_per_replica
+    if aim is not None and aim > max_sessions:
+        raise ValueError(
+            f"replicas.sessions_per_replica is {aim:g}, expected at most max_sessions, which is {max_sessions}"
+        )
+
+
 class TargetPool(_Frozen):
     """The pool of tensor-parallel target replicas."""
 
     tensor_parallel: Positive = Field(1, description="ranks of one replica")
-    replicas: Replicas = Replicas()
+    replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
     cache_per_rank: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(16, description="sessions in a replica's cache at once; further ones queue")
     max_step_tokens: Positive = Field(512, description="most tokens of one forward; long prompts are fed in chunks")
     step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
+
+    @model_validator(mode="after")
+    def _has_places(self) -> Self:
+        _check_places(self.replicas, self.max_sessions)
+        return self
 
 
 class DraftPool(_Frozen):
@@ -142,7 +186,7 @@ class DraftPool(_Frozen):
     eagle: EagleOptions = EagleOptions()
     mtp: HeadOptions = HeadOptions()
     states: StatesOptions = StatesOptions()
-    replicas: Replicas = Replicas()
+    replicas: DraftReplicas = DraftReplicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
@@ -173,6 +217,7 @@ class DraftPool(_Frozen):
         options = getattr(self, self.model_method, None)
         if isinstance(options, HeadOptions) and options.quantization != "none" and self.resources.num_gpus:
             raise ValueError(f"{self.model_method}.quantization {options.quantization} is for CPUs; leave it out")
+        _check_places(self.replicas, self.max_sessions)
         return self
 
 

@@ -3,10 +3,16 @@
 Pure translation.
 """
 
+from dataclasses import asdict
 from typing import Any
 
-from cluster.config import Replicas, Resources, TargetPool
+from cluster.autoscaling.needs import ROOM, DraftScaling, TargetScaling
+from cluster.autoscaling.serve_policy import DRAFT, TARGET
+from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
+AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application, which sees both pools
+REPORT_S = 2.0  # between two reports of a replica; Serve's default would be ten
+LOOK_BACK_S = 10.0  # over which the policy sees their means: a session that has yet to find its drafter is none
 COORDINATOR_CPUS = 0.1  # a target's coordinator moves messages; its ranks do the work
 
 
@@ -44,17 +50,46 @@ def target_group_options(pool: TargetPool) -> dict[str, Any]:
     return options
 
 
-def scaling_options(replicas: Replicas) -> dict[str, Any]:
-    """Serve options for a pool's size: fixed, or scaled between bounds by load."""
-    if replicas.min == replicas.max:
-        return {"num_replicas": replicas.min}
+def target_scaling_options(pool: TargetPool) -> dict[str, Any]:
+    """Serve options for the target pool's size."""
+    scaling = TargetScaling(
+        sessions_per_replica=_sessions_aimed_at(pool.replicas, pool.max_sessions),
+        max_sessions=pool.max_sessions,
+        first_token_s=pool.replicas.first_token_s,
+        up_delay_s=pool.replicas.up_delay_s,
+        down_delay_s=pool.replicas.down_delay_s,
+    )
+    return _scaling_options(pool.replicas, {TARGET: asdict(scaling)})
+
+
+def draft_scaling_options(pool: DraftPool) -> dict[str, Any]:
+    """Serve options for the draft pool's size."""
+    scaling = DraftScaling(
+        sessions_per_replica=_sessions_aimed_at(pool.replicas, pool.max_sessions),
+        per_target=pool.replicas.per_target,
+        up_delay_s=pool.replicas.up_delay_s,
+        down_delay_s=pool.replicas.down_delay_s,
+    )
+    return _scaling_options(pool.replicas, {DRAFT: asdict(scaling)})
+
+
+def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
+    return replicas.sessions_per_replica or ROOM * max_sessions
+
+
+def _scaling_options(replicas: Replicas, pool: dict[str, Any]) -> dict[str, Any]:
+    """The same for a pool of fixed size, for what it reports is what the other one may scale by.
+
+    Delays are the policy's, which follows sizes over them; Serve would follow the last one.
+    """
     return {
         "autoscaling_config": {
             "min_replicas": replicas.min,
             "max_replicas": replicas.max,
-            "policy": {
-                "policy_function": "cluster.autoscaling:SessionsPolicy",
-                "policy_kwargs": {"sessions_per_replica": replicas.sessions_per_replica},
-            },
+            "metrics_interval_s": REPORT_S,
+            "look_back_period_s": LOOK_BACK_S,
+            "upscale_delay_s": 0,
+            "downscale_delay_s": 0,
+            "policy": {"policy_function": "cluster.autoscaling:PoolAlone", "policy_kwargs": pool},
         }
     }

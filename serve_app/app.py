@@ -9,7 +9,7 @@ from typing import Any
 from ray import serve
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.placement import actor_options, scaling_options, target_group_options
+from cluster.placement import actor_options, draft_scaling_options, target_group_options, target_scaling_options
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
 from serve_app.http.failures import RETRY_AFTER_S
 
@@ -26,11 +26,11 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def application(config: SlipstreamConfig) -> serve.Application:
     """Binds router, draft pool and target pool."""
     target = serve.deployment(TargetDeployment, name="Target").options(
-        **target_group_options(config.target), **scaling_options(config.target.replicas), **HEALTH, **POOL_SHUTDOWN
+        **target_group_options(config.target), **target_scaling_options(config.target), **HEALTH, **POOL_SHUTDOWN
     )
     drafter = serve.deployment(DraftDeployment, name="Drafter").options(
         ray_actor_options=actor_options(config.draft.resources),
-        **scaling_options(config.draft.replicas),
+        **draft_scaling_options(config.draft),
         **HEALTH,
         **POOL_SHUTDOWN,
     )

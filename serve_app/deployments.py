@@ -1,6 +1,6 @@
 """The three Serve deployments: thin shells that give each part its process, its place and its health.
 
-`app.py` binds them together. Long because a shell names all that its part is given, and all that it tells.
+`app.py` binds them together. Long because Serve finds all that it calls of a deployment in one class.
 """
 
 import asyncio
@@ -33,10 +33,13 @@ from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
+from cluster.autoscaling.reports import DraftReport, TargetReport
+from cluster.autoscaling.serve_policy import DRAFT, TARGET
 from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
+from cluster.placement import draft_scaling_options, target_scaling_options
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
@@ -95,6 +98,7 @@ class TargetDeployment:
             pacing_of(config.speculation),
             self._engine.step_cost,
         )
+        self._report = TargetReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: target_counts(self._replica, config.draft.method))
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._failure: BaseException | None = None
@@ -116,8 +120,10 @@ class TargetDeployment:
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, COSTS: self._engine.step_cost.model_dump_json()}
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._replica.scheduler.load()
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks every two seconds, here on the event loop, where nothing changes meanwhile."""
+        self._report = self._replica.report()
+        return asdict(self._report)
 
     def check_health(self) -> None:
         """Serve asks every second, in a thread beside the event loop; what was counted leaves on that occasion."""
@@ -153,6 +159,7 @@ class TargetDeployment:
             "tally": self._replica.scheduler.sentinel.tally.rows(),
             "refused": dict(self._replica.refused),
             "refusals": dict(self._replica.refusals.counts),
+            "report": asdict(self._report),
             **self._replica.scheduler.load(),
         }
 
@@ -200,6 +207,7 @@ class DraftDeployment:
             credentials=credentials_of(config.trust, PeerRole.DRAFTER),
         )
         self._method = config.draft.method
+        self._report = DraftReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(self._drafter.run())
@@ -207,8 +215,10 @@ class DraftDeployment:
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._drafter.scheduler.load()
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """As a target's."""
+        self._report = self._drafter.report()
+        return asdict(self._report)
 
     def check_health(self) -> None:
         """As a target's."""
@@ -229,6 +239,7 @@ class DraftDeployment:
             "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),
             "refusals": dict(self._drafter.refusals.counts),
+            "report": asdict(self._report),
             **self._drafter.scheduler.load(),
         }
 
@@ -292,6 +303,10 @@ class RouterDeployment:
         return {
             "pid": os.getpid(),
             "idle": self._router.is_idle,
+            "pools": {
+                TARGET: target_scaling_options(self._config.target)["autoscaling_config"],
+                DRAFT: draft_scaling_options(self._config.draft)["autoscaling_config"],
+            },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
             "audits": dict(self._router.audits.counts),

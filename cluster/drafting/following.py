@@ -204,8 +204,7 @@ class FollowedSessions:
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
             session.take(request, goes_ahead=self._draft_ahead)
-            note = self._resting.discard if session.asked else self._resting.add
-            note(target)
+            (self._resting.discard if session.asked else self._resting.add)(target)
             if session.lacks_states and session.lacks_block:  # nobody is to wait for a block from what is not here yet
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
@@ -237,6 +236,7 @@ class FollowedSessions:
 
         Not those that nothing is wanted for: they take no time that another could have.
         """
+        self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))
         drafted_for = [session for session in self.all.values() if session.asked] if excess else []
         why = "blocks come too late for so many sessions"

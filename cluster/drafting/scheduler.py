@@ -138,7 +138,7 @@ class DraftScheduler:
         return not self._sessions.all and not self._sessions.news.has_closed
 
     def load(self) -> dict[str, float]:
-        """Sessions drafted for, for autoscaling."""
+        """Sessions drafted for."""
         return {"sessions": float(len(self._sessions.all))}
 
     # ------------------------------------------------------------ helpers

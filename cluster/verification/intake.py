@@ -121,7 +121,8 @@ class Intake:
         sends = [] if request.audit else self._end_audits()
         buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
         prefix = Prefix(request.hash_key, request.tokens)
-        session = TargetSession(request, router, prefix, buffer, self._block_shape(request), waiting_since=now)
+        shape = self._block_shape(request)
+        session = TargetSession(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
         self._admission.waiting[name] = session
         self.admit(now)
         if name in self._admission.waiting:

@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send
 from cluster.drafting.requests import max_block_len
@@ -29,6 +30,7 @@ from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
+from cluster.verification.target_reporter import TargetReporter
 from protos.messages import Finish, Message, Open, Resync, Verdict
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class VerificationScheduler:
         self._intake = Intake(
             limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel, self.refusals
         )
+        self._reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
@@ -153,8 +156,12 @@ class VerificationScheduler:
         """Whether nothing at all is held: no session, no waiting block, nothing due to the engine."""
         return self._admission.is_empty and self._intake.is_empty and not self._in_step
 
+    def report(self, now: float) -> TargetReport:
+        """For autoscaling, of the time since it was last asked for."""
+        return self._reporter.report(self.step_s, self.idle_s, now)
+
     def load(self) -> dict[str, float]:
-        """Sessions in the cache and in the queue, for autoscaling, which audits are no reason for."""
+        """Sessions in the cache, without audits, and in the queue."""
         running = sum([not session.open.audit for session in self._admission.running.values()])
         return {"sessions": float(running), "queued": float(len(self._admission.waiting))}
 
@@ -249,6 +256,7 @@ class VerificationScheduler:
             self._pacer.block_verified(session.asked, room, drafted, outcome.path)
         asked = min(session.asked, room)
         collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
+        self._reporter.deciding(session, now)
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
         if not is_over:
@@ -289,6 +297,6 @@ def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[
         decoding=sum([session.is_decoding for session in running]),
         prompts=len(prompts),
         prompt_tokens=sum([len(row.tokens) for row in prompts]),
-        is_drafted_for=any(session.asked for session, _ in in_step),
+        is_drafted_for=any(session.asked and (session.drafter or row.drafted) for session, row in in_step),
         is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in in_step),
     )

@@ -54,6 +54,7 @@ class TargetSession:
     prefix: Prefix
     buffer: BlockBuffer
     shape: Shape = Shape.CHAIN  # what blocks may look like
+    opened_s: float = 0.0
     cached_len: int = 0  # tokens in the engine's cache that stand
     in_engine: bool = False  # whether the engine has heard of it
     in_step: bool = False  # whether it is in the step under way

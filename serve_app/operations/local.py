@@ -18,8 +18,9 @@ from rich.status import Status
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
-from serve_app.app import APPLICATION, application
+from serve_app.app import APPLICATION
 from serve_app.operations.capacity import check_resources, demand
+from serve_app.operations.deploying import deploy, withdraw
 from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def serving(
             _refuse_new_requests()
             _drain(config.server.drain_s)
             status.update("Stopping")
-            serve.delete(APPLICATION)
+            withdraw(APPLICATION)
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def _connect_ray(address: str, level: int, verbose: bool) -> None:
 
 def _deploy(config: SlipstreamConfig) -> None:
     try:
-        serve.run(application(config), name=APPLICATION)
+        deploy(config, APPLICATION)
     except RuntimeError as error:
         raise StartError(f"the application did not start: {error}") from error
 

@@ -12,6 +12,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import DeploymentStatus
 
 from cluster.errors import SlipstreamError
 
@@ -56,11 +57,20 @@ def check_reachable(address: str) -> None:
 
 
 def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Any]:
-    """The answers of every replica of a deployment."""
+    """The answers of every replica of a deployment; none of one that is there and is scaled to none."""
     try:
         return list(handle.broadcast(method).results(timeout_s=ANSWER_S))
     except (DeploymentUnavailableError, RayActorError) as error:
+        if isinstance(error, DeploymentUnavailableError) and is_empty(handle):
+            return []
         raise ClusterError(f"deployment {handle.deployment_name} does not answer: {error}") from error
+
+
+def is_empty(handle: DeploymentHandle[Any]) -> bool:
+    """Whether the deployment runs with no replica, as a draft pool may."""
+    application = serve.status().applications.get(handle.app_name)
+    status = application.deployments.get(handle.deployment_name) if application is not None else None
+    return status is not None and status.status is DeploymentStatus.HEALTHY and not any(status.replica_states.values())
 
 
 def deployed(deployment: str, application: str) -> DeploymentHandle[Any]:

@@ -14,6 +14,7 @@ from serve_app.bench.client import ChatEndpoint, Counters
 from serve_app.bench.tables import shown, table
 from serve_app.operations.acceptance_status import acceptance_table, drafters_table, remedies_table
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
+from serve_app.operations.scaling_status import pools_table
 
 
 async def endpoint_status(url: str) -> Table:
@@ -49,6 +50,7 @@ def _counted(application: str) -> Group | str:
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not say what they have counted: {error}"
     return Group(
+        pools_table(targets, drafters, routers),
         targets_table(targets),
         drafters_table(drafters),
         replicas_table(targets, drafters),

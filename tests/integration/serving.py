@@ -16,8 +16,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import SlipstreamConfig
-from serve_app.app import APPLICATION, application
+from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
+from serve_app.operations.deploying import deploy, withdraw
 from serve_app.operations.local import serving, wait_until_ready
 
 EXACT = ("model.dtype=float32", "model.max_context=1024", "server.port=0")
@@ -65,12 +66,12 @@ def demo_served(*overrides: str) -> Iterator[Served]:
 def demo_served_beside(served: Served, name: str, *overrides: str) -> Iterator[Served]:
     """Serves the same with other settings, as an application of its own on the cluster of the first one."""
     beside = Served(f"{served.url}/{name}", demo_config([*EXACT, *SMALL, *overrides]), name)
-    serve.run(application(beside.config), name=name, route_prefix=f"/{name}")
+    deploy(beside.config, name, f"/{name}")
     try:
         wait_until_ready(beside.url)
         yield beside
     finally:
-        serve.delete(name)
+        withdraw(name)
 
 
 class Reference:

@@ -19,7 +19,7 @@ from packaging.version import Version
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import DraftPool, Resources, SlipstreamConfig, TargetPool, validated
-from cluster.placement import rank_bundle, target_group_options
+from cluster.placement import AUTOSCALING_POLICY, rank_bundle, target_group_options
 
 Json = dict[str, Any]
 
@@ -260,6 +260,11 @@ class TestServeConfig:
         assert errors(serve_schema, config) == []
         (application,) = ServeDeploySchema.model_validate(config).applications
         assert (application.name, application.route_prefix) == ("slipstream", "/")
+
+    def test_the_policy_sees_both_pools(self, service: Json) -> None:
+        """What `build` gives each pool is a policy of that pool alone, by which drafters would not scale."""
+        (application,) = serve_config(service)["applications"]
+        assert application["autoscaling_policy"] == AUTOSCALING_POLICY
 
     def test_a_misspelt_key_is_refused(self, service: Json, serve_schema: Json) -> None:
         config = serve_config(service)

@@ -223,3 +223,27 @@ def test_each_method_says_whether_it_takes_a_model():
         validated(SMALLEST | {"draft": {"method": "layer_skip", "model": "org/draft"}})
     with pytest.raises(ConfigError, match="lookup_first needs a model"):
         validated(SMALLEST | {"draft": {"method": "lookup_first"}})
+
+
+def test_the_draft_pool_may_be_empty_and_the_target_pool_may_not() -> None:
+    config = validated({"model": {"target": "t"}, "draft": {"method": "suffix", "replicas": {"min": 0}}})
+    assert config.draft.replicas.min == 0
+    with pytest.raises(ConfigError, match=r"target\.replicas\.min"):
+        validated({"model": {"target": "t"}, "draft": {"method": "suffix"}, "target": {"replicas": {"min": 0}}})
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        (
+            {"max_sessions": 4, "replicas": {"sessions_per_replica": 8}},
+            "is 8, expected at most max_sessions, which is 4",
+        ),
+        ({"replicas": {"per_target": 2, "sessions_per_replica": 8}}, "leave one out"),
+        ({"replicas": {"min": 2, "max": 1}}, "max is 1, expected at least min, which is 2"),
+    ],
+    ids=["more than there are places", "coupled and by need", "bounds"],
+)
+def test_a_pool_that_cannot_scale_so_is_refused(draft: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        validated({"model": {"target": "t"}, "draft": {"method": "suffix", **draft}})

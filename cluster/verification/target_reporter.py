@@ -1,0 +1,54 @@
+"""What a target replica reports for the size of its pool and of the draft pool."""
+
+from cluster.autoscaling.reports import Growth, TargetReport, share
+from cluster.pacing.pacer import Pacer
+from cluster.verification.admission import Admission
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.sequence import TargetSession
+
+
+class TargetReporter:
+    """Of one replica's sessions; audits are no reason for more replicas."""
+
+    def __init__(self, limits: VerificationLimits, admission: Admission, pacer: Pacer) -> None:
+        self._limits = limits
+        self._admission = admission
+        self._pacer = pacer
+        self._growth = Growth()
+        self._first_tokens = 0  # sessions that have had theirs
+        self._first_token_s = 0.0  # that they waited for it, all together
+
+    def deciding(self, session: TargetSession, now: float) -> None:
+        """Tokens are decided for it, the first ones perhaps since it was opened here."""
+        if not session.decided_at and not session.open.audit:
+            self._first_tokens += 1
+            self._first_token_s += now - session.opened_s
+
+    def report(self, step_s: float, idle_s: float, now: float) -> TargetReport:
+        """Of the time since it was last asked for, with the seconds in steps and idle so far."""
+        grown = self._growth.of(step=step_s, idle=idle_s, first=self._first_tokens, first_s=self._first_token_s)
+        running = [session for session in self._admission.running.values() if not session.open.audit]
+        queued = [session for session in self._admission.waiting.values() if not session.open.audit]
+        wanted = [session for session in running if session.asked]
+        drafted = sum(session.drafter is not None for session in wanted)
+        unread = [session for session in (*running, *queued) if not session.decided_at]
+        so_far_s = sum(now - session.opened_s for session in unread)
+        load = self._pacer.load
+        return TargetReport(
+            running=len(running),
+            queued=len(queued),
+            drafted=drafted,
+            undrafted=len(wanted) - drafted,
+            waiting=share(grown["idle"], grown["idle"] + grown["step"]),
+            cache=1 - share(self._admission.pages.available, self._limits.pages),
+            unread=len(unread),
+            first_token_s=share(grown["first_s"] + so_far_s, grown["first"] + len(unread)),
+            backlog_s=self._backlog_s(unread),
+            gain=load.gain if load.speculates else 1.0,
+        )
+
+    def _backlog_s(self, unread: list[TargetSession]) -> float:
+        """That steps full of these prompts would take."""
+        tokens = sum(session.prefix.length - session.cached_len for session in unread)
+        step_tokens = self._limits.max_step_tokens
+        return tokens / step_tokens * self._pacer.load.step.drafts_s(1, step_tokens)

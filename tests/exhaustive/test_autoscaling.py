@@ -1,0 +1,49 @@
+"""The draft pool of a real deployment grows by what is asked of it, from nothing and back; every answer is right."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from ray import serve
+
+from tests.integration.serving import Reference, Served, demo_served
+from tests.integration.test_serving import ask, ask_all, eventually
+
+PROMPTS = tuple(f"Count from {first} to one hundred, one number a line." for first in range(1, 7))
+TOKENS = 200
+ROUNDS = 20  # of all prompts, until the pool has grown: on a busy machine drafters take long to start
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """Lookups draft, for they start within seconds; in lock step every session wants drafts at all times."""
+    replicas = "{min: 0, max: 3, up_delay_s: 1, down_delay_s: 10}"
+    drafts = (
+        f"{{method: prompt_lookup, model: null, max_sessions: 4, replicas: {replicas}, resources: {{num_cpus: 0.1}}}}"
+    )
+    with demo_served(f"draft={drafts}", "speculation.pacing=lock_step") as served:
+        yield served
+
+
+def replicas(served: Served, deployment: str) -> int:
+    status = serve.status().applications[served.application].deployments[deployment]
+    return status.replica_states.get("RUNNING", 0)
+
+
+def test_the_draft_pool_follows_what_is_asked_of_it(served: Served) -> None:
+    """Six sessions at two a drafter are three drafters; the target is one throughout."""
+    reference = Reference(served.config.model.target)
+    assert replicas(served, "Drafter") == 0
+    reference.assert_greedy(PROMPTS[0], 8, ask(served, PROMPTS[0], 8))
+    for _ in range(ROUNDS):
+        answers = asyncio.run(ask_all(served, PROMPTS, TOKENS))
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            reference.assert_greedy(prompt, TOKENS, answer)
+        if replicas(served, "Drafter") == 3:
+            break
+    assert replicas(served, "Drafter") == 3
+    assert replicas(served, "Target") == 1
+    (target,) = served.inspect("Target")
+    assert target["accepted_tokens"] > 0, "those that came were of use"
+    eventually(lambda: replicas(served, "Drafter") == 0, "no drafter is left", seconds=120)
+    reference.assert_greedy(PROMPTS[0], 8, ask(served, PROMPTS[0], 8))

@@ -1,0 +1,179 @@
+"""Two pools under a trace of arrivals, second by second: costs in the place of models, the real policy over them.
+
+Sessions spread evenly over replicas. A round is a target's step, and what it waits for blocks: drafting is hidden
+behind one step, and waited for during another; where it takes longer, targets go on without.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.autoscaling import PoolsPolicy
+from cluster.autoscaling.reports import DraftReport, TargetReport
+from cluster.autoscaling.serve_policy import DRAFT, TARGET, Observed
+
+LOOK_BACK_S = 10
+TOKENS = 200  # of an answer
+PROMPT_TOKENS = 300
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a target's step and of a drafting pass, each over its sessions."""
+
+    step_s: float = 0.03
+    step_row_s: float = 0.0005
+    read_tokens: float = 4000.0  # of prompts a second
+    pass_s: float = 0.005
+    pass_row_s: float = 0.001
+    accepted: float = 1.0  # draft tokens a round that came in time
+
+
+@dataclass
+class PoolNow:
+    """A pool: replicas that run, and those that start, by when they will."""
+
+    least: int
+    most: int
+    max_sessions: int
+    scaling: Mapping[str, Any]
+    size: int = 0
+    running: int = 0
+    starting: list[int] = field(default_factory=list)  # seconds at which they run
+    state: Mapping[str, Any] = field(default_factory=dict)
+    reports: deque[Any] = field(default_factory=lambda: deque(maxlen=LOOK_BACK_S))
+    sizes: list[int] = field(default_factory=list)  # second by second
+
+    def resize(self, size: int, now: int, start_s: int) -> None:
+        self.starting = [at for at in self.starting if at > now] + [now + start_s] * max(0, size - self.size)
+        self.size = size
+        self.starting = self.starting[: max(0, size - self.running)]
+
+    def tick(self, now: int) -> None:
+        self.running = self.size - len([at for at in self.starting if at > now])
+
+    def observed(self, kind: str, now: int) -> Observed:
+        """What the policy sees: means over the look-back, of the replicas that run."""
+        told = [vars(report) for report in self.reports]
+        means = {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
+        metrics = {name: dict.fromkeys(range(self.running), mean) for name, mean in means.items()}
+        return SimpleNamespace(
+            aggregated_metrics=metrics,
+            target_num_replicas=self.size,
+            capacity_adjusted_min_replicas=self.least,
+            capacity_adjusted_max_replicas=self.most,
+            current_time=float(now),
+            policy_state=self.state,
+            config=SimpleNamespace(policy=SimpleNamespace(policy_kwargs={kind: dict(self.scaling)})),
+        )
+
+
+def target_pool(least: int = 1, most: int = 4, max_sessions: int = 32, **scaling: Any) -> PoolNow:
+    defaults = {"sessions_per_replica": max_sessions / 2, "max_sessions": max_sessions, "first_token_s": 2.0}
+    delays = {"up_delay_s": 10.0, "down_delay_s": 300.0}
+    return PoolNow(least, most, max_sessions, {**defaults, **delays, **scaling}, size=least, running=least)
+
+
+def draft_pool(least: int = 1, most: int = 8, max_sessions: int = 64, **scaling: Any) -> PoolNow:
+    defaults = {"sessions_per_replica": max_sessions / 2, "per_target": None}
+    delays = {"up_delay_s": 10.0, "down_delay_s": 300.0}
+    return PoolNow(least, most, max_sessions, {**defaults, **delays, **scaling}, size=least, running=least)
+
+
+class PoolWorld:
+    """Runs a trace; `rate` is of arrivals a second, at each second."""
+
+    def __init__(self, targets: PoolNow, drafters: PoolNow, costs: Costs, start_s: int = 20, seed: int = 7) -> None:
+        self.targets = targets
+        self.drafters = drafters
+        self.speculates = True
+        self.finished = 0
+        self.now = 0
+        self._costs = costs
+        self._start_s = start_s
+        self._policy = PoolsPolicy()
+        self._random = random.Random(seed)
+        self._owed = 0.0  # arrivals, by the rate's integral
+        self._reading: list[float] = []  # prompt tokens that are left, of sessions without a first token
+        self._decoding: list[float] = []  # tokens that are left
+
+    @property
+    def sessions(self) -> int:
+        return len(self._reading) + len(self._decoding)
+
+    def run(self, seconds: int, rate: Callable[[int], float]) -> None:
+        for _ in range(seconds):
+            self.targets.tick(self.now)
+            self.drafters.tick(self.now)
+            self._arrive(rate(self.now))
+            self._serve()
+            self._scale()
+            self.now += 1
+
+    def _arrive(self, rate: float) -> None:
+        """At random: the time between two is exponential, in units of the rate's."""
+        self._owed += rate
+        while self._owed > 0:
+            self._reading.append(PROMPT_TOKENS)
+            self._owed -= self._random.expovariate(1.0)
+
+    def _serve(self) -> None:
+        """One second of all replicas."""
+        costs = self._costs
+        targets = max(1, self.targets.running)
+        places = targets * self.targets.max_sessions
+        running = min(self.sessions, places)
+        queued = self.sessions - running
+        drafted = min(running, self.drafters.running * self.drafters.max_sessions) if self.speculates else 0
+        undrafted = running - drafted if self.speculates else 0
+        each = drafted / self.drafters.running if self.drafters.running else 0.0
+        step_s = costs.step_s + costs.step_row_s * running / targets
+        pass_s = costs.pass_s + costs.pass_row_s * each if each else 0.0
+        late = float(pass_s > 2 * step_s)
+        round_s = step_s if late else max(step_s, pass_s)
+        alone_s = costs.pass_s + costs.pass_row_s
+        shared = min(1.0, pass_s / round_s) * max(0.0, 1 - alone_s / pass_s) if each >= 1 else 0.0
+        unread = len(self._reading)
+        self._read(targets * costs.read_tokens)
+        share_drafted = drafted / running if running else 0.0
+        rate = (1 + costs.accepted * (1 - late) * share_drafted) / round_s
+        self._decode(rate, places)
+        wait_s = unread * PROMPT_TOKENS / (targets * costs.read_tokens)
+        report = TargetReport(
+            running=running / targets,
+            queued=queued / targets,
+            drafted=drafted / targets,
+            undrafted=undrafted / targets,
+            waiting=1 - step_s / round_s,
+            cache=0.5 * running / places,
+            unread=unread / targets,
+            first_token_s=wait_s,
+            gain=rate * step_s if share_drafted else 1.0,
+        )
+        self.targets.reports.append(report)
+        self.drafters.reports.append(DraftReport(shared, late))
+
+    def _read(self, tokens: float) -> None:
+        while self._reading and tokens > 0:
+            read = min(tokens, self._reading[0])
+            tokens -= read
+            self._reading[0] -= read
+            if self._reading[0] <= 0:
+                self._reading.pop(0)
+                self._decoding.append(TOKENS)
+
+    def _decode(self, rate: float, places: int) -> None:
+        left = [tokens - rate if at < places else tokens for at, tokens in enumerate(self._decoding)]
+        self._decoding = [tokens for tokens in left if tokens > 0]
+        self.finished += len(left) - len(self._decoding)
+
+    def _scale(self) -> None:
+        pools = {TARGET: self.targets, DRAFT: self.drafters}
+        sizes, states = self._policy({kind: pool.observed(kind, self.now) for kind, pool in pools.items()})
+        for kind, pool in pools.items():
+            pool.resize(sizes[kind], self.now, self._start_s)
+            pool.state = states[kind]
+            pool.sizes.append(pool.size)

@@ -1,0 +1,96 @@
+"""What a target replica reports of its sessions."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.autoscaling.reports import TargetReport
+from cluster.costs import ForwardCost
+from cluster.verification.scheduler import VerificationScheduler
+from protos.messages import Detach
+from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, LIMITS, Desk
+
+PROMPT = (1, 2, 3)
+
+
+def report(desk: Desk, after: float = 0.0) -> TargetReport:
+    desk.now += after
+    return desk.scheduler.report(desk.now)
+
+
+def test_sessions_that_want_drafts_are_told_apart_by_whether_somebody_drafts() -> None:
+    desk = Desk(max_sessions=3)
+    for name in "abcd":
+        desk.open(name, tokens=PROMPT, max_len=20, max_draft_tokens=0 if name == "c" else 4)
+    desk.attach(PROMPT, "a")
+    told = report(desk)
+    assert (told.running, told.queued, told.drafted, told.undrafted) == (3, 1, 1, 1)
+    desk.scheduler.receive(DRAFTER, Detach("a"), desk.now)
+    told = report(desk)
+    assert (told.drafted, told.undrafted) == (0, 2), "a drafter that sheds a session leaves it wanting one"
+
+
+def test_while_speculation_is_off_nobody_wants_drafts() -> None:
+    desk = Desk(asked=0)
+    desk.open(tokens=PROMPT, max_len=20)
+    told = report(desk)
+    assert (told.running, told.drafted, told.undrafted) == (1, 0, 0)
+
+
+def test_audits_are_no_reason_for_anything() -> None:
+    desk = Desk()
+    desk.open(tokens=PROMPT, max_len=20, audit=True)
+    told = report(desk)
+    assert (told.running, told.unread, told.undrafted) == (0, 0, 0)
+
+
+def test_time_to_first_token_counts_those_that_have_none_yet() -> None:
+    desk = Desk(max_sessions=1)
+    desk.open("a", tokens=PROMPT, max_len=20)
+    desk.now = 2.0
+    desk.open("b", tokens=PROMPT, max_len=20)
+    desk.now = 4.0
+    assert report(desk).first_token_s == 3.0, "a for four seconds so far, b for two"
+    desk.step()
+    told = report(desk, after=2.0)
+    assert told.unread == 1
+    assert told.first_token_s == 4.0, "a had its token after four seconds, b has waited for four"
+    told = report(desk, after=1.0)
+    assert told.first_token_s == 5.0, "a's was told before"
+    desk.step()
+    assert report(desk).first_token_s == 5.0, "further tokens are no first ones"
+
+
+def test_waiting_and_cache_are_shares_of_late() -> None:
+    desk = Desk()
+    desk.open(tokens=PROMPT, max_len=20)
+    desk.now = 0.3
+    desk.step()  # of 0.1 s, and it could have begun 0.3 s before
+    told = report(desk)
+    assert told.waiting == pytest.approx(0.75)
+    assert told.cache == pytest.approx(0.01), "one page of a hundred"
+    assert report(desk).waiting == 0.0, "nothing has happened since"
+
+
+def test_the_backlog_is_what_prompts_still_take() -> None:
+    """At 10 ms a token, by the profile."""
+    scheduler = VerificationScheduler(
+        replace(LIMITS, max_sessions=1, max_step_tokens=2), step_cost=ForwardCost.linear(0.0, per_token_s=0.01)
+    )
+    desk = Desk()
+    desk.scheduler = scheduler
+    for name in "ab":
+        desk.open(name, tokens=PROMPT, max_len=20)
+    assert report(desk).backlog_s == pytest.approx(0.06)
+
+
+def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
+    """By the real pacing: else a pool of no drafters would never come back."""
+    desk = Desk(pages=100)
+    desk.scheduler = VerificationScheduler(replace(LIMITS, max_context=2000, pages=600))
+    desk.limits = replace(LIMITS, max_context=2000, pages=600)
+    desk.open(tokens=PROMPT, max_len=600)
+    for _ in range(500):
+        desk.now += 0.1
+        desk.step()
+        assert report(desk).undrafted == 1
