@@ -108,7 +108,7 @@ class Assignments(Generic[F]):
         for assignment in list(self._waiting.values()):
             waited = now - assignment.seeking_since
             if assignment.session.phase is Phase.SEEKING and waited > self._target_wait_s:
-                sends += self._carry_out(assignment, assignment.session.fail(self._no_target(waited)))
+                sends += self._carry_out(assignment, assignment.session.fail(_no_target(bool(self.targets), waited)))
         return sends
 
     # ------------------------------------------------------------ what peers say
@@ -291,7 +291,8 @@ class Assignments(Generic[F]):
                 sends += self._assign_drafter(assignment, drafter, now)
         return sends
 
-    def _no_target(self, waited: float) -> SlipstreamError:
-        if self.targets:
-            return CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
-        return TargetLostError(f"no target replica could be reached for {waited:.0f} s")
+
+def _no_target(are_known: bool, waited: float) -> SlipstreamError:
+    if are_known:
+        return CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
+    return TargetLostError(f"no target replica could be reached for {waited:.0f} s")
