@@ -1,0 +1,198 @@
+"""Hidden states on ways of their own: late, twice, out of order, or never, while everything else comes in time.
+
+Also those that ride with a verdict are taken out of its frame here, so they may come long after it, or be lost alone.
+Whatever becomes of them, the text is that of plain decoding; a block is drafted from the right states or not at all.
+`ReadingMethod` and the heads fail at a state that is missing, doubled, or another text's.
+"""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster.dispatch import Send
+from cluster.lock_step import ROUTER
+from protos.messages import Acceptance, Sampling, States, Verdict
+from tests.lossless.heads import EagleWorld, PlacesWorld, TokensWorld
+from tests.lossless.parts import Setting
+from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
+from tests.lossless.world import HOP_S, STEP_S, World, calm
+
+WORLDS = 2
+IN_TIME_S = HOP_S / 2  # shortly before the verdict that brings their tokens
+GREEDY = Sampling(temperature=0.0)
+COUPLED = Sampling(temperature=0.7)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How states come. `happens` is what has to be seen of that, and all that may be."""
+
+    delays: Callable[[random.Random], list[float]]  # of each copy of a message
+    happens: frozenset[str]
+    keeps_order: bool = False  # whether those of one session wait for each other, as on a stream
+
+
+def _late(rng: random.Random) -> list[float]:
+    return [rng.uniform(1, 4) * STEP_S if rng.random() < 0.2 else IN_TIME_S]
+
+
+def _twice(rng: random.Random) -> list[float]:
+    return [IN_TIME_S, IN_TIME_S + rng.uniform(0, 4) * STEP_S]
+
+
+def _out_of_order(rng: random.Random) -> list[float]:
+    return [rng.choice((IN_TIME_S, rng.uniform(0, 4) * STEP_S))]
+
+
+def _now_and_then_never(rng: random.Random) -> list[float]:
+    return [IN_TIME_S] if rng.random() < 0.7 else []
+
+
+LATE = Way(_late, frozenset({"late"}), keeps_order=True)
+TWICE = Way(_twice, frozenset({"doubled"}))
+OUT_OF_ORDER = Way(_out_of_order, frozenset({"late", "overtaken"}))
+NOW_AND_THEN_NEVER = Way(_now_and_then_never, frozenset({"lost"}))
+NEVER = Way(lambda rng: [], frozenset({"lost"}))
+
+
+class WayWorld(World):
+    """Sends states by a way of their own, and counts what becomes of them."""
+
+    def __init__(self, way: Way, setting: Setting, sessions: int, seed: int) -> None:
+        self._way = way
+        self._decided: Counter[str] = Counter()  # verdicts that left for the drafter, by session
+        self._latest: dict[str, float] = {}  # arrival so far, by session
+        self._arrived: dict[str, list[int]] = {}  # numbers of messages, by session
+        self.sent = 0
+        self.sent_by_way: Counter[str] = Counter()
+        self.became: Counter[str] = Counter()
+        super().__init__(setting, sessions, seed)
+
+    def run(self) -> list[tuple[int, ...]]:
+        texts = super().run()
+        self.became["lost"] = self.sent - sum(len(set(numbers)) for numbers in self._arrived.values())
+        return texts
+
+    def _route(self, sender: str, sends: list[Send]) -> None:
+        self._decided.update(to.session for peer, to in sends if isinstance(to, Verdict) and peer != ROUTER)
+        super()._route(sender, [send for send in sends if not isinstance(send[1], States)])
+        for receiver, message in sends:
+            if isinstance(message, States):
+                self._send_states(sender, receiver, message)
+
+    def _send_states(self, sender: str, receiver: str, states: States) -> None:
+        self.sent += 1
+        self.sent_by_way["verdict" if receiver in self.drafters else "apart"] += 1
+        number = self.sent
+        decided = self._decided[states.session]
+
+        def arrive() -> None:
+            self._note(states.session, number, decided)
+            self._deliver(receiver, sender, [states])
+
+        for delay in self._way.delays(self._rng):
+            self._at(self._arrival(states.session, delay), arrive)
+
+    def _arrival(self, session: str, delay: float) -> float:
+        arrival = self._now + delay
+        if self._way.keeps_order:
+            arrival = max(arrival, self._latest.get(session, 0.0))
+            self._latest[session] = arrival
+        return arrival
+
+    def _note(self, session: str, number: int, decided: int) -> None:
+        before = self._arrived.setdefault(session, [])
+        if number in before:
+            self.became["doubled"] += 1
+        else:
+            self.became["late"] += self._decided[session] > decided  # a further step was over before they came
+            self.became["overtaken"] += bool(before) and number < max(before)
+        before.append(number)
+
+
+class ReadingOnWays(WayWorld):
+    """Drafts as the toy target would, by `ReadingMethod`."""
+
+
+class PlacesOnWays(WayWorld, PlacesWorld):
+    """As Medusa."""
+
+
+class TokensOnWays(WayWorld, TokensWorld):
+    """As an MLP speculator."""
+
+
+class EagleOnWays(WayWorld, EagleWorld):
+    """As EAGLE."""
+
+
+def settings(setting: Setting) -> list[Setting]:
+    """Prompts of different lengths, which end within pages and at their ends."""
+    return [replace(setting, prompt=tuple(range(1, 8 + seed))) for seed in range(WORLDS)]
+
+
+@functools.cache
+def plain_texts(sampling: Sampling) -> list[tuple[int, ...]]:
+    setting = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
+    return [text for seed, each in enumerate(settings(setting)) for text in World(each, AT_ONCE, seed).run()]
+
+
+EACH_KIND = pytest.mark.parametrize(
+    "kind",
+    [ReadingOnWays, PlacesOnWays, TokensOnWays, EagleOnWays],
+    ids=["reading method", "by place", "by token", "beside tokens"],
+)
+EACH_SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "temperature 0.7"])
+KEPT_OR_NOT = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not kept"])
+
+
+def run_on(way: Way, kind: type[WayWorld], sampling: Sampling, keeps: bool) -> Sequence[WayWorld]:
+    """Worlds that have run. Their texts are right, and on the way happened what was to happen, and nothing else."""
+    plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
+    setting = replace(plain, block_len=BLOCK_LEN, reads_states=True, keeps_states=keeps)
+    worlds = [kind(way, each, AT_ONCE, seed) for seed, each in enumerate(settings(setting))]
+    assert [text for world in worlds for text in world.run()] == plain_texts(sampling)
+    became = sum((world.became for world in worlds), Counter[str]())
+    assert {what for what, count in became.items() if count} == way.happens, became
+    return worlds
+
+
+@EACH_KIND
+@EACH_SAMPLING
+@KEPT_OR_NOT
+@pytest.mark.parametrize(
+    ("way", "least"),
+    [
+        pytest.param(LATE, 0.05, id="late"),
+        pytest.param(TWICE, 1.0, id="twice"),
+        pytest.param(OUT_OF_ORDER, 0.05, id="out of order"),
+        pytest.param(NOW_AND_THEN_NEVER, 0.2, id="now and then never"),
+    ],
+)
+def test_states_that_come_badly_cost_drafts_and_no_token(
+    way: Way, least: float, keeps: bool, sampling: Sampling, kind: type[WayWorld]
+) -> None:
+    """`least` is a share of the messages with states."""
+    worlds = run_on(way, kind, sampling, keeps)
+    sent = sum(world.sent for world in worlds)
+    for what in way.happens:
+        assert sum(world.became[what] for world in worlds) >= least * sent, f"hardly any was {what}"
+    assert all(world.sent_by_way["verdict"] and world.sent_by_way["apart"] for world in worlds), "one way had none"
+    accepted = sum(session.counts.accepted for world in worlds for session in world.sessions.values())
+    assert accepted > AT_ONCE * WORLDS, "it was hardly ever drafted from states, so this showed nothing"
+
+
+@EACH_KIND
+@EACH_SAMPLING
+@KEPT_OR_NOT
+def test_without_states_nothing_is_drafted_and_the_text_is_right(
+    keeps: bool, sampling: Sampling, kind: type[WayWorld]
+) -> None:
+    worlds = run_on(NEVER, kind, sampling, keeps)
+    for world in worlds:
+        assert world.became["lost"] == world.sent > 0
+        assert sum(session.counts.drafted for session in world.sessions.values()) == 0
