@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link, Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.dispatch import Send, states_stream, stream_name
@@ -23,6 +24,8 @@ from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.pass_timing import DraftTiming
 from cluster.telemetry import Timeline
+from cluster.trust.refusals import Refusals
+from cluster.trust.roles import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Block, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
@@ -47,6 +50,7 @@ class Drafter:
         prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
         profile: DraftCost = UNKNOWN,
         published_acceptance: float | None = None,  # of first tokens, as the draft's folder promises it
+        credentials: Credentials | None = None,  # shown to targets
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -55,6 +59,7 @@ class Drafter:
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self._credentials = credentials or NoCredentials()
         self._method = method
         self._limits = limits
         self._clock = clock
@@ -157,7 +162,7 @@ class Drafter:
     def _count_malformed(self, peer: str, frame: Decoded) -> None:
         for item in frame.malformed:
             self.refused[item.kind] += 1
-            log.warning("refused a malformed %s from %s: %s", item.kind, peer, item.why)
+            self.refusals.log_once(peer, f"a malformed {item.kind}", item.why)
             if item.kind == "Open":
                 self._send([(peer, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
@@ -168,7 +173,9 @@ class Drafter:
             return
         self._targets[address] = Link(
             address,
-            call=lambda channel: TargetServiceStub(channel).Verify(),
+            PeerRole.TARGET,
+            self._credentials,
+            call=lambda channel, metadata: TargetServiceStub(channel).Verify(metadata=metadata),
             frame_type=pb.DrafterToTarget,
             hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
             on_up=lambda: self._target_up(address),
@@ -183,7 +190,9 @@ class Drafter:
         name = states_stream(address)
         self._feeds[name] = Link(
             address,
-            call=lambda channel: TargetServiceStub(channel).States(),
+            PeerRole.TARGET,
+            self._credentials,
+            call=lambda channel, metadata: TargetServiceStub(channel).States(metadata=metadata),
             frame_type=pb.DrafterToTargetStates,
             hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
             on_up=lambda: self._feed_up(address),
@@ -216,6 +225,11 @@ class Drafter:
             self._wanted.set()
 
     # ------------------------------------------------------------ inspection
+
+    @property
+    def refusals(self) -> Refusals:
+        """Of who may not do what it wanted."""
+        return self.scheduler.refusals
 
     @property
     def is_idle(self) -> bool:

@@ -5,7 +5,6 @@ Ray: the engine may be threads or ranks.
 """
 
 import asyncio
-import logging
 import time
 import uuid
 from collections import Counter
@@ -19,13 +18,12 @@ from cluster.dispatch import Send, states_stream, stream_name
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
+from cluster.trust.refusals import Refusals
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded
 from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome
-
-log = logging.getLogger(__name__)
 
 TURN_BYTES = 4 << 20  # of hidden states that are read between two steps: as many as a step's chunk of a prompt has
 Computed = TypeVar("Computed")
@@ -167,11 +165,16 @@ class TargetReplica:
         """Refuses what could not be read; an Open is answered, so that nobody waits for it."""
         for item in frame.malformed:
             self.refused[item.kind] += 1
-            log.warning("refused a malformed %s from %s: %s", item.kind, stream, item.why)
+            self.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
             if item.kind == "Open":
                 self._send([(stream, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
     # ------------------------------------------------------------ inspection
+
+    @property
+    def refusals(self) -> Refusals:
+        """Of who may not do what it wanted."""
+        return self.scheduler.refusals
 
     @property
     def is_idle(self) -> bool:

@@ -28,6 +28,7 @@ from cluster.draft_options import (
     SuffixOptions,
 )
 from cluster.errors import ConfigError
+from cluster.trust.trust_options import TrustConfig
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
@@ -234,6 +235,7 @@ class SlipstreamConfig(_Frozen):
     draft: DraftPool
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
+    trust: TrustConfig = TrustConfig()
 
 
 MOVED: Mapping[str, str] = MappingProxyType(
@@ -255,7 +257,8 @@ def load_config(
 ) -> SlipstreamConfig:
     """Reads a YAML file; SLIPSTREAM__SECTION__KEY variables and then `section.key=value` overrides win.
 
-    Model folders given as relative paths are relative to the file. Raises ConfigError naming the key.
+    Model folders and files of credentials given as relative paths are relative to the file. Raises ConfigError naming
+    the key.
     """
     try:
         data = yaml.safe_load(path.read_text())
@@ -275,6 +278,8 @@ def load_config(
         _override(data, key.split("."), value, key)
     _expand_model_path(data, "model", "target", path.parent)
     _expand_model_path(data, "draft", "model", path.parent)
+    for key in ("certificates", "token_file"):
+        _make_absolute(data, "trust", key, path.parent)
     return validated(data)
 
 
@@ -318,3 +323,10 @@ def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path)
         part[key] = str(path if path.is_absolute() else (base / path).resolve())
     elif (base / path).is_dir():
         part[key] = str((base / path).resolve())
+
+
+def _make_absolute(data: dict[str, Any], section: str, key: str, base: Path) -> None:
+    """For paths that can be nothing else."""
+    part = data.get(section)
+    if isinstance(part, dict) and isinstance(part.get(key), str):
+        part[key] = str(base / Path(part[key]).expanduser())

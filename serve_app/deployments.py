@@ -1,6 +1,6 @@
 """The three Serve deployments: thin shells that give each part its process, its place and its health.
 
-`app.py` binds them together.
+`app.py` binds them together. Long because a shell names all that its part is given, and all that it tells.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-import ray
 import torch
 from fastapi import FastAPI
 from ray import serve
@@ -32,6 +31,7 @@ from actors.models.checkpoint import (
 )
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
+from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.drafting.following import DrafterLimits
@@ -39,8 +39,10 @@ from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
+from cluster.trust.roles import PeerRole
 from cluster.verification.intake import VerificationLimits
 from serve_app.http.schemas import HealthReport
+from serve_app.listening import listening_host
 from serve_app.replica_counters import ReplicaCounters, audit_counts, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
@@ -94,7 +96,7 @@ class TargetDeployment:
             self._engine.step_cost,
         )
         self._counters = ReplicaCounters(lambda: target_counts(self._replica, config.draft.method))
-        self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
+        self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 
@@ -150,6 +152,7 @@ class TargetDeployment:
             "acceptance": asdict(self._replica.scheduler.acceptance),
             "tally": self._replica.scheduler.sentinel.tally.rows(),
             "refused": dict(self._replica.refused),
+            "refusals": dict(self._replica.refusals.counts),
             **self._replica.scheduler.load(),
         }
 
@@ -194,10 +197,11 @@ class DraftDeployment:
             prepare_thread=compute_in_background if config.draft.resources.background else None,
             profile=self._costs,
             published_acceptance=published_acceptance(config.draft),
+            credentials=credentials_of(config.trust, PeerRole.DRAFTER),
         )
         self._method = config.draft.method
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
-        self._server = await serve_drafter(self._drafter, ray.util.get_node_ip_address())
+        self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(self._drafter.run())
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -224,6 +228,7 @@ class DraftDeployment:
             "counts": dict(self._drafter.scheduler.counts),
             "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),
+            "refusals": dict(self._drafter.refusals.counts),
             **self._drafter.scheduler.load(),
         }
 
@@ -258,7 +263,8 @@ class RouterDeployment:
         self._text = TextCodec.load(str(folder))
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
-        self._router = Router(ServeMembership(targets, drafters), identity, limits, audits)
+        credentials = credentials_of(config.trust, PeerRole.ROUTER)
+        self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
         self._metrics = Metrics(remedies=lambda: self._router.remedies)
         self._counters = ReplicaCounters(lambda: audit_counts(audits))
         self._work = asyncio.create_task(self._router.run())

@@ -56,6 +56,7 @@ HELP = {
     "slipstream_drafter_events": "What else a drafter counts",
     "slipstream_audits": "Requests that were chosen to be decided again, by what came of it",
     "slipstream_refused_messages": "Malformed messages, by kind",
+    "slipstream_refused_peers": "Streams and messages refused for who sent them, by cause",
 }
 
 
@@ -81,6 +82,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
         },
         "slipstream_state_rows": {way: scheduler.feeds.counts.get(way, 0) for way in ("verdict", "apart", "again")},
         "slipstream_refused_messages": dict(target.refused),
+        "slipstream_refused_peers": dict(target.refusals.counts),
     }
 
 
@@ -105,6 +107,7 @@ def drafter_counts(drafter: Drafter) -> Counts:
         "slipstream_drafting_passes": {"asked": events.pop("passes", 0), "ahead": events.pop("passes_ahead", 0)},
         "slipstream_drafter_events": events,
         "slipstream_refused_messages": dict(drafter.refused),
+        "slipstream_refused_peers": dict(drafter.refusals.counts),
     }
 
 

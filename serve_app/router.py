@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link
 from cluster.audit.audits import Audits
 from cluster.dispatch import Send
@@ -19,6 +20,7 @@ from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
 from cluster.telemetry import Timeline
+from cluster.trust.roles import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Hello, LiveSession, Refusal, Verdict
@@ -60,6 +62,7 @@ class Router:
         limits: RouterLimits,
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
+        credentials: Credentials | None = None,  # shown to targets and drafters
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -68,6 +71,7 @@ class Router:
         self._identity = identity
         self._limits = limits
         self._clock = clock
+        self._credentials = credentials or NoCredentials()
         self._draining = False
         self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._tell)
         self._targets: dict[str, Link] = {}  # by address
@@ -206,7 +210,9 @@ class Router:
     def _dial_target(self, address: str) -> Link:
         return Link(
             address,
-            call=lambda channel: TargetServiceStub(channel).Drive(),
+            PeerRole.TARGET,
+            self._credentials,
+            call=lambda channel, metadata: TargetServiceStub(channel).Drive(metadata=metadata),
             frame_type=pb.RouterToTarget,
             hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,
@@ -217,7 +223,9 @@ class Router:
     def _dial_drafter(self, address: str) -> Link:
         return Link(
             address,
-            call=lambda channel: DraftServiceStub(channel).Drive(),
+            PeerRole.DRAFTER,
+            self._credentials,
+            call=lambda channel, metadata: DraftServiceStub(channel).Drive(metadata=metadata),
             frame_type=pb.RouterToDrafter,
             hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,

@@ -14,9 +14,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
+from actors.transport.credentials import Credentials, Metadata
 from cluster.errors import ProtocolError
+from cluster.trust.roles import PeerRole
 from protos.codec import Decoded, decode, encode, encoded_bytes
-from protos.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
+from protos.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 from protos.states import MAX_STATES_BYTES
 
 log = logging.getLogger(__name__)
@@ -24,23 +26,15 @@ log = logging.getLogger(__name__)
 OUTBOX_LIMIT = 8192  # messages; a peer that is this far behind is not coming back in time
 STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that attaches again is sent what is on its way once more
 FRAME_BYTES = 4 << 20  # about what one frame may hold; a single message may be larger
-KEEPALIVE_MS = 2_000  # a peer that hangs is noticed within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
-KEEPALIVE_TIMEOUT_MS = 3_000
+HELLO_S = 10.0  # for a caller to greet
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # this is the one that counts; its default is a minute
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.use_local_subchannel_pool", 1),  # a dialled peer that hung is dialled anew, not found in a pool
-    ("grpc.so_reuseport", 0),
+REFUSING = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
 )
+"""What a peer answers that will not talk to us until something is changed."""
 
 
 class Outbox:
@@ -132,7 +126,11 @@ def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> He
 
 async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
     """Reads and checks the greeting; a caller that does not fit is sent away with the reason."""
-    frame = await _read_frame(context)
+    try:
+        async with asyncio.timeout(HELLO_S):
+            frame = await _read_frame(context)
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED)
     decoded = decode(frame) if frame is not grpc.aio.EOF else Decoded(())
     try:
         return check_hello(next(iter(decoded.messages), None), vocabulary, target_model)
@@ -175,14 +173,17 @@ async def converse(
 class Link:
     """A stream to one peer that is dialled again whenever it breaks, until it is closed.
 
-    `call` opens the stream on a channel. `on_up` is called after the peer's Welcome, `on_down` once for each
-    time that it was up. `hello` is asked anew for every dial, so that it lists what is alive then.
+    `peer` is the role that the peer has to prove. `call` opens the stream on a channel. `on_up` is called after the
+    peer's Welcome, `on_down` once for each time that it was up. `hello` is asked anew for every dial, so that it lists
+    what is alive then.
     """
 
     def __init__(
         self,
         address: str,
-        call: Callable[[grpc.aio.Channel], Any],
+        peer: PeerRole,
+        credentials: Credentials,
+        call: Callable[[grpc.aio.Channel, Metadata], Any],
         frame_type: type[ProtoMessage],
         hello: Callable[[], Hello],
         on_up: Callable[[], None],
@@ -192,6 +193,8 @@ class Link:
         self.address = address
         self.refused: str | None = None  # why the peer will not talk to us
         self.is_up = False
+        self._peer = peer
+        self._credentials = credentials
         self._call = call
         self._frame_type = frame_type
         self._hello = hello
@@ -229,16 +232,21 @@ class Link:
             await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
 
     def _note(self, error: Exception) -> None:
-        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-        if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.aio.AioRpcError):
-            self.refused = error.details()
-            log.error("%s refuses to talk: %s", self.address, self.refused)
+        """A refusal is an error once, however often it is heard."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            log.info("stream to %s broke: %s", self.address, error)
+        elif error.code() in REFUSING:
+            why = error.details() or error.code().name
+            if why != self.refused:
+                log.error("%s refuses to talk: %s", self.address, why)
+            self.refused = why
         else:
-            log.info("stream to %s broke: %s", self.address, code or error)
+            log.info("stream to %s broke: %s: %s", self.address, error.code(), error.details())
 
     async def _converse(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            stream = self._call(channel)
+        """Credentials are read for each dial: those that were replaced meanwhile are in use from then on."""
+        async with self._credentials.dial(self.address, self._peer) as channel:
+            stream = self._call(channel, self._credentials.metadata)
             await stream.write(encode(self._frame_type, [self._hello()]))
             frame = await stream.read()
             if frame is grpc.aio.EOF:

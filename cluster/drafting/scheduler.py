@@ -1,5 +1,6 @@
 """The drafter's scheduler: which sessions are drafted for, now or ahead, and which of the blocks drafted are sent."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,8 +11,11 @@ from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.session_texts import News
 from cluster.sentinel.load_check import LoadCheck
+from cluster.trust.refusals import Refusals
 from protos.draft_tree import DraftTree
 from protos.messages import Block, DraftRequest, Message, NoDraft, Shape
+
+log = logging.getLogger(__name__)
 
 
 class DraftScheduler:
@@ -25,6 +29,7 @@ class DraftScheduler:
         published_acceptance: float | None = None,  # of first tokens, if the draft comes with a promise
     ) -> None:
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
+        self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # that the method can make
         self._sessions = FollowedSessions(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))

@@ -5,6 +5,7 @@ verified only at exactly the length and hash it was drafted for. Knows nothing o
 are handed in.
 """
 
+import logging
 import math
 import secrets
 from collections import Counter
@@ -19,6 +20,7 @@ from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
 from cluster.page_allocator import PageAllocator, PageCopy, PlaceMove
+from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.intake import Intake, VerificationLimits
@@ -27,6 +29,8 @@ from cluster.verification.sequence import TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
 from protos.messages import Finish, Message, Open, Resync, Verdict
+
+log = logging.getLogger(__name__)
 
 
 class VerificationScheduler:
@@ -44,6 +48,7 @@ class VerificationScheduler:
         self._admission = Admission(limits.max_sessions, self._pages)
         self._counts = BlockCounts()
         self.sentinel = AcceptanceSentinel()
+        self.refusals = Refusals(log)
         self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel)
         self.feeds = self._intake.feeds
         self._in_step: list[tuple[TargetSession, Row]] = []

@@ -19,6 +19,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
+from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.audit.replay import Difference
 from cluster.config import AuditConfig
@@ -28,6 +29,8 @@ from cluster.drafting.state_intake import NO_BOUNDS, StateBounds
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
+from cluster.trust.roles import PeerRole
+from cluster.trust.trust_options import TrustConfig
 from cluster.verification.intake import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.messages import Acceptance, Sampling
@@ -169,6 +172,7 @@ async def cluster(
     audit: AuditConfig | None = None,
     target_runner: Callable[[int], Runner] = lambda _: ToyRunner(LOGITS),
     reading: StateReading | None = None,  # of the targets' hidden states, if the drafters' method reads them
+    trust: TrustConfig | None = None,
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -178,6 +182,7 @@ async def cluster(
     engines: list[ThreadEngine] = []
     pace = Pace()
     layout = None if reading is None else LAYOUT
+    trust = trust or TrustConfig()
     for index in range(targets):
         runner = target_runner(index) if reading is None else reading.runner(pages)
         engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY)))
@@ -187,7 +192,7 @@ async def cluster(
         engine = wrap_engine(PacedEngine(engines[-1], pace))
         pacing = LockStep() if lock_step else Adaptive()
         replica = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing)
-        server = await serve_target(replica, "127.0.0.1")
+        server = await serve_target(replica, "127.0.0.1", trust=trust)
         replicas[server.address] = replica
         servers[server.address] = server
         tasks.append(asyncio.create_task(replica.run()))
@@ -198,8 +203,9 @@ async def cluster(
             IDENTITY.vocabulary,
             IDENTITY.target_model,
             draft_ahead=not lock_step,
+            credentials=credentials_of(trust, PeerRole.DRAFTER),
         )
-        server = await serve_drafter(drafter, "127.0.0.1")
+        server = await serve_drafter(drafter, "127.0.0.1", trust=trust)
         drafting[server.address] = drafter
         servers[server.address] = server
         tasks.append(asyncio.create_task(drafter.run()))
@@ -210,7 +216,8 @@ async def cluster(
     differences: list[Difference] = []
     audits = Audits(audit or AuditConfig(), "float32", differences.append)
     limits_of_router = RouterLimits(max_sessions=100, target_wait_s=target_wait_s)
-    router = Router(StaticMembership(members), IDENTITY, limits_of_router, audits)
+    shown = credentials_of(trust, PeerRole.ROUTER)
+    router = Router(StaticMembership(members), IDENTITY, limits_of_router, audits, credentials=shown)
     tasks.append(asyncio.create_task(router.run()))
     whole = Cluster(router, pace, replicas, drafting, servers, differences)
     try:

@@ -1,9 +1,9 @@
 """Peers that do not fit, and peers that mean harm, over real gRPC: each is refused, and costs nobody else anything."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -32,8 +32,18 @@ from protos.messages import (
     Verdict,
     Welcome,
 )
-from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 from protos.states import StateDtype
+from tests.integration.doors import (
+    DOORS,
+    DRIVE_DRAFTER,
+    DRIVE_TARGET,
+    STATES,
+    VERIFY,
+    Door,
+    refused_with,
+    stream_to,
+    within,
+)
 from tests.integration.harness import (
     CHECKED,
     CONTEXT,
@@ -47,49 +57,6 @@ from tests.integration.harness import (
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
 OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4, "127.0.0.1:9")
-
-
-@dataclass(frozen=True)
-class Door:
-    """One way into the system."""
-
-    path: str
-    stub: Callable[[grpc.aio.Channel], Any]
-    frame: Any
-    opened_by: Any = field(repr=False)  # the address of the peer in a cluster
-
-    def address(self, c: Cluster) -> str:
-        (address,) = self.opened_by(c)
-        return str(address)
-
-
-DRIVE_TARGET = Door(
-    "/slipstream.v1.TargetService/Drive",
-    lambda ch: TargetServiceStub(ch).Drive(),
-    pb.RouterToTarget,
-    lambda c: c.targets,
-)
-VERIFY = Door(
-    "/slipstream.v1.TargetService/Verify",
-    lambda ch: TargetServiceStub(ch).Verify(),
-    pb.DrafterToTarget,
-    lambda c: c.targets,
-)
-STATES = Door(
-    "/slipstream.v1.TargetService/States",
-    lambda ch: TargetServiceStub(ch).States(),
-    pb.DrafterToTargetStates,
-    lambda c: c.targets,
-)
-DRIVE_DRAFTER = Door(
-    "/slipstream.v1.DraftService/Drive",
-    lambda ch: DraftServiceStub(ch).Drive(),
-    pb.RouterToDrafter,
-    lambda c: c.drafters,
-)
-DOORS = pytest.mark.parametrize(
-    "door", [DRIVE_TARGET, VERIFY, STATES, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2]
-)
 
 
 @asynccontextmanager
@@ -107,30 +74,12 @@ async def busy_cluster() -> AsyncIterator[Cluster]:
 
 
 @asynccontextmanager
-async def stream_to(c: Cluster, door: Door) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(door.address(c)) as channel:
-        yield door.stub(channel)
-
-
-@asynccontextmanager
 async def greeted(c: Cluster, door: Door) -> AsyncIterator[Any]:
     """A stream past its greeting."""
     async with stream_to(c, door) as stream:
         await stream.write(encode(door.frame, [HELLO]))
         assert isinstance(decode(await stream.read()).messages[0], Welcome)
         yield stream
-
-
-@contextmanager
-def refused_with(code: grpc.StatusCode, details: str) -> Iterator[None]:
-    with pytest.raises(grpc.aio.AioRpcError, match=details) as error:
-        yield
-    assert error.value.code() is code
-
-
-async def within(seconds: float, work: Awaitable[Any]) -> Any:
-    async with asyncio.timeout(seconds):
-        return await work
 
 
 # ---------------------------------------------------------------- the greeting

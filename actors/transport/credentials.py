@@ -1,0 +1,185 @@
+"""How peers prove that they belong: by certificates, by a shared token, or, on one machine, not at all.
+
+The rest of the transport asks a `Credentials` to listen and to dial, and what a caller's connection proves.
+"""
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from actors.transport.certificate_files import CertificateFiles, CertificateSet
+from actors.transport.channel_options import CHANNEL_OPTIONS
+from cluster.errors import ConfigError
+from cluster.trust.roles import PeerRole, roles_of
+from cluster.trust.trust_options import TrustConfig
+
+log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]
+
+AUTHORIZATION = "authorization"
+EVERY_ROLE = frozenset(PeerRole)
+
+
+class Credentials(Protocol):
+    """Of one process in its role."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What each stream that we open says beside its messages."""
+        ...
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        """Binds a server; returns the port."""
+        ...
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        """A channel to a peer that has to prove its role."""
+        ...
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether a caller with this metadata may be answered at all."""
+        ...
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        """What a caller whose connection proves this may act as."""
+        ...
+
+
+class NoCredentials:
+    """Whoever connects is trusted; without `insecure`, only who is on this machine can."""
+
+    metadata: Metadata = ()
+
+    def __init__(self, insecure: bool = False) -> None:
+        self._insecure = insecure
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        if not self._insecure and not is_loopback(host):
+            raise ConfigError(
+                f"trust: a gRPC server is to listen on {host}, beyond this machine, and nothing says whom it may trust;"
+                " give trust.certificates or trust.token_file, or trust.insecure: true if all of its network is trusted"
+            )
+        return server.add_insecure_port(f"{host}:{port}")
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        return True
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        return EVERY_ROLE
+
+
+class TokenFile:
+    """Who has the token belongs here, in whatever role it acts; nothing is encrypted."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when there is no token in the file."""
+        self._path = path
+        self._tokens = self._read()
+
+    @property
+    def metadata(self) -> Metadata:
+        return ((AUTHORIZATION, f"Bearer {self._current()[0]}"),)
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        return server.add_insecure_port(f"{host}:{port}")
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        said = next((value for key, value in metadata if key == AUTHORIZATION), "")
+        presented = said.encode() if isinstance(said, str) else said
+        # All are compared, in constant time each, so that how long it takes says nothing.
+        matches = [hmac.compare_digest(presented, f"Bearer {token}".encode()) for token in self._current()]
+        return any(matches)
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        return EVERY_ROLE
+
+    def _current(self) -> tuple[str, ...]:
+        """Of the file as it is now; while it cannot be read, those before it stay."""
+        try:
+            self._tokens = self._read()
+        except ConfigError as error:
+            log.error("the tokens before it stay in use: %s", error)
+        return self._tokens
+
+    def _read(self) -> tuple[str, ...]:
+        try:
+            tokens = tuple(self._path.read_text("ascii").split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"trust.token_file: cannot read {self._path}: {error}") from error
+        if not tokens:
+            raise ConfigError(f"trust.token_file: {self._path} is empty; expected a token in each line")
+        return tokens
+
+
+class MutualTls:
+    """Both sides show certificates of the same authority, which hold their roles."""
+
+    metadata: Metadata = ()
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        served = self._files.current()
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            """Asked for at each handshake; None keeps what there is."""
+            nonlocal served
+            found = self._files.current()
+            if found == served:
+                return None
+            served = found
+            return _server_configuration(found)
+
+        offered = grpc.dynamic_ssl_server_credentials(
+            _server_configuration(served),
+            newer,  # type: ignore[arg-type]  # the stubs leave out that None keeps what there is
+            require_client_authentication=True,
+        )
+        return server.add_secure_port(f"{host}:{port}", offered)
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        """Addresses are those of pods, which no certificate holds: what is checked is the role."""
+        found = self._files.current()
+        shown = grpc.ssl_channel_credentials(found.authority, found.key, found.certificate)
+        options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.name_in_certificate))
+        return grpc.aio.secure_channel(address, shown, options=options)
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        return True  # or the handshake would have failed
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        names = auth_context.get("x509_subject_alternative_name", ())
+        return roles_of(name.decode(errors="replace") for name in names)
+
+
+def _server_configuration(found: CertificateSet) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(found.key, found.certificate)], found.authority)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def credentials_of(trust: TrustConfig, role: PeerRole) -> Credentials:
+    """As the configuration says. Raises ConfigError when files are missing or unfit."""
+    if trust.certificates is not None:
+        return MutualTls(CertificateFiles(Path(trust.certificates.replace("{role}", role.value))))
+    if trust.token_file is not None:
+        return TokenFile(Path(trust.token_file))
+    return NoCredentials(trust.insecure)

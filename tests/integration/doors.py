@@ -1,0 +1,93 @@
+"""The ways into the system over gRPC, and how a stranger goes through one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.trust.roles import PeerRole
+from protos import speculation_pb2 as pb
+from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
+from tests.integration.harness import Cluster
+
+
+@dataclass(frozen=True)
+class Door:
+    """One way into the system."""
+
+    path: str
+    stub: Callable[[grpc.aio.Channel], Any]
+    frame: Any
+    caller: PeerRole
+    server: PeerRole
+    opened_by: Any = field(repr=False)  # the address of the peer in a cluster
+
+    def address(self, c: Cluster) -> str:
+        (address,) = self.opened_by(c)
+        return str(address)
+
+
+DRIVE_TARGET = Door(
+    "/slipstream.v1.TargetService/Drive",
+    lambda ch: TargetServiceStub(ch).Drive(),
+    pb.RouterToTarget,
+    PeerRole.ROUTER,
+    PeerRole.TARGET,
+    lambda c: c.targets,
+)
+VERIFY = Door(
+    "/slipstream.v1.TargetService/Verify",
+    lambda ch: TargetServiceStub(ch).Verify(),
+    pb.DrafterToTarget,
+    PeerRole.DRAFTER,
+    PeerRole.TARGET,
+    lambda c: c.targets,
+)
+STATES = Door(
+    "/slipstream.v1.TargetService/States",
+    lambda ch: TargetServiceStub(ch).States(),
+    pb.DrafterToTargetStates,
+    PeerRole.DRAFTER,
+    PeerRole.TARGET,
+    lambda c: c.targets,
+)
+DRIVE_DRAFTER = Door(
+    "/slipstream.v1.DraftService/Drive",
+    lambda ch: DraftServiceStub(ch).Drive(),
+    pb.RouterToDrafter,
+    PeerRole.ROUTER,
+    PeerRole.DRAFTER,
+    lambda c: c.drafters,
+)
+DOORS = pytest.mark.parametrize(
+    "door", [DRIVE_TARGET, VERIFY, STATES, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2]
+)
+
+
+@asynccontextmanager
+async def stream_to(c: Cluster, door: Door) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(door.address(c)) as channel:
+        yield door.stub(channel)
+
+
+@contextmanager
+def refused_with(code: grpc.StatusCode, details: str) -> Iterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError, match=details) as error:
+        yield
+    assert error.value.code() is code
+
+
+@contextmanager
+def told_nothing_but(code: grpc.StatusCode) -> Iterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        yield
+    assert (error.value.code(), error.value.details()) == (code, "")
+
+
+async def within(seconds: float, work: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(seconds):
+        return await work

@@ -1,0 +1,271 @@
+"""Who may speak to whom, over real gRPC: those who may not are refused, logged once, and told nothing."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from actors.transport import streams
+from actors.transport.credentials import AUTHORIZATION, credentials_of
+from cluster.trust.roles import PeerRole
+from cluster.trust.trust_options import TrustConfig
+from protos.codec import decode, encode
+from protos.messages import Hello, Welcome
+from protos.speculation_pb2_grpc import TargetServiceStub
+from tests.certificates import Authority
+from tests.integration.doors import DOORS, DRIVE_TARGET, VERIFY, Door, stream_to, told_nothing_but, within
+from tests.integration.harness import IDENTITY, Cluster, cluster, eventually, plain_greedy
+
+HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+@asynccontextmanager
+async def shown(c: Cluster, door: Door, folder: Path) -> AsyncIterator[Any]:
+    """A stream of somebody with the certificates in this folder."""
+    credentials = credentials_of(TrustConfig(certificates=str(folder)), PeerRole.ROUTER)
+    async with credentials.dial(door.address(c), door.server) as channel:
+        yield door.stub(channel)
+
+
+async def is_welcome(stream: Any, door: Door) -> bool:
+    await stream.write(encode(door.frame, [HELLO]))
+    return isinstance(decode(await within(5, stream.read())).messages[0], Welcome)
+
+
+def refusals(c: Cluster, door: Door) -> dict[str, int]:
+    served = {**c.targets, **c.drafters}[door.address(c)]
+    return dict(served.refusals.counts)
+
+
+# ---------------------------------------------------------------- those who belong
+
+
+async def test_the_whole_system_serves_with_certificates(tmp_path):
+    async with cluster(trust=Authority().issue_all(tmp_path)) as c:
+        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
+        (target,) = c.targets.values()
+        assert target.scheduler.accepted_tokens > 0
+
+
+async def test_the_whole_system_serves_with_a_token(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"))) as c:
+        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
+        (target,) = c.targets.values()
+        assert target.scheduler.accepted_tokens > 0
+
+
+# ---------------------------------------------------------------- certificates
+
+
+@DOORS
+@pytest.mark.parametrize("kind", ["none", "plain", "expired", "foreign"])
+async def test_who_has_no_valid_certificate_does_not_get_through_the_handshake(door, kind, tmp_path):
+    authority = Authority()
+    async with cluster(trust=authority.issue_all(tmp_path)) as c:
+        if kind == "expired":
+            authority.issue(tmp_path / kind, door.caller, lasts=timedelta(days=-1))
+        elif kind == "foreign":
+            Authority().issue(tmp_path / kind, door.caller)
+            (tmp_path / kind / "ca.crt").write_bytes(authority.pem)  # it believes us; we do not believe it
+        async with channel_of(c, door, kind, tmp_path, authority) as channel:
+            for _ in range(2):
+                with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                    await is_welcome(door.stub(channel), door)
+        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "those who belong are served as before"
+
+
+@asynccontextmanager
+async def channel_of(
+    c: Cluster, door: Door, kind: str, folder: Path, authority: Authority
+) -> AsyncIterator[grpc.aio.Channel]:
+    if kind == "plain":
+        async with grpc.aio.insecure_channel(door.address(c)) as channel:
+            yield channel
+    elif kind == "none":
+        options = [("grpc.ssl_target_name_override", door.server.name_in_certificate)]
+        believing = grpc.ssl_channel_credentials(authority.pem)
+        async with grpc.aio.secure_channel(door.address(c), believing, options) as channel:
+            yield channel
+    else:
+        credentials = credentials_of(TrustConfig(certificates=str(folder / kind)), PeerRole.ROUTER)
+        async with credentials.dial(door.address(c), door.server) as channel:
+            yield channel
+
+
+@DOORS
+async def test_each_stream_is_for_one_role_and_others_are_told_nothing_but_that(door, tmp_path, caplog):
+    authority = Authority()
+    others = [[role] for role in PeerRole if role is not door.caller]
+    async with cluster(trust=authority.issue_all(tmp_path)) as c:
+        for roles in [*others, []]:
+            authority.issue(tmp_path / "other", *roles)
+            caplog.clear()
+            for _ in range(3):
+                async with shown(c, door, tmp_path / "other") as stream:
+                    with told_nothing_but(grpc.StatusCode.PERMISSION_DENIED):
+                        await is_welcome(stream, door)
+        assert refusals(c, door) == {f"a caller that is no {door.caller.value}": 9}
+        authority.issue(tmp_path / "other", *PeerRole)
+        async with shown(c, door, tmp_path / "other") as stream:
+            assert await is_welcome(stream, door), "one certificate may hold several roles"
+
+
+async def test_a_refused_peer_is_logged_once(tmp_path, caplog):
+    authority = Authority()
+    async with cluster(trust=authority.issue_all(tmp_path)) as c:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(5):
+                async with shown(c, VERIFY, tmp_path / "router") as stream:
+                    with told_nothing_but(grpc.StatusCode.PERMISSION_DENIED):
+                        await is_welcome(stream, VERIFY)
+        (line,) = [record.getMessage() for record in caplog.records if "no drafter" in record.getMessage()]
+        assert "its certificate is that of router" in line
+
+
+@pytest.mark.parametrize("holder", ["router", "drafter"])
+async def test_nobody_is_taken_for_a_target_without_a_targets_certificate(holder, tmp_path):
+    """Who dials shows what it has only to whom it looks for: the handshake ends before a message is sent."""
+    authority = Authority()
+    trust = authority.issue_all(tmp_path)
+    heard: list[str] = []
+
+    async def listen(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        heard.append(context.peer())
+
+    server = grpc.aio.server()
+    handlers = {"Verify": grpc.stream_stream_rpc_method_handler(listen)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("slipstream.v1.TargetService", handlers)])
+    impostor = credentials_of(TrustConfig(certificates=str(tmp_path / holder)), PeerRole.TARGET)
+    port = impostor.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        drafting = credentials_of(trust, PeerRole.DRAFTER)
+        async with drafting.dial(f"127.0.0.1:{port}", PeerRole.TARGET) as channel:
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                await is_welcome(VERIFY.stub(channel), VERIFY)
+        assert heard == []
+        async with drafting.dial(f"127.0.0.1:{port}", PeerRole(holder)) as channel:
+            await within(5, VERIFY.stub(channel).read())
+        assert len(heard) == 1, "it is the name that made the difference"
+    finally:
+        await server.stop(0)
+
+
+async def test_certificates_are_replaced_while_streams_run(tmp_path):
+    """By those of another authority, so that nothing of the old ones can be what is believed after."""
+    old = tmp_path / "kept"
+    authority = Authority()
+    async with cluster(trust=authority.issue_all(tmp_path)) as c:
+        authority.issue(old, PeerRole.ROUTER)
+        running = asyncio.create_task(c.tokens(c.generation(max_len=203)))
+        (target,) = c.targets.values()
+        await eventually(lambda: target.scheduler.accepted_tokens > 0, "a session is drafted for")
+        Authority("newer").issue_all(tmp_path)
+        async with shown(c, DRIVE_TARGET, tmp_path / "router") as stream:
+            assert await is_welcome(stream, DRIVE_TARGET)
+        async with shown(c, DRIVE_TARGET, old) as stream:
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                await is_welcome(stream, DRIVE_TARGET)
+        assert not running.done(), "the session ended before anything was replaced"
+        before = target._streams
+        for link in (*c.router._targets.values(), *c.router._drafters.values()):
+            link._outbox._overflow.set()  # as any stream may break
+        await eventually(lambda: target._streams > before, "the router has come again")
+        c.hurry()
+        assert await running == plain_greedy((1, 2, 3), 200)
+        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
+
+
+# ---------------------------------------------------------------- tokens
+
+WRONG = {"none": (), "wrong": ((AUTHORIZATION, "Bearer secre"),), "bare": ((AUTHORIZATION, "secret"),)}
+
+
+@pytest.mark.parametrize("metadata", WRONG.values(), ids=WRONG)
+async def test_a_caller_without_the_token_is_told_nothing_whatever_it_calls(metadata, tmp_path, caplog):
+    (tmp_path / "token").write_text("secret")
+    async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"), reflection=True)) as c:
+        address = DRIVE_TARGET.address(c)
+        with caplog.at_level(logging.WARNING):
+            async with grpc.aio.insecure_channel(address) as channel:
+                for path in (DRIVE_TARGET.path, VERIFY.path, REFLECTION, "/no.such.Service/Call"):
+                    call = channel.stream_stream(path)(metadata=metadata)
+                    with told_nothing_but(grpc.StatusCode.UNAUTHENTICATED):
+                        await within(5, call.read())
+                with told_nothing_but(grpc.StatusCode.UNAUTHENTICATED):
+                    await health_pb2_grpc.HealthStub(channel).Check(
+                        health_pb2.HealthCheckRequest(), metadata=metadata, timeout=5
+                    )
+        assert refusals(c, DRIVE_TARGET) == {"a caller without a valid token": 5}
+        assert len([record for record in caplog.records if "valid token" in record.getMessage()]) == 1
+
+
+async def test_a_router_that_is_refused_says_so_once_and_comes_in_when_its_token_is_right(tmp_path, caplog):
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "another").write_text("wrong")
+    trust = TrustConfig(token_file=str(tmp_path / "token"))
+    async with cluster(trust=trust) as c:
+        credentials = credentials_of(TrustConfig(token_file=str(tmp_path / "another")), PeerRole.ROUTER)
+        with caplog.at_level(logging.ERROR):
+            link = streams.Link(
+                DRIVE_TARGET.address(c),
+                PeerRole.TARGET,
+                credentials,
+                call=lambda channel, metadata: TargetServiceStub(channel).Drive(metadata=metadata),
+                frame_type=DRIVE_TARGET.frame,
+                hello=lambda: HELLO,
+                on_up=lambda: None,
+                on_frame=lambda _: None,
+                on_down=lambda: None,
+            )
+            await eventually(lambda: refusals(c, DRIVE_TARGET).get("a caller without a valid token", 0) > 2, "it tries")
+            assert link.refused == "UNAUTHENTICATED"
+            (tmp_path / "another").write_text("secret")
+            await eventually(lambda: link.is_up, "it is let in")
+            assert link.refused is None
+        await link.close()
+        assert len([record for record in caplog.records if "refuses to talk" in record.getMessage()]) == 1
+
+
+# ---------------------------------------------------------------- what is open to whom
+
+
+async def test_services_are_described_only_where_that_is_asked_for():
+    for asked, code in ((False, grpc.StatusCode.UNIMPLEMENTED), (True, grpc.StatusCode.OK)):
+        async with cluster(trust=TrustConfig(reflection=asked)) as c, grpc.aio.insecure_channel(*c.targets) as channel:
+            call = channel.stream_stream(REFLECTION)()
+            await call.done_writing()
+            assert await within(5, call.code()) is code
+
+
+async def test_streams_of_a_host_are_bounded_and_free_again_once_closed(caplog):
+    """One is the router's; drafters come once there is a session."""
+    async with cluster(trust=TrustConfig(max_streams_per_host=3)) as c:
+        streams_of = c.servers[VERIFY.address(c)].gate.streams
+        async with stream_to(c, VERIFY) as one, stream_to(c, VERIFY):
+            assert await is_welcome(one, VERIFY)
+            await eventually(lambda: streams_of.total() == 3, "one that has not greeted counts too")
+            async with stream_to(c, VERIFY) as three:
+                with told_nothing_but(grpc.StatusCode.RESOURCE_EXHAUSTED):
+                    await is_welcome(three, VERIFY)
+        assert refusals(c, VERIFY) == {"one stream too many": 1}
+        await eventually(lambda: streams_of.total() == 1, "only the router's is left")
+        async with stream_to(c, VERIFY) as again:
+            assert await is_welcome(again, VERIFY)
+
+
+@DOORS
+async def test_a_caller_that_does_not_greet_is_sent_away(door, monkeypatch):
+    monkeypatch.setattr(streams, "HELLO_S", 0.2)
+    async with cluster() as c, stream_to(c, door) as stream:
+        with told_nothing_but(grpc.StatusCode.DEADLINE_EXCEEDED):
+            await within(5, stream.read())
