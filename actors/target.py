@@ -19,7 +19,7 @@ from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
 from cluster.trust.refusals import Refusals
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded

@@ -43,7 +43,7 @@ from cluster.errors import SlipstreamError
 from cluster.pacing.policy import LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Generation
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from protos import speculation_pb2 as pb
 from protos.messages import Acceptance, Frame, Sampling, States
 from serve_app.bench.experiment import read_prompts

@@ -12,6 +12,7 @@ import numpy as np
 from protos import speculation_pb2 as pb
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.messages import (
+    PROOF_BYTES,
     Acceptance,
     Attach,
     Block,
@@ -33,6 +34,7 @@ from protos.messages import (
     Shape,
     States,
     StatesAck,
+    Ticket,
     Verdict,
     Welcome,
 )
@@ -40,6 +42,7 @@ from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 
 MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
 MAX_SPARSE_WIDTH = 1024
+MAX_KEY_BYTES = 64  # of blake2b
 
 
 def require(condition: bool, why: str) -> None:
@@ -93,6 +96,16 @@ def _sampling_from_pb(m: pb.Sampling) -> Sampling:
     return Sampling(m.temperature, m.top_k, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty)
 
 
+def _ticket_from_pb(m: pb.Ticket) -> Ticket:
+    require(len(m.proof) == PROOF_BYTES, f"a ticket's proof has {len(m.proof)} bytes, expected {PROOF_BYTES}")
+    return Ticket(m.assignment, m.proof)
+
+
+def _ticket_key_from(key: bytes) -> bytes:
+    require(len(key) <= MAX_KEY_BYTES, f"ticket_key has {len(key)} bytes, expected at most {MAX_KEY_BYTES}")
+    return key
+
+
 def _open_from_pb(m: pb.Open) -> Open:
     tokens = _int32_tuple(m.tokens, "tokens")
     require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
@@ -120,6 +133,8 @@ def _open_from_pb(m: pb.Open) -> Open:
         target_address=m.target_address,
         audit=m.audit,
         rival=rival,
+        ticket_key=_ticket_key_from(m.ticket_key),
+        ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
     )
 
 
@@ -147,7 +162,8 @@ def _block_from_pb(m: pb.Block) -> Block:
 def _attach_from_pb(m: pb.Attach) -> Attach:
     states_from = m.states_from if m.HasField("states_from") else None
     require(states_from is None or states_from <= m.have_len, f"states_from is {states_from} of {m.have_len} tokens")
-    return Attach(m.session, m.have_len, m.have_hash, states_from)
+    ticket = _ticket_from_pb(m.ticket) if m.HasField("ticket") else None
+    return Attach(m.session, m.have_len, m.have_hash, states_from, ticket)
 
 
 def _detach_from_pb(m: pb.Detach) -> Detach:

@@ -10,8 +10,9 @@ from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
+PROOF_BYTES = 16  # of a ticket
 
 
 class Acceptance(IntEnum):
@@ -91,6 +92,14 @@ class Sampling:
 
 
 @value
+class Ticket:
+    """What a drafter shows to a target: that its session's router assigned it, as which one of how many so far."""
+
+    assignment: int
+    proof: bytes
+
+
+@value
 class Open:
     session: str
     attempt: int
@@ -107,6 +116,8 @@ class Open:
     target_address: str = ""
     audit: bool = False  # decides an ended request again; yields to every session that does not
     rival: int | None = None  # of an audit of one token: whose margin is asked for
+    ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
+    ticket: Ticket | None = None  # to a drafter: what it is to show
 
     @property
     def takes_trees(self) -> bool:
@@ -139,6 +150,7 @@ class Attach:
     have_len: int
     have_hash: int
     states_from: int | None = None  # first position whose states are lacking, of a drafter that reads them
+    ticket: Ticket | None = None
 
 
 @value

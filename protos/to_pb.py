@@ -22,6 +22,7 @@ from protos.messages import (
     Resync,
     States,
     StatesAck,
+    Ticket,
     Verdict,
     Welcome,
 )
@@ -78,6 +79,8 @@ def _open_to_pb(m: Open) -> pb.Open:
         target_address=m.target_address,
         audit=m.audit,
         rival=m.rival,
+        ticket_key=m.ticket_key,
+        ticket=_ticket_to_pb(m.ticket),
     )
 
 
@@ -97,7 +100,17 @@ def _block_to_pb(m: Block) -> pb.Block:
 
 
 def _attach_to_pb(m: Attach) -> pb.Attach:
-    return pb.Attach(session=m.session, have_len=m.have_len, have_hash=m.have_hash, states_from=m.states_from)
+    return pb.Attach(
+        session=m.session,
+        have_len=m.have_len,
+        have_hash=m.have_hash,
+        states_from=m.states_from,
+        ticket=_ticket_to_pb(m.ticket),
+    )
+
+
+def _ticket_to_pb(m: Ticket | None) -> pb.Ticket | None:
+    return None if m is None else pb.Ticket(assignment=m.assignment, proof=m.proof)
 
 
 def _detach_to_pb(m: Detach) -> pb.Detach:

@@ -40,7 +40,7 @@ from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from serve_app.http.schemas import HealthReport
 from serve_app.listening import listening_host
 from serve_app.replica_counters import ReplicaCounters, audit_counts, drafter_counts, target_counts

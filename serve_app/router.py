@@ -6,6 +6,7 @@ no round: blocks go from drafter to target, verdicts come back to both. Knows no
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -21,6 +22,7 @@ from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
 from cluster.telemetry import Timeline
 from cluster.trust.roles import PeerRole
+from cluster.trust.tickets import KEY_BYTES
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Hello, LiveSession, Refusal, Verdict
@@ -86,7 +88,7 @@ class Router:
             raise DrainingError("this server is stopping and takes no new requests; try again later")
         if len(self._assignments) >= self._limits.max_sessions:
             raise CapacityError(f"{self._limits.max_sessions} sessions are in flight; try again later")
-        assignment = ClientAssignment(Session(generation), self._clock())
+        assignment = ClientAssignment(Session(generation, secrets.token_bytes(KEY_BYTES)), self._clock())
         try:
             self._send(self._assignments.add(assignment, self._clock()))
             while True:

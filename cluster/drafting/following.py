@@ -258,7 +258,8 @@ class FollowedSessions:
     def _attach(self, session: DraftedSession) -> Send:
         session.begin_anew()
         name = session.open.session
-        return session.target, Attach(name, session.prefix.length, session.prefix.hash, session.states_len)
+        prefix = session.prefix
+        return session.target, Attach(name, prefix.length, prefix.hash, session.states_len, session.open.ticket)
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

@@ -11,9 +11,9 @@ from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.session_texts import News
 from cluster.sentinel.load_check import LoadCheck
-from cluster.trust.refusals import Refusals
+from cluster.trust.refusals import Refusals, not_permitted
 from protos.draft_tree import DraftTree
-from protos.messages import Block, DraftRequest, Message, NoDraft, Shape
+from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Shape
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ class DraftScheduler:
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Takes a message from a router's stream or a target's address; returns what is to be sent for it."""
+        if isinstance(message, Open) and self._is_anothers(peer, message.session):
+            self.refusals.note(peer, "an Open of another router's session", message.session)
+            return [(peer, not_permitted(message))]
         return self._sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
@@ -139,6 +142,10 @@ class DraftScheduler:
         return {"sessions": float(len(self._sessions.all))}
 
     # ------------------------------------------------------------ helpers
+
+    def _is_anothers(self, router: str, session: str) -> bool:
+        known = self._sessions.all.get(session)
+        return known is not None and known.router != router
 
     def _request(self, session: DraftedSession) -> DraftRequest:
         """What the target asked for, as far as the session may still go on."""

@@ -6,13 +6,14 @@ Events in, commands out; nothing here waits, sends or looks at a clock. The rule
 * what is committed is never taken back, and is all that is needed to open the session anywhere;
 * a lost drafter costs speed; a lost target costs a new attempt, twice at most.
 
-Knows nothing of text, of streams, or of how a peer was chosen.
+Knows nothing of text, of streams, or of how a peer was chosen. Long because the rules are together, whoever fails.
 """
 
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.errors import RequestError, SlipstreamError, TargetLostError
+from cluster.trust.tickets import issue
 from protos.messages import (
     Acceptance,
     Close,
@@ -114,8 +115,11 @@ class Counts:
 class Session:
     """The ledger's state machine."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, ticket_key: bytes = b"") -> None:
+        """Without `ticket_key`, which is secret, any drafter may take part in the session."""
         self.generation = generation
+        self._ticket_key = ticket_key
+        self._drafters = 0  # that were assigned so far
         self.phase = Phase.SEEKING
         self.attempt = 0
         self.failures = 0  # targets lost so far
@@ -151,6 +155,7 @@ class Session:
         """Gives the session a drafter."""
         assert self.wants_drafter
         self.drafter = address
+        self._drafters += 1
         self.has_drafted = False
         self._answers = []
         return self._open_drafter()
@@ -275,6 +280,7 @@ class Session:
             hash_key=g.hash_key,
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
+            ticket_key=self._ticket_key,
         )
 
     def _open_drafter(self) -> list[Command]:
@@ -282,7 +288,9 @@ class Session:
             return []
         g = self.generation
         seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
-        return [ToDrafter(self.drafter, replace(self._open(), seed=seed, target_address=self.target))]
+        ticket = issue(self._ticket_key, g.session, self._drafters) if self._ticket_key else None
+        said = replace(self._open(), seed=seed, target_address=self.target, ticket_key=b"", ticket=ticket)
+        return [ToDrafter(self.drafter, said)]
 
     def _release(self) -> list[Command]:
         """Frees both sides; idempotent."""

@@ -15,7 +15,7 @@ from cluster.simulation.oracle import VOCABULARY, DraftQuality, OracleMethod, Sc
 from cluster.simulation.simulated_drafter import SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment
 from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 
 LONG_AFTER_S = 3600.0  # when everything that waited for something has expired

@@ -25,10 +25,11 @@ from cluster.simulation.simulated_drafter import SimulatedDrafter
 from cluster.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
 from cluster.simulation.simulated_target import OracleEngine, SimulatedTarget
 from cluster.simulation.workload import ClosedLoop
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Sampling
 
+TICKET_KEY = b"no secret here"
 Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
 
@@ -181,7 +182,7 @@ class World:
         self._begun = self._begun + 1
         name = f"s{index}"
         self.scripts[name] = script(self.setting.load, self.setting.seed, index)
-        self.routers[index % len(self.routers)].generate(Session(self._generation(name)))
+        self.routers[index % len(self.routers)].generate(Session(self._generation(name), TICKET_KEY))
 
     def _generation(self, name: str) -> Generation:
         text = self.scripts[name]

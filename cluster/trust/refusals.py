@@ -6,6 +6,8 @@ A peer that is refused tries again, and one that means harm does so at full spee
 import logging
 from collections import Counter, OrderedDict
 
+from protos.messages import Open, Refusal, RefusalReason
+
 REMEMBERED = 1024  # latest pairs of peer and cause; one that is forgotten is logged once more
 
 
@@ -29,3 +31,8 @@ class Refusals:
         self._logged.move_to_end((peer, cause))
         if len(self._logged) > REMEMBERED:
             self._logged.popitem(last=False)
+
+
+def not_permitted(request: Open) -> Refusal:
+    """The answer to a request that the sender has no right to: it says that alone."""
+    return Refusal(request.session, request.attempt, RefusalReason.INVALID, "not permitted")

@@ -1,9 +1,11 @@
 """Messages of drafters for sessions that no router has opened yet, bounded in number, bytes and age.
 
-A drafter may hear of a session before its target does.
+A drafter may hear of a session before its target does. Until the session is opened, nobody can tell whose drafter it
+will be: so what drafters send is kept apart, and each has a share of its own. A message costs the same, however many
+are waiting.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
 from cluster.verification.block_buffer import BlockCounts
@@ -21,6 +23,7 @@ class BufferLimits:
     age_s: float = 30.0
     sessions: int = 1024  # per drafter
     bytes: int = 16 << 20  # per drafter
+    all_bytes: int = 256 << 20  # of all drafters, whatever names they go by
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Waiting:
     drafter: str
     attach: Attach | None = None
     blocks: list[Block] = field(default_factory=list)
+    bytes: int = 0  # of the blocks
 
 
 class EarlyMessages:
@@ -39,7 +43,11 @@ class EarlyMessages:
     def __init__(self, limits: BufferLimits, counts: BlockCounts) -> None:
         self._limits = limits
         self._counts = counts
-        self._waiting: OrderedDict[str, Waiting] = OrderedDict()  # by session, oldest first
+        self._waiting: OrderedDict[tuple[str, str], Waiting] = OrderedDict()  # by session and drafter, oldest first
+        self._drafters: defaultdict[str, list[str]] = defaultdict(list)  # by session: who waits for it
+        self._sessions: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by drafter: what it waits for
+        self._bytes: Counter[str] = Counter()  # of blocks, by drafter
+        self._all_bytes = 0
         self._ended: OrderedDict[str, None] = OrderedDict()  # latest sessions that are over
 
     def __len__(self) -> int:
@@ -51,24 +59,27 @@ class EarlyMessages:
 
     def detach(self, drafter: str, session: str) -> None:
         """The drafter has left the session before it was opened here."""
-        waiting = self._waiting.get(session)
-        if waiting is not None and waiting.drafter == drafter:
+        if waiting := self._waiting.get((session, drafter)):
             waiting.attach = None
 
     def block(self, drafter: str, block: Block, now: float) -> None:
-        if block.session in self._ended and block.session not in self._waiting:
+        if block.session in self._ended and (block.session, drafter) not in self._waiting:
             self._counts.drop("ended", block)
             return
         waiting = self._place_of(block.session, drafter, now)
         if waiting is None or len(waiting.blocks) >= self._limits.blocks or self._is_full(drafter):
             self._counts.drop("buffer_full", block)
-        else:
-            waiting.blocks.append(block)
+            return
+        size = encoded_bytes(block)
+        waiting.blocks.append(block)
+        waiting.bytes += size
+        self._bytes[drafter] += size
+        self._all_bytes += size
 
-    def take(self, session: str) -> Waiting | None:
-        """The session is open: what waited for it, if anything."""
+    def take(self, session: str) -> list[Waiting]:
+        """The session is open: what waited for it, by drafter, those that came first before others."""
         self._ended.pop(session, None)
-        return self._waiting.pop(session, None)
+        return [self._remove(session, drafter) for drafter in list(self._drafters.get(session, ()))]
 
     def ended(self, session: str) -> None:
         """The session is over: blocks that come for it now are late, not early."""
@@ -77,8 +88,8 @@ class EarlyMessages:
             self._ended.popitem(last=False)
 
     def drafter_gone(self, drafter: str) -> None:
-        for session in [session for session, waiting in self._waiting.items() if waiting.drafter == drafter]:
-            self._discard(self._waiting.pop(session), "drafter_gone")
+        for session in list(self._sessions.get(drafter, ())):
+            self._discard(self._remove(session, drafter), "drafter_gone")
 
     def next_expiry(self) -> float | None:
         """When `expire` will have something to do."""
@@ -87,26 +98,37 @@ class EarlyMessages:
 
     def expire(self, now: float) -> None:
         while (due := self.next_expiry()) is not None and now >= due:
-            _, expired = self._waiting.popitem(last=False)
-            self._discard(expired, "expired")
+            self._discard(self._remove(*next(iter(self._waiting))), "expired")
 
     def _place_of(self, session: str, drafter: str, now: float) -> Waiting | None:
         """Where this drafter's mail for the session waits; None when the drafter has filled its share."""
-        waiting = self._waiting.get(session)
-        if waiting is not None and waiting.drafter == drafter:
-            return waiting
-        if sum(w.drafter == drafter for w in self._waiting.values()) >= self._limits.sessions:
-            return None
+        waiting = self._waiting.get((session, drafter))
         if waiting is not None:
-            self._discard(waiting, "other_drafter")
-        self._waiting[session] = Waiting(now, drafter)
-        self._waiting.move_to_end(session)
-        return self._waiting[session]
+            return waiting
+        if len(self._sessions.get(drafter, ())) >= self._limits.sessions:
+            return None
+        self._drafters[session].append(drafter)
+        self._sessions[drafter][session] = None
+        self._waiting[session, drafter] = Waiting(now, drafter)
+        return self._waiting[session, drafter]
+
+    def _remove(self, session: str, drafter: str) -> Waiting:
+        """Takes it out of every index, and leaves nothing of who has nothing else here."""
+        waiting = self._waiting.pop((session, drafter))
+        self._drafters[session].remove(drafter)
+        if not self._drafters[session]:
+            del self._drafters[session]
+        del self._sessions[drafter][session]
+        self._bytes[drafter] -= waiting.bytes
+        if not self._sessions[drafter]:
+            del self._sessions[drafter]
+            del self._bytes[drafter]
+        self._all_bytes -= waiting.bytes
+        return waiting
 
     def _discard(self, waiting: Waiting, cause: str) -> None:
         for block in waiting.blocks:
             self._counts.drop(cause, block)
 
     def _is_full(self, drafter: str) -> bool:
-        blocks = (block for w in self._waiting.values() if w.drafter == drafter for block in w.blocks)
-        return sum(encoded_bytes(block) for block in blocks) > self._limits.bytes
+        return self._bytes[drafter] > self._limits.bytes or self._all_bytes > self._limits.all_bytes

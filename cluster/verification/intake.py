@@ -3,14 +3,14 @@
 Between two steps all of it happens at once; `scheduler.py` makes the steps.
 """
 
-from dataclasses import dataclass
-
 from cluster.dispatch import Send, peer_of
 from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer
+from cluster.trust.refusals import Refusals, not_permitted
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BlockCounts
-from cluster.verification.early_messages import BufferLimits, EarlyMessages
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.early_messages import EarlyMessages
 from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from cluster.verification.state_feeds import StateFeeds
@@ -31,24 +31,6 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
-from protos.states import StatesFormat
-
-
-@dataclass(frozen=True, slots=True)
-class VerificationLimits:
-    """Bounds of one target replica."""
-
-    vocabulary: int  # token ids are below this
-    max_context: int
-    max_sessions: int  # in the cache at once; further ones queue
-    max_step_tokens: int
-    pages: int = 4096  # of the cache
-    page_size: int = 16  # positions
-    trees: bool = True  # whether the engine attends to them
-    states: StatesFormat | None = None  # of the hidden states that the engine captures, if it does
-    keeps_states: bool = True  # whether it keeps them beside the cache
-    max_queued: int = 1024
-    buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
 
 
 class Intake:
@@ -62,6 +44,7 @@ class Intake:
         silent: SilentDrafters,
         counts: BlockCounts,
         sentinel: AcceptanceSentinel,
+        refusals: Refusals,
     ) -> None:
         self._limits = limits
         self._admission = admission
@@ -69,6 +52,7 @@ class Intake:
         self._silent = silent
         self._counts = counts
         self._sentinel = sentinel
+        self._refusals = refusals
         self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
         self._early = EarlyMessages(limits.buffer, counts)
 
@@ -123,11 +107,14 @@ class Intake:
         self.admit(now)
 
     def _open(self, router: str, request: Open, now: float) -> list[Send]:
-        """Serves a session from its ledger; an open one is replaced unless the request is older."""
-        if refusal := self._refuse(request):
-            return [(router, refusal)]
+        """Serves a session from its ledger; an open one is replaced unless the request is older or not its router's."""
         name = request.session
         known = self._admission.find(name)
+        if known is not None and known.router != router:
+            self._refusals.note(router, "an Open of another router's session", name)
+            return [(router, not_permitted(request))]
+        if refusal := self._refuse(request):
+            return [(router, refusal)]
         if known is not None and known.open.attempt >= request.attempt:
             return []
         self.forget(name)
@@ -139,12 +126,13 @@ class Intake:
         self.admit(now)
         if name in self._admission.waiting:
             self.ask(session)  # so that its drafter has read the prompt when it gets its place
-        waiting = self._early.take(name)
-        if waiting is None:
-            return sends
-        for block in waiting.blocks:
-            self._block(waiting.drafter, block, now)
-        return sends + (self._attach(waiting.drafter, waiting.attach, now) if waiting.attach else [])
+        for waiting in self._early.take(name):
+            if waiting.attach is not None:
+                session.admit(waiting.drafter, waiting.attach.ticket)
+            for block in waiting.blocks:
+                self._block(waiting.drafter, block, now)
+            sends += self._attach(waiting.drafter, waiting.attach, now) if waiting.attach is not None else []
+        return sends
 
     def _end_audits(self) -> list[Send]:
         """A request has come, and audits have no place beside requests, whichever routers' they are."""
@@ -168,6 +156,9 @@ class Intake:
         if session is None:
             self._early.attach(drafter, attach, now)
             return []
+        if not session.admit(drafter, attach.ticket):
+            self._refusals.note(drafter, "an Attach to a session that it was not assigned", attach.session)
+            return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attached(drafter)
@@ -182,12 +173,16 @@ class Intake:
 
     def _block(self, drafter: str, block: Block, now: float) -> None:
         """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
-        if cause := self._unfit(block):
+        if cause := self._limits.unfit(block):
             self._counts.drop(cause, block)
             return
         session = self._admission.find(block.session)
         if session is None:
             self._early.block(drafter, block, now)
+            return
+        if not session.admits(drafter):
+            self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
+            self._counts.drop("not_assigned", block)
             return
         if session.shape is Shape.CHAIN and not block.tree.is_chain:
             self._counts.drop("tree", block)
@@ -198,9 +193,11 @@ class Intake:
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """The drafter has no block for this prefix: it is not waited for."""
-        self._silent.heard(drafter)
         session = self._admission.find(no_draft.session)
-        if session is not None and session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
+        if session is None or not session.admits(drafter):
+            return
+        self._silent.heard(drafter)
+        if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
             session.no_draft_len = no_draft.base_len
             session.has_answered = True
             if not session.in_step:  # else it need not have been in a hurry
@@ -257,28 +254,12 @@ class Intake:
     def _refuse(self, request: Open) -> Refusal | None:
         if request.audit and not all(session.open.audit for session in self._admission):
             return _no_time_for(request)
-        limits = self._limits
         reason = RefusalReason.INVALID
-        why = ""
-        if (highest := max(max(request.tokens), request.rival or 0)) >= limits.vocabulary:
-            why = f"token id {highest} is outside the vocabulary of {limits.vocabulary}"
-        elif request.max_len > limits.max_context:
-            why = f"max_len is {request.max_len}, the context holds {limits.max_context} tokens"
-        elif self._admission.pages.pages_for(request.max_len) > limits.pages:
-            why = f"max_len is {request.max_len}, the cache holds {limits.pages * limits.page_size} tokens"
-        elif len(self._admission.waiting) >= limits.max_queued:
+        why = self._limits.fault_of(request, self._admission.pages.pages_for(request.max_len))
+        if not why and len(self._admission.waiting) >= self._limits.max_queued:
             reason = RefusalReason.OVERLOADED
             why = f"{len(self._admission.waiting)} sessions are queued already"
         return Refusal(request.session, request.attempt, reason, why) if why else None
-
-    def _unfit(self, block: Block) -> str | None:
-        probs = block.tree.probs
-        named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
-        if max(map(max, named)) >= self._limits.vocabulary:
-            return "out_of_vocabulary"
-        if block.base_len + block.size > self._limits.max_context:
-            return "beyond_context"
-        return None
 
     def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """How long it took; not of a block drafted ahead, nor of the first, before which a prompt was read."""

@@ -23,7 +23,8 @@ from cluster.page_allocator import PageAllocator, PageCopy, PlaceMove
 from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
-from cluster.verification.intake import Intake, VerificationLimits
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.intake import Intake
 from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -49,7 +50,9 @@ class VerificationScheduler:
         self._counts = BlockCounts()
         self.sentinel = AcceptanceSentinel()
         self.refusals = Refusals(log)
-        self._intake = Intake(limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel)
+        self._intake = Intake(
+            limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel, self.refusals
+        )
         self.feeds = self._intake.feeds
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache

@@ -8,10 +8,11 @@ from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
 from cluster.page_allocator import PlaceMove
 from cluster.sentinel.collapse import CollapseWatch
+from cluster.trust.tickets import is_valid
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE
-from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
+from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Ticket, Verdict
 from protos.prefix import Prefix
 from protos.values import value
 
@@ -70,6 +71,8 @@ class TargetSession:
     is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
     watch: CollapseWatch = CollapseWatch()
     feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
+    ticket: Ticket | None = None  # the latest assignment's that was presented
+    presented_by: str | None = None  # the drafter that presented it
     displaced_from: int | None = None  # position from which on the cache is in order only once moves are made
 
     @property
@@ -126,6 +129,23 @@ class TargetSession:
             if length == answer.base_len:
                 return now - decided
         return None
+
+    def admit(self, drafter: str, ticket: Ticket | None) -> bool:
+        """Whether the drafter may take part; a ticket that is valid shuts out whoever presented an earlier one."""
+        key = self.open.ticket_key
+        if not key:
+            return not self.open.audit
+        if ticket is None or not is_valid(ticket, key, self.open.session):
+            return False
+        if self.ticket is not None and ticket.assignment < self.ticket.assignment:
+            return False
+        self.ticket = ticket
+        self.presented_by = drafter
+        return True
+
+    def admits(self, drafter: str) -> bool:
+        """Whether what this drafter sends is heard."""
+        return self.presented_by == drafter if self.open.ticket_key else not self.open.audit
 
     def attached(self, drafter: str) -> None:
         """A drafter is told what it missed of the session and what is asked of it."""

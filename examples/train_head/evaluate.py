@@ -33,7 +33,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import LockStep
 from cluster.routing.session import Emit, Generation, Session
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from examples.train_head.answers import prompt_ids
 from protos.messages import Acceptance, DraftRequest, Sampling

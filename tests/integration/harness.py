@@ -31,7 +31,7 @@ from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
 from cluster.trust.roles import PeerRole
 from cluster.trust.trust_options import TrustConfig
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits

@@ -23,7 +23,7 @@ from cluster.lock_step import lock_step
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.page_allocator import PageCopy
 from cluster.routing.session import Emit, Generation, Session
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Block, Message, Sampling
 from tests.lossless.states import LAYOUT, RememberingRunner

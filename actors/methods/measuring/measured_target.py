@@ -27,7 +27,7 @@ from cluster.errors import ConfigError
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import LockStep
 from cluster.routing.session import Emit, Generation, Session
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Open, Sampling
 

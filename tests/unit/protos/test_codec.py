@@ -13,6 +13,7 @@ from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
+    PROOF_BYTES,
     Acceptance,
     Attach,
     Block,
@@ -33,6 +34,7 @@ from protos.messages import (
     Shape,
     States,
     StatesAck,
+    Ticket,
     Verdict,
     Welcome,
 )
@@ -65,6 +67,9 @@ SAMPLINGS = st.builds(
 )
 
 
+TICKETS = st.builds(Ticket, U32, st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))
+
+
 @st.composite
 def opens(draw: st.DrawFn) -> Open:
     tokens = draw(token_lists(1, 12))
@@ -85,6 +90,8 @@ def opens(draw: st.DrawFn) -> Open:
         target_address=draw(st.text(max_size=8)),
         audit=rival is not None or draw(st.booleans()),
         rival=rival,
+        ticket_key=draw(st.binary(max_size=64)),
+        ticket=draw(st.none() | TICKETS),
     )
 
 
@@ -126,7 +133,9 @@ def verdicts(draw: st.DrawFn) -> Verdict:
 @st.composite
 def attaches(draw: st.DrawFn) -> Attach:
     have_len = draw(U32)
-    return Attach(draw(NAMES), have_len, draw(U64), draw(st.none() | st.integers(0, have_len)))
+    return Attach(
+        draw(NAMES), have_len, draw(U64), draw(st.none() | st.integers(0, have_len)), draw(st.none() | TICKETS)
+    )
 
 
 @st.composite

@@ -12,7 +12,7 @@ from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
 from cluster.sentinel.tally import kind_of
-from cluster.verification.intake import VerificationLimits
+from cluster.verification.bounds import VerificationLimits
 from serve_app.replica_counters import (
     CAUSE,
     HELP,

@@ -33,6 +33,7 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Shape,
+    Ticket,
     Verdict,
 )
 from protos.prefix import Prefix
@@ -855,3 +856,23 @@ def test_what_the_target_decides_says_whether_first_tokens_were_right():
 
 def test_a_method_that_estimates_no_chance_is_not_checked():
     assert checked(right=False, confidence=None) == (0, 0)
+
+
+# ---------------------------------------------------------------- whose session it is
+
+
+def test_a_session_is_not_replaced_by_another_routers_open():
+    desk = Desk()
+    desk.open()
+    request = an_open("s", tokens=(5, 6), attempt=2, target_address="elsewhere")
+    (send,) = desk.scheduler.receive("other#1", request, desk.now)
+    assert send == ("other#1", Refusal("s", 2, RefusalReason.INVALID, "not permitted"))
+    assert desk.scheduler.targets == {TARGET}, "and nobody is dialled for it"
+    assert desk.scheduler.refusals.counts == {"an Open of another router's session": 1}
+
+
+def test_an_attach_shows_the_ticket_that_came_with_the_open():
+    desk = Desk()
+    ticket = Ticket(3, b"proof")
+    assert desk.open(ticket=ticket) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, ticket))]
+    assert desk.scheduler.connected(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, ticket))]

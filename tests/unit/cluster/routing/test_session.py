@@ -21,6 +21,7 @@ from cluster.routing.session import (
     ToDrafter,
     ToTarget,
 )
+from cluster.trust.tickets import issue
 from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY
@@ -386,3 +387,25 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+# ---------------------------------------------------------------- tickets
+
+
+def test_each_drafter_has_a_ticket_of_its_own_and_only_the_target_the_key():
+    session = Session(PLAIN, b"secret")
+    (to_target,) = session.assign_target("t1")
+    assert isinstance(to_target, ToTarget)
+    assert isinstance(to_target.message, Open)
+    assert (to_target.message.ticket_key, to_target.message.ticket) == (b"secret", None)
+    shown = []
+    for drafter in ("d1", "d2"):
+        (to_drafter,) = session.assign_drafter(drafter)
+        (again,) = session.on_drafter_resync(drafter)
+        assert again == to_drafter, "the ledger again is the same assignment"
+        assert isinstance(to_drafter, ToDrafter)
+        assert isinstance(to_drafter.message, Open)
+        assert to_drafter.message.ticket_key == b""
+        shown.append(to_drafter.message.ticket)
+        session.leave_drafter()
+    assert shown == [issue(b"secret", PLAIN.session, number) for number in (1, 2)]

@@ -18,8 +18,8 @@ from cluster.pacing.step_cost import Load, StepCost
 from cluster.page_allocator import PlaceMove
 from cluster.sentinel.drift import PROOF
 from cluster.sentinel.tally import BlockKind
+from cluster.verification.bounds import VerificationLimits
 from cluster.verification.early_messages import BufferLimits
-from cluster.verification.intake import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.sequence import AUDIT_STEP_TOKENS, MISSED_ROUNDS, settle
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -520,12 +520,15 @@ def test_with_its_session_a_block_is_wasted():
     assert settled(desk) == (0, 3)
 
 
-def test_what_one_drafter_sent_is_wasted_where_another_comes_before_the_session_is_opened():
+def test_what_one_drafter_sent_waits_though_another_comes_before_the_session_is_opened():
+    """Nobody can tell yet whose drafter it will be: the other one may be anybody."""
     desk = Desk()
     desk.block((1, 2), (5, 6))
     desk.attach((1, 2), "s", "other#1")
-    assert desk.dropped == {"other_drafter": 1}
-    assert settled(desk) == (0, 2)
+    assert desk.dropped == {}
+    desk.open(tokens=(1, 2))
+    desk.step()
+    assert settled(desk) == (0, 2), "it was verified"
 
 
 def test_a_block_that_arrives_too_late_is_verified_from_where_the_target_has_got_to():
@@ -667,14 +670,16 @@ def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
     assert settled(desk) == (0, 1)
 
 
-def test_expiry_goes_by_age_though_an_entry_changes_its_drafter():
-    """An entry that is replaced is young again; it must not shield older ones behind it."""
+def test_expiry_goes_by_age_though_several_wait_for_one_session():
+    """What a second drafter sends is younger; it must not shield older ones, nor be dropped with them."""
     desk = Desk(buffer=BufferLimits(age_s=5))
     desk.attach((1,), "a")
     desk.now = 1.0
     desk.attach((1,), "b")
     desk.now = 4.0
     desk.attach((1,), "a", drafter="other#1")
+    assert desk.scheduler.next_due() == 5.0
+    desk.scheduler.plan(5.5)
     assert desk.scheduler.next_due() == 6.0
     desk.scheduler.plan(6.5)
     assert desk.scheduler.next_due() == 9.0
