@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from cluster.drafting.requests import Proposal, max_block_len
 from protos.draft_tree import MAX_BLOCK_TOKENS, NO_TREE, DraftTree
-from protos.messages import DraftRequest, Open, Shape
+from protos.messages import Attach, DraftRequest, Open, Shape
 from protos.prefix import Prefix
 
 
@@ -64,8 +64,8 @@ class DraftedSession:
         """Whether a block could be of use after the verdict that is due."""
         return self.asked > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
 
-    def begin_anew(self) -> None:
-        """It is attached to its target; what was sent before may have been lost."""
+    def begin_anew(self) -> Attach:
+        """It is attached to its target by the message returned; what was sent before may have been lost."""
         self.attached = True
         self.served_len = None
         self.passed_len = None
@@ -73,6 +73,8 @@ class DraftedSession:
         self.guesses = {}
         self.decided_s = None
         self.step_began_s = None
+        prefix = self.prefix
+        return Attach(self.open.session, prefix.length, prefix.hash, self.states_len, self.open.ticket)
 
     def extend(self, tokens: tuple[int, ...], now: float) -> Proposal | None:
         """Follows a verdict; returns the block for what comes next if it was sent ahead."""

@@ -17,7 +17,6 @@ from cluster.drafting.state_intake import NO_BOUNDS, StateBounds, StateIntake
 from cluster.drafting.timing.step_interval import StepIntervalEstimate
 from cluster.sentinel.load_check import LoadCheck
 from protos.messages import (
-    Attach,
     Close,
     Detach,
     DraftAnswer,
@@ -256,10 +255,7 @@ class FollowedSessions:
         return self._step_intervals.get(target) or StepIntervalEstimate()
 
     def _attach(self, session: DraftedSession) -> Send:
-        session.begin_anew()
-        name = session.open.session
-        prefix = session.prefix
-        return session.target, Attach(name, prefix.length, prefix.hash, session.states_len, session.open.ticket)
+        return session.target, session.begin_anew()
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

@@ -12,10 +12,12 @@ import pytest
 from actors.target import TargetReplica
 from cluster.dispatch import Send
 from cluster.routing.session import Emit
+from cluster.trust.tickets import issue
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
+    PROOF_BYTES,
     PROTOCOL_VERSION,
     Acceptance,
     Attach,
@@ -26,9 +28,11 @@ from protos.messages import (
     Open,
     Refusal,
     RefusalReason,
+    Resync,
     Sampling,
     States,
     StatesAck,
+    Ticket,
     Verdict,
     Welcome,
 )
@@ -175,6 +179,14 @@ async def test_bad_opens_are_refused_by_name_and_attempt(door):
             assert why in refusal.message
 
 
+async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
+    """From now on, what this drafter sends for the session is heard: its router might have assigned even this one."""
+    key = target.scheduler._admission.running[session].open.ticket_key
+    attach = Attach(session, 1, 1, None, issue(key, session, 99))
+    await stream.write(encode(pb.DrafterToTarget, [attach]))
+    assert isinstance(decode(await within(5, stream.read())).messages[0], Resync)
+
+
 async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
     huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, DraftTree.chain((1,) * 128))]).blocks[0]
     huge.tokens *= 1000
@@ -184,6 +196,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
+        await verify_as_assigned(target, stream, running)
         before = target.scheduler.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
@@ -282,9 +295,57 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
             live = (LiveSession(running, 9),)
             await again.write(encode(pb.RouterToTarget, [replace(HELLO, live=live)]))
             await again.read()
+        await verify_as_assigned(target, verify, running)
         flood = [Block(running, 60 + i % 30, i, DraftTree.chain((1,))) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
         await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the buffer is bounded")
+
+
+async def test_a_stranger_takes_over_no_session_by_opening_it_again():
+    """At the target and at the drafter; neither is told more than that it may not."""
+    async with busy_cluster() as c:
+        (target,) = c.targets.values()
+        (drafter,) = c.drafters.values()
+        (running,) = target.scheduler._admission.running
+        await eventually(lambda: running in drafter.scheduler._sessions.all, "it is drafted for")
+        for door, served in ((DRIVE_TARGET, target), (DRIVE_DRAFTER, drafter)):
+            async with greeted(c, door) as stream:
+                await stream.write(encode(door.frame, [replace(OPEN, session=running, attempt=9)]))
+                (refusal,) = decode(await within(5, stream.read())).messages
+                assert refusal == Refusal(running, 9, RefusalReason.INVALID, "not permitted")
+            assert served.refusals.counts["an Open of another router's session"] == 1
+
+
+async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and_drafts_nothing():
+    """It knows the prompt and its hash, as its drafter does, but has no ticket, or one that is not of its router."""
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify:
+        (target,) = c.targets.values()
+        (running,) = target.scheduler._admission.running
+        session = target.scheduler._admission.running[running]
+        right = session.prefix.hash_at(3)
+        assert right is not None
+        for ticket in (None, issue(b"guess", running, 99), Ticket(2**32 - 1, bytes(PROOF_BYTES))):
+            await verify.write(encode(pb.DrafterToTarget, [Attach(running, 3, right, None, ticket)]))
+        await verify.write(encode(pb.DrafterToTarget, [Block(running, 3, right, DraftTree.chain((1,)))] * 200))
+        await eventually(lambda: target.scheduler.dropped["not_assigned"] == 200, "its blocks are dropped")
+        with pytest.raises(TimeoutError):
+            await within(0.2, verify.read())
+        assert target.refusals.counts["an Attach to a session that it was not assigned"] == 3
+
+
+async def test_early_blocks_of_one_drafter_do_not_keep_out_anothers(caplog):
+    """It guesses the names of sessions to come, and is there first; what it sends is bounded, and logged once."""
+    async with cluster() as c, greeted(c, VERIFY) as verify:
+        (target,) = c.targets.values()
+        names = [f"session-{number}" for number in range(10)]
+        for name in names:
+            mail = [Attach(name, 3, 1), *(Block(name, 3, at, DraftTree.chain((1,))) for at in range(100))]
+            await verify.write(encode(pb.DrafterToTarget, mail))
+        await eventually(lambda: target.scheduler.dropped["buffer_full"] == 10 * 36, "64 a session wait")
+        assert await c.tokens(c.generation(session=names[0])) == plain_greedy((1, 2, 3), 40)
+        assert target.scheduler.accepted_tokens > 0, "its own drafter was heard"
+        assert target.scheduler.dropped["not_assigned"] == 64
+        assert len([record for record in caplog.records if "not assigned" in record.getMessage()]) == 2
 
 
 async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():
