@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-gpu random_scenarios check docs bench
+.PHONY: setup models demo test test-exhaustive test-mutations test-gpu random_scenarios check docs bench
 
 setup: .venv/.complete
 
@@ -34,6 +34,10 @@ test: models
 # Equality at length with real models, and distributions over many texts; over half an hour on two cores.
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
+
+# A hundred thousand mutated messages at each service; about ten minutes.
+test-mutations: setup
+	$(BIN)/pytest tests/exhaustive/test_mutations.py -s --timeout 3600
 
 # The engine on a CUDA device; skipped, with a word, where there is none.
 test-gpu: setup

@@ -1,0 +1,325 @@
+"""Mutated frames at each service, without sockets: hostile peers beside an honest session, which must not notice.
+
+A hostile peer here has passed the gate, in whatever role: what it sends is the bytes of frames that make sense, with
+some of them changed, joined or cut. Bytes that are no frame end its stream, as they do on the wire.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+from hypothesis import strategies as st
+
+from actors.drafter import Drafter
+from actors.methods.lookup.prompt_lookup import PromptLookup
+from actors.target import TargetReplica
+from cluster.audit.audits import Audits
+from cluster.config import AuditConfig
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.method import make_pass
+from cluster.routing.assignment import Assignment, Assignments
+from cluster.routing.session import Emit, Event, Generation, Session
+from cluster.trust.tickets import issue
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.early_messages import BufferLimits
+from cluster.verification.step import Outcome, StepPlan
+from protos import speculation_pb2 as pb
+from protos.codec import decode, encode
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.messages import (
+    Acceptance,
+    Attach,
+    Block,
+    Close,
+    Collapse,
+    Detach,
+    DraftAnswer,
+    DraftRequest,
+    Finish,
+    Hello,
+    LiveSession,
+    Message,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    States,
+    StatesAck,
+    Ticket,
+    Verdict,
+)
+from protos.prefix import Prefix
+from protos.states import StateDtype
+
+KEY = 99
+SECRET = b"secret of the honest router"
+VOCABULARY = 50
+PROMPT = (1, 2, 3)
+HONEST = "honest"
+NAMES = (HONEST, "a", "b", "c")
+TARGET = "10.0.0.1:1"
+HOSTILE = "10.0.0.2:2"
+TOKENS = 12  # of the honest session
+
+FrameType = type[ProtoMessage]
+TO_TARGET: dict[FrameType, str] = {
+    pb.RouterToTarget: "router",
+    pb.DrafterToTarget: "drafter",
+    pb.DrafterToTargetStates: "drafter",
+}
+TO_DRAFTER: dict[FrameType, str] = {
+    pb.RouterToDrafter: "router",
+    pb.TargetToDrafter: "target",
+    pb.TargetToDrafterStates: "target",
+}
+TO_ROUTER: dict[FrameType, str] = {pb.DrafterToRouter: "drafter", pb.TargetToRouter: "target"}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a hostile peer sends: bytes on a stream that carries frames of this type."""
+
+    frame: FrameType
+    data: bytes
+
+    def parsed(self) -> Any:
+        """The frame, or None where gRPC would not hand it on."""
+        try:
+            return self.frame.FromString(self.data)
+        except DecodeError:
+            return None
+
+
+def an_open(session: str, **changes: Any) -> Open:
+    made = Open(session, 1, PROMPT, 3, 3 + TOKENS, (0,), Sampling(0.0), 1, 0, KEY, Acceptance.COUPLED, 4, HOSTILE)
+    return replace(made, **changes)
+
+
+def _sensible(session: str) -> dict[FrameType, list[Message]]:
+    """Messages about one session, of which mutations are made; in a frame of each type those that it may hold."""
+    here = Prefix(KEY, PROMPT).hash
+    hello = Hello("hostile", "v", "m", (LiveSession(session, 1),))
+    opens = [
+        an_open(session),
+        an_open(session, attempt=7, sampling=Sampling(), acceptance=Acceptance.RATIO),
+        an_open(session, audit=True, max_draft_tokens=0, ticket_key=b"k"),
+        an_open(session, ticket=Ticket(1, bytes(16))),
+    ]
+    closes = [Close(session, 9)]
+    probs = SparseProbs(((5, 6),), ((3, 4),))
+    blocks = [
+        Block(session, 3, here, DraftTree.chain((5,), probs)),
+        Block(session, 3, here, DraftTree((5, 6, 7), (-1, -1, 0))),
+        Block(session, 4, here + 1, DraftTree.chain((5, 6, 7))),
+    ]
+    attaches = [Attach(session, 3, here, 0), Attach(session, 3, here, None, issue(SECRET, "other", 1))]
+    verdicts = [
+        Verdict(session, 1, 3, here, (5, 6), 1, 2, Finish.NONE, DraftAnswer.GIVEN),
+        Verdict(session, 1, 3, here, (5,), 0, 0, Finish.STOP, DraftAnswer.MISSED, Collapse(0.5, 0.1, True), 1.0),
+    ]
+    refusals = [Refusal(session, 1, RefusalReason.OVERLOADED, "full"), Refusal(session, 1, RefusalReason.INVALID, "")]
+    resyncs = [Resync(session, 3, here)]
+    states = [States(session, 0, here, StateDtype.BFLOAT16, 2, bytes(12))]
+    return {
+        pb.RouterToTarget: [hello, *opens, *closes],
+        pb.DrafterToTarget: [hello, Detach(session), *attaches, *blocks, NoDraft(session, 3, here)],
+        pb.DrafterToTargetStates: [hello, StatesAck(session, 2)],
+        pb.RouterToDrafter: [hello, *opens, *closes],
+        pb.TargetToDrafter: [*verdicts, *states, DraftRequest(session, 1, 3, here), *resyncs],
+        pb.TargetToDrafterStates: [*states],
+        pb.DrafterToRouter: [*resyncs, *refusals],
+        pb.TargetToRouter: [*verdicts, *refusals],
+    }
+
+
+SENSIBLE = {
+    frame: [encode(frame, [message]).SerializeToString() for name in NAMES for message in _sensible(name)[frame]]
+    for frame in (*TO_TARGET, *TO_DRAFTER, *TO_ROUTER)
+}
+
+
+@st.composite
+def mutated(draw: st.DrawFn, frames: Sequence[FrameType]) -> Sent:
+    """One frame, of a sensible message or two of its type, with up to four changes."""
+    frame = draw(st.sampled_from(frames))
+    data = bytearray(draw(st.sampled_from(SENSIBLE[frame])))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        match draw(st.sampled_from(("set", "insert", "cut", "join", "end"))):
+            case "set" if data:
+                data[at] = draw(st.integers(0, 255))
+            case "insert":
+                data[at:at] = draw(st.binary(min_size=1, max_size=9))
+            case "cut":
+                del data[at : at + draw(st.integers(1, 8))]
+            case "end":
+                del data[at:]
+            case _:
+                data += draw(st.sampled_from(SENSIBLE[frame]))
+    return Sent(frame, bytes(data))
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Without what is logged of hostile peers, of which there are many."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# ---------------------------------------------------------------- the target
+
+
+class OneToken:
+    """An engine, as far as a scheduler can tell: it draws the token that comes next in counting, accepts no draft."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Open] = {}
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        for name in plan.closes:
+            del self.open[name]
+        self.open |= {request.session: request for request in plan.opens}
+        assert all(row.session in self.open for row in plan.rows)
+        return [Outcome(row.session, (), (row.base_len + 1) % VOCABULARY) for row in plan.rows if row.decide]
+
+
+def at_target(sent: Sequence[Sent]) -> None:
+    """Frames of hostile routers and drafters, each followed by a step. At the end nothing is held any more."""
+    now = 0.0
+    buffer = BufferLimits(blocks=4, sessions=3, bytes=2000, age_s=5)
+    limits = VerificationLimits(VOCABULARY, 40, 3, 32, pages=40, page_size=4, max_queued=5, buffer=buffer)
+    target = TargetReplica(None, limits, "v", "m", 30, clock=lambda: now)  # type: ignore[arg-type]
+    engine = OneToken()
+    scheduler = target.scheduler
+    streams = {role: target.stream_up(Hello(f"hostile-{role}", "v", "m"))[0] for role in ("router", "drafter")}
+    router, outbox = target.stream_up(Hello("honest-router", "v", "m"))
+    target.receive(router, decode(encode(pb.RouterToTarget, [an_open(HONEST, ticket_key=SECRET, max_draft_tokens=0)])))
+
+    def step() -> bool:
+        plan = scheduler.plan(now)
+        if plan is not None:
+            target._send(scheduler.apply(engine.step(plan), 0.01, now))
+        return plan is not None
+
+    for item in sent:
+        role = TO_TARGET[item.frame]
+        frame = item.parsed()
+        if frame is None:
+            target.stream_down(streams[role])
+            streams[role], _ = target.stream_up(Hello(f"hostile-{role}", "v", "m"))
+        else:
+            target.receive(streams[role], decode(frame))
+        step()
+        now += 0.01
+    for _ in range(2000):
+        if not step():
+            break
+        now += 0.01
+    told = [message for message in outbox._due if isinstance(message, Verdict)]
+    tokens = tuple(token for verdict in told for token in verdict.tokens)
+    assert tokens == tuple(range(len(PROMPT) + 1, len(PROMPT) + 1 + TOKENS)), "the honest session came to its end"
+    for stream in (*streams.values(), router):
+        target.stream_down(stream)
+    now += 100.0
+    for _ in range(3):
+        step()
+    assert target.is_idle
+    assert not engine.open
+    assert not target._outboxes
+    early = scheduler._intake._early
+    assert not any((early._waiting, early._drafters, early._sessions, +early._bytes))
+    assert early._all_bytes == 0
+
+
+# ---------------------------------------------------------------- the drafter
+
+
+class UnconnectedDrafter(Drafter):
+    """Dials nobody."""
+
+    def _dial(self, address: str) -> None:
+        pass
+
+
+def at_drafter(sent: Sequence[Sent]) -> None:
+    """Frames of hostile routers, and of a target of theirs that lies, each followed by a pass."""
+    method = PromptLookup(4, 1)
+    drafter = UnconnectedDrafter(method, DrafterLimits(VOCABULARY, 40, 4), "v", "m", clock=lambda: 0.0)
+    honest, _ = drafter.router_up(Hello("honest-router", "v", "m"))
+    request = an_open(HONEST, target_address=TARGET, stop_ids=())
+    drafter.receive(honest, decode(encode(pb.RouterToDrafter, [request])))
+    hostile, _ = drafter.router_up(Hello("hostile-router", "v", "m"))
+
+    def draft() -> None:
+        drafting = drafter.scheduler.next_pass(4, 4)
+        if not drafting.is_empty:
+            drafter._offer(make_pass(method, drafting, lambda: True))
+
+    prefix = Prefix(KEY, PROMPT)
+    for number, item in enumerate(sent):
+        frame = item.parsed()
+        if frame is not None:
+            drafter.receive(hostile if TO_DRAFTER[item.frame] == "router" else HOSTILE, decode(frame))
+        elif TO_DRAFTER[item.frame] == "router":
+            drafter.router_down(hostile)
+            hostile, _ = drafter.router_up(Hello("hostile-router", "v", "m"))
+        draft()
+        if len(prefix) < 3 + TOKENS - 1:
+            verdict = Verdict(HONEST, 1, len(prefix), prefix.hash, (number % 7,), 0, 0)
+            prefix.extend(verdict.tokens)
+            drafter.receive(TARGET, decode(encode(pb.TargetToDrafter, [verdict])))
+    session = drafter.scheduler._sessions.all[HONEST]
+    assert (tuple(session.prefix.tokens), session.router) == (tuple(prefix.tokens), honest)
+    for stream in (hostile, honest):
+        drafter.router_down(stream)
+    draft()
+    assert drafter.is_idle
+    assert not drafter._routers
+    assert method._texts.is_empty
+
+
+# ---------------------------------------------------------------- the router
+
+
+def at_router(sent: Sequence[Sent]) -> None:
+    """Frames of a target and a drafter that the session is not at. Their own sessions they may fail; not this one."""
+    heard: list[Event] = []
+    assignments: Assignments[Assignment] = Assignments("router", 60.0, lambda _, event: heard.append(event))
+    audits = Audits(AuditConfig(share=1.0), "float32", lambda _: None)
+    assignments.targets.up(TARGET)
+    generation = Generation(
+        HONEST, PROMPT, 3 + TOKENS, (), Sampling(0.0), 1, 2, 0, KEY, Acceptance.COUPLED, max_draft_tokens=4
+    )
+    assignment = Assignment(Session(generation, SECRET), 0.0)
+    assignments.add(assignment, 0.0)
+    prefix = Prefix(KEY, PROMPT)
+    decided: list[int] = []
+    for number, item in enumerate(sent):
+        frame = item.parsed()
+        if frame is not None:
+            found = decode(frame)
+            for message in found.messages:
+                assignments.receive(HOSTILE, message, 0.0)
+                audits.receive(HOSTILE, message, 0.0)
+            for bad in found.malformed:
+                assignments.unreadable(HOSTILE, bad.session, bad.attempt, 0.0)
+                audits.unreadable(HOSTILE, bad.session)
+        if len(prefix) < 3 + TOKENS - 1:
+            token = number % 7
+            assignments.receive(TARGET, Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0), 0.0)
+            prefix.extend((token,))
+            decided.append(token)
+    assert [token for event in heard if isinstance(event, Emit) for token in event.tokens] == decided
+    assert all(isinstance(event, Emit) for event in heard)
+    assignments.cancel(assignment)
+    assert not assignments
+    assert not assignments.awaits_tick

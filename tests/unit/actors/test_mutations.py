@@ -1,0 +1,53 @@
+"""A few thousand mutated frames at each service: nobody falls, honest sessions go on, and nothing is left behind.
+
+`tests/exhaustive/test_mutations.py` does the same with a hundred thousand.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.mutations import (
+    SENSIBLE,
+    TO_DRAFTER,
+    TO_ROUTER,
+    TO_TARGET,
+    Sent,
+    at_drafter,
+    at_router,
+    at_target,
+    mutated,
+    unlogged,
+)
+
+FRAMES = 12  # of an example
+
+
+@pytest.mark.parametrize(
+    ("frames", "service"),
+    [(TO_TARGET, at_target), (TO_DRAFTER, at_drafter), (TO_ROUTER, at_router)],
+    ids=["target", "drafter", "router"],
+)
+def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
+    @settings(max_examples=150)
+    @given(st.lists(mutated(tuple(frames)), min_size=FRAMES, max_size=FRAMES))
+    def check(sent: list[Sent]) -> None:
+        with unlogged():
+            service(sent)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("frames", "service"),
+    [(TO_TARGET, at_target), (TO_DRAFTER, at_drafter), (TO_ROUTER, at_router)],
+    ids=["target", "drafter", "router"],
+)
+def test_what_mutations_are_made_of_is_taken_too(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
+    """Each as it is, and all of them one after the other, so that the mutated ones have something to hit."""
+    everything = [Sent(frame, data) for frame in frames for data in SENSIBLE[frame]]
+    with unlogged():
+        service(everything)
+        service([*everything, *reversed(everything)])
