@@ -281,6 +281,14 @@ def with_fields(**values: Any) -> Callable[[Any], None]:
     return change
 
 
+def with_ticket(proof: bytes) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        message.ticket.proof = proof
+        message.ticket.assignment = 1
+
+    return change
+
+
 def with_probs(**values: Any) -> Callable[[pb.Block], None]:
     def change(message: pb.Block) -> None:
         for name, value in values.items():
@@ -321,6 +329,8 @@ BAD_OPENS = {
     "overflowing penalty": (with_sampling(frequency_penalty=-3e38), "frequency_penalty"),
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
+    "a long ticket_key": (with_fields(ticket_key=bytes(65)), "ticket_key has 65 bytes"),
+    "half a ticket": (with_ticket(bytes(8)), "proof has 8 bytes"),
 }
 BAD_BLOCKS = {
     "empty session": (with_fields(session=""), "session is empty"),
@@ -372,6 +382,8 @@ BAD_DRAFT_REQUESTS = {
 BAD_ATTACHES = {
     "empty session": (with_fields(session=""), "session is empty"),
     "states of tokens that it has not got": (with_fields(states_from=5), "states_from is 5 of 4"),
+    "no proof": (with_ticket(b""), "proof has 0 bytes"),
+    "a long proof": (with_ticket(bytes(17)), "proof has 17 bytes"),
 }
 BAD_STATES = {
     "empty session": (with_fields(session=""), "session is empty"),
