@@ -38,7 +38,7 @@ class TargetServicer(TargetServiceServicer):
         async with self._gate.stream(context, PeerRole.ROUTER):
             replica = self._replica
             hello = await read_hello(context, replica.vocabulary, replica.target_model)
-            stream, outbox = replica.stream_up(hello)
+            stream, outbox = replica.router_up(hello)
             try:
                 await converse(context, pb.TargetToRouter, outbox, lambda frame: replica.receive(stream, frame))
             finally:
@@ -48,7 +48,7 @@ class TargetServicer(TargetServiceServicer):
         async with self._gate.stream(context, PeerRole.DRAFTER):
             replica = self._replica
             hello = await read_hello(context, replica.vocabulary, replica.target_model)
-            stream, outbox = replica.stream_up(hello)
+            stream, outbox = replica.drafter_up(hello)
             try:
                 await converse(context, pb.TargetToDrafter, outbox, lambda frame: replica.receive(stream, frame))
             finally:

@@ -122,15 +122,20 @@ class TargetReplica:
 
     # ------------------------------------------------------------ streams
 
-    def stream_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A stream begins. Of a router's sessions only those that it lists stay; a drafter attaches to its own."""
+    def router_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A router's stream begins: of its sessions only those that it lists stay."""
+        stream, outbox = self.drafter_up(hello)
+        self.scheduler.receive(stream, hello, self._clock())
+        self._changed.set()
+        return stream, outbox
+
+    def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
+        """A drafter's stream begins. It attaches to sessions, and has no say about those of routers."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = Outbox()
         self._outboxes[stream] = outbox
         outbox.put(Welcome(self.peer_id))
-        self.scheduler.receive(stream, hello, self._clock())
-        self._changed.set()
         return stream, outbox
 
     def states_up(self, hello: Hello) -> tuple[str, Outbox]:

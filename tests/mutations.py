@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from actors.drafter import Drafter
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
+from actors.transport.streams import GreetedTwice, decode_greeted
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
@@ -28,7 +29,7 @@ from cluster.verification.bounds import VerificationLimits
 from cluster.verification.early_messages import BufferLimits
 from cluster.verification.step import Outcome, StepPlan
 from protos import speculation_pb2 as pb
-from protos.codec import decode, encode
+from protos.codec import Decoded, decode, encode
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
     Acceptance,
@@ -65,6 +66,7 @@ HONEST = "honest"
 NAMES = (HONEST, "a", "b", "c")
 TARGET = "10.0.0.1:1"
 HOSTILE = "10.0.0.2:2"
+NAMED = {"router": "hostile-router", "drafter": "honest-router"}  # drafters hear routers' names
 TOKENS = 12  # of the honest session
 
 FrameType = type[ProtoMessage]
@@ -88,11 +90,11 @@ class Sent:
     frame: FrameType
     data: bytes
 
-    def parsed(self) -> Any:
-        """The frame, or None where gRPC would not hand it on."""
+    def decoded(self) -> Decoded | None:
+        """What a service hears of it, or None where it ends the stream."""
         try:
-            return self.frame.FromString(self.data)
-        except DecodeError:
+            return decode_greeted(self.frame.FromString(self.data))
+        except (DecodeError, GreetedTwice):
             return None
 
 
@@ -200,8 +202,9 @@ def at_target(sent: Sequence[Sent]) -> None:
     target = TargetReplica(None, limits, "v", "m", 30, clock=lambda: now)  # type: ignore[arg-type]
     engine = OneToken()
     scheduler = target.scheduler
-    streams = {role: target.stream_up(Hello(f"hostile-{role}", "v", "m"))[0] for role in ("router", "drafter")}
-    router, outbox = target.stream_up(Hello("honest-router", "v", "m"))
+    up = {"router": target.router_up, "drafter": target.drafter_up}
+    streams = {role: begin(Hello(NAMED[role], "v", "m"))[0] for role, begin in up.items()}
+    router, outbox = target.router_up(Hello("honest-router", "v", "m"))
     target.receive(router, decode(encode(pb.RouterToTarget, [an_open(HONEST, ticket_key=SECRET, max_draft_tokens=0)])))
 
     def step() -> bool:
@@ -212,12 +215,12 @@ def at_target(sent: Sequence[Sent]) -> None:
 
     for item in sent:
         role = TO_TARGET[item.frame]
-        frame = item.parsed()
+        frame = item.decoded()
         if frame is None:
             target.stream_down(streams[role])
-            streams[role], _ = target.stream_up(Hello(f"hostile-{role}", "v", "m"))
+            streams[role], _ = up[role](Hello(NAMED[role], "v", "m"))
         else:
-            target.receive(streams[role], decode(frame))
+            target.receive(streams[role], frame)
         step()
         now += 0.01
     for _ in range(2000):
@@ -266,9 +269,9 @@ def at_drafter(sent: Sequence[Sent]) -> None:
 
     prefix = Prefix(KEY, PROMPT)
     for number, item in enumerate(sent):
-        frame = item.parsed()
+        frame = item.decoded()
         if frame is not None:
-            drafter.receive(hostile if TO_DRAFTER[item.frame] == "router" else HOSTILE, decode(frame))
+            drafter.receive(hostile if TO_DRAFTER[item.frame] == "router" else HOSTILE, frame)
         elif TO_DRAFTER[item.frame] == "router":
             drafter.router_down(hostile)
             hostile, _ = drafter.router_up(Hello("hostile-router", "v", "m"))
@@ -304,13 +307,12 @@ def at_router(sent: Sequence[Sent]) -> None:
     prefix = Prefix(KEY, PROMPT)
     decided: list[int] = []
     for number, item in enumerate(sent):
-        frame = item.parsed()
+        frame = item.decoded()
         if frame is not None:
-            found = decode(frame)
-            for message in found.messages:
+            for message in frame.messages:
                 assignments.receive(HOSTILE, message, 0.0)
                 audits.receive(HOSTILE, message, 0.0)
-            for bad in found.malformed:
+            for bad in frame.malformed:
                 assignments.unreadable(HOSTILE, bad.session, bad.attempt, 0.0)
                 audits.unreadable(HOSTILE, bad.session)
         if len(prefix) < 3 + TOKENS - 1:

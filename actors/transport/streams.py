@@ -106,6 +106,18 @@ async def _first_to_end(*coroutines: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class GreetedTwice(ProtocolError):
+    """A greeting is no message: it begins a stream, and may not come again."""
+
+
+def decode_greeted(frame: ProtoMessage) -> Decoded:
+    """A frame after the greeting. Greetings are the first field of a frame, so one look is enough."""
+    found = decode(frame)
+    if isinstance(next(iter(found.messages), None), Hello | Welcome):
+        raise GreetedTwice("greeted twice on one stream")
+    return found
+
+
 # ---------------------------------------------------------------- the side that is dialled
 
 
@@ -158,7 +170,10 @@ async def converse(
 
     async def read() -> None:
         while (frame := await _read_frame(context)) is not grpc.aio.EOF:
-            on_frame(decode(frame))
+            try:
+                on_frame(decode_greeted(frame))
+            except GreetedTwice:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 
     async def write() -> None:
         while True:
@@ -262,7 +277,7 @@ class Link:
 
     async def _read(self, stream: Any) -> None:
         while (frame := await stream.read()) is not grpc.aio.EOF:
-            self._on_frame(decode(frame))
+            self._on_frame(decode_greeted(frame))
 
     async def _write(self, stream: Any) -> None:
         while True:

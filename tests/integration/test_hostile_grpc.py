@@ -46,6 +46,7 @@ from tests.integration.doors import (
     Door,
     refused_with,
     stream_to,
+    told_nothing_but,
     within,
 )
 from tests.integration.harness import (
@@ -314,6 +315,25 @@ async def test_a_stranger_takes_over_no_session_by_opening_it_again():
                 (refusal,) = decode(await within(5, stream.read())).messages
                 assert refusal == Refusal(running, 9, RefusalReason.INVALID, "not permitted")
             assert served.refusals.counts["an Open of another router's session"] == 1
+
+
+async def test_a_drafter_that_greets_by_a_routers_name_takes_none_of_its_sessions():
+    """It knows the name, for routers greet drafters; sessions are those of routers' streams."""
+    async with busy_cluster() as c, stream_to(c, VERIFY) as verify:
+        (target,) = c.targets.values()
+        (running,) = target.scheduler._admission.running
+        owner = target.scheduler._admission.running[running].router
+        await verify.write(encode(pb.DrafterToTarget, [replace(HELLO, peer_id=c.router.peer_id)]))
+        assert isinstance(decode(await within(5, verify.read())).messages[0], Welcome)
+        assert target.scheduler._admission.running[running].router == owner
+
+
+@DOORS
+async def test_a_second_greeting_ends_its_own_stream_only(door):
+    async with busy_cluster() as c, greeted(c, door) as stream:
+        await stream.write(encode(door.frame, [HELLO]))
+        with told_nothing_but(grpc.StatusCode.INVALID_ARGUMENT):
+            await within(5, stream.read())
 
 
 async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and_drafts_nothing():
