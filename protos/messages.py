@@ -10,7 +10,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 
 
@@ -139,6 +139,7 @@ class Attach:
     have_len: int
     have_hash: int
     states_from: int | None = None  # first position whose states are lacking, of a drafter that reads them
+    states_by: int | None = None  # last one that they may begin at where earlier ones would be computed again
 
 
 @value

@@ -97,7 +97,13 @@ def _block_to_pb(m: Block) -> pb.Block:
 
 
 def _attach_to_pb(m: Attach) -> pb.Attach:
-    return pb.Attach(session=m.session, have_len=m.have_len, have_hash=m.have_hash, states_from=m.states_from)
+    return pb.Attach(
+        session=m.session,
+        have_len=m.have_len,
+        have_hash=m.have_hash,
+        states_from=m.states_from,
+        states_by=m.states_by,
+    )
 
 
 def _detach_to_pb(m: Detach) -> pb.Detach:

@@ -31,6 +31,8 @@ class DraftedSession:
     decided_s: float | None = None  # when the latest verdict came, until the target has said what it wants after it
     step_began_s: float | None = None  # when the target began the step under way, as far as is known here
     states_len: int | None = None  # end of those whose hidden states are here, of a method that reads them
+    states_first: int = 0  # the first of them
+    states_by: int | None = None  # position that they may begin at, at the latest, while none are here
 
     @property
     def target(self) -> str:

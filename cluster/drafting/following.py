@@ -258,7 +258,9 @@ class FollowedSessions:
     def _attach(self, session: DraftedSession) -> Send:
         session.begin_anew()
         name = session.open.session
-        return session.target, Attach(name, session.prefix.length, session.prefix.hash, session.states_len)
+        first = session.states_len
+        by = session.states_by if first != session.states_by else None
+        return session.target, Attach(name, session.prefix.length, session.prefix.hash, first, by)
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

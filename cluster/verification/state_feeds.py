@@ -74,7 +74,10 @@ class StateFeeds:
     def attached(self, session: TargetSession, drafter: str, attach: Attach) -> None:
         """From here on the drafter lacks everything that it does not say it has."""
         first = attach.states_from
-        session.feed = None if first is None or self._layout is None else StateFeed(drafter, first, first)
+        if first is None or self._layout is None:
+            session.feed = None
+        else:
+            session.feed = StateFeed(drafter, first, first, first if attach.states_by is None else attach.states_by)
 
     def acked(self, peer: str, ack: StatesAck) -> None:
         """States have arrived; only the session's own drafter can say so, and of no more than it was sent."""

@@ -48,5 +48,21 @@ def test_encoded_rows_bring_what_the_same_rows_bring_as_tensors(name: str) -> No
     assert proposal.tokens
 
 
+@pytest.mark.parametrize("name", sorted(FIXTURES))
+def test_rows_that_begin_in_mid_text_bring_a_block(name: str) -> None:
+    known = case(FIXTURES[name])
+    ids = case("target")["input_ids"][0]
+    tokens = (*ids.tolist(), int(known["next_token"] if "next_token" in known else known["anchor"]))
+    method = a_deployed_method(name, checkpoint(FIXTURES[name]))
+    encoded = encode_rows(known["features"], StateDtype.BFLOAT16)
+    for _ in range(2):
+        method.open(an_open(tokens=tokens))
+        method.states("s", 5, bytes(encoded[5:8].flatten().tolist()))
+        method.states("s", 8, bytes(encoded[8:].flatten().tolist()))
+        (proposal,) = method.draft([a_request(tokens)])
+        method.close(["s"])
+        assert proposal.tokens
+
+
 def test_every_head_can_be_deployed() -> None:
     assert MODULES.keys() >= HEADS
