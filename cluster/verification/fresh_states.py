@@ -46,6 +46,11 @@ class FreshStates:
         read = self._reads[session]
         return read.places[first - read.first : end - read.first]
 
+    def begin(self, session: TargetSession, feed: StateFeed) -> None:
+        """Where a drafter may begin later than at what is lacking, it does: at what is there, or as late as it can."""
+        if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
+            feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
+
     def rewind(self, sessions: Iterable[TargetSession]) -> None:
         """Before a step is planned: sessions whose drafters lack what is not there are rolled back to it."""
         for session in sessions:
@@ -54,10 +59,10 @@ class FreshStates:
                 continue
             if session.paused:
                 feed.tries = 0  # nothing goes out because nothing is wanted
-            elif not self._are_there(session, feed.sent):
-                feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
-                if not self._are_there(session, feed.sent):
-                    self._roll_back(session, feed)
+                continue
+            self.begin(session, feed)
+            if not self._are_there(session, feed.sent):
+                self._roll_back(session, feed)
 
     def _are_there(self, session: TargetSession, first: int) -> bool:
         """Whether all that is cached from a position on can be read."""

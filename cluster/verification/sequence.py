@@ -47,7 +47,7 @@ class StateFeed:
 
     def begin(self, first: int) -> None:
         """They may begin there, and what comes before goes to nobody."""
-        assert self.sent <= first <= max(self.sent, self.begin_by), "the drafter has no use for states from there on"
+        assert self.sent <= first <= self.begin_by, "the drafter has no use for states from there on"
         self.sent = first
         self.acked = first
 

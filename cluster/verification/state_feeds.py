@@ -157,6 +157,8 @@ class StateFeeds:
             feed = session.live_feed
             if feed is None or session.paused:
                 continue
+            if self.fresh is not None:
+                self.fresh.begin(session, feed)
             end = self._readable_to(session, feed)
             if end > feed.sent:
                 yield _Lack(session, feed, end)

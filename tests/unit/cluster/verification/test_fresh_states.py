@@ -159,11 +159,27 @@ def test_a_drafter_that_comes_in_the_middle_begins_there_and_goes_on():
     for _ in range(4):
         desk.step()
     tokens = (1, 2, 3, *text((1, 2, 3), 4))
-    desk.attach_from(tokens, 0, by=5)
+    desk.attach_from(tokens, 0, by=4)
+    assert desk.feeds.next_read() is None, "of position 4 nothing is there"
     first, second = desk.states_of_steps(2)
-    assert (first.first, first.end, second.first) == (5, 7, 7)
+    assert (first.first, first.end, second.first) == (4, 7, 7)
     check(second, (*tokens, *text(tokens, 1)))
-    assert desk.again == 1
+    assert desk.again == 2
+
+
+def test_it_begins_earlier_than_it_must_where_that_is_there():
+    desk = FreshDesk()
+    desk.open(tokens=PROMPT, max_len=60)
+    desk.step()
+    tokens = (*PROMPT, *text(PROMPT, 1))
+    desk.attach_from(tokens, 2, by=12)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (2, len(PROMPT))
+    desk.step()
+    desk.attach_from(tokens, 0, by=13)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (13, 14)
+    assert desk.again == 0
 
 
 def test_of_a_prompt_in_chunks_a_drafter_that_comes_late_begins_at_what_is_there():
@@ -172,9 +188,23 @@ def test_of_a_prompt_in_chunks_a_drafter_that_comes_late_begins_at_what_is_there
     desk.step()
     desk.step()
     desk.attach_from(PROMPT, 0, by=10)
-    found = desk.states_of_steps(3)
-    assert found[0].first == 4
-    assert found[-1].end >= len(PROMPT)
+    (first,) = desk.reads()
+    assert (first.first, first.end) == (4, 8)
+    desk.ack(first.end)
+    found = desk.states_of_steps(2)
+    assert [states.first for states in found] == [8, 12]
+    assert found[-1].end == len(PROMPT)
+    assert desk.again == 0
+
+
+def test_while_nothing_has_gone_out_it_begins_later_and_nothing_is_computed_again():
+    desk = FreshDesk(max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.step()
+    desk.step()
+    desk.attach_from(PROMPT, 0, by=10)
+    (states,) = desk.states_of_steps(1)
+    assert (states.first, states.end) == (8, 12)
     assert desk.again == 0
 
 
@@ -192,6 +222,7 @@ def test_what_has_begun_has_no_gaps(monkeypatch):
     assert list(desk.reads()) == [], "the first are still on their way"
     desk.step()
     desk.ack(first.end)
+    desk.step()
     (second,) = desk.reads()
     assert second.first == 4
     assert desk.again > 0

@@ -121,7 +121,7 @@ def test_under_ratio_a_block_is_drawn_from_what_is_sent(method: StateReading) ->
         assert token in ids
 
 
-@pytest.mark.parametrize(("window", "begin", "is_same"), [(4, 8, True), (4, 9, False), (6, 6, True)])
+@pytest.mark.parametrize(("window", "begin", "is_same"), [(4, 9, True), (4, 10, False), (6, 6, True)])
 def test_where_every_layer_has_a_window_states_before_it_change_nothing(
     tmp_path: Path, window: int, begin: int, is_same: bool
 ) -> None:
