@@ -63,25 +63,18 @@ def test_blocks_of_heads_decide_what_plain_decoding_does(
     assert sum(world.drafting.counts["guess_hit"] for world in worlds) > 0, "no block ahead of a verdict was of use"
 
 
-def computed_again(worlds: list[World]) -> int:
-    return sum(world.verification.feeds.counts["again"] for world in worlds)
-
-
 @EACH_KIND
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
-def test_heads_that_begin_in_mid_text_decide_the_same_and_have_less_computed_again(schedule: Any, kind: Any) -> None:
-    plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, COUPLED)
-    drafted = replace(plain, schedule=schedule, block_len=BLOCK_LEN, interruption=0.1, pages=40)
-    whole = replace(drafted, reads_states=True, keeps_states=False)
-    worlds = worlds_of(kind, replace(whole, enough_states=2))
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_heads_that_begin_in_mid_text_decide_what_plain_decoding_does(sampling: Sampling, kind: Any) -> None:
+    """Drafters and targets are lost, so that sessions come to drafters in their middle."""
+    plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
+    drafted = replace(plain, schedule=stormy, block_len=BLOCK_LEN, interruption=0.1, pages=64)
+    worlds = worlds_of(kind, replace(drafted, reads_states=True, keeps_states=False, enough_states=2))
     assert texts_of(worlds) == texts_of(worlds_of(World, plain))
     methods = [drafter.method for world in worlds for drafter in world.drafters.values()]
     late = sum(method.begun_late for method in methods if isinstance(method, ReadingMethod))
     assert late > 0, "no text began in its middle: this showed nothing"
-    assert computed_again(worlds) < computed_again(worlds_of(kind, whole))
-    accepted = sum(session.counts.accepted for world in worlds for session in world.sessions.values())
-    assert accepted > (len(texts_of(worlds)) if schedule is calm else 0), "hardly any draft stood: this showed nothing"
-    assert sum(world.drafting.counts["guess_hit"] for world in worlds) > 0, "no block ahead of a verdict was of use"
+    assert sum(session.counts.accepted for world in worlds for session in world.sessions.values()) > 0
 
 
 @EACH_KIND
