@@ -151,7 +151,14 @@ class StatesOptions(_Options):
         True,
         description="whether the target keeps them beside its KV cache, for as long. Where it does not, they take no"
         " memory there, and for a new drafter and for what was found in the cache they are computed again: for medusa"
-        " and mlp_speculator the last token, for eagle, dflash and mtp the whole text",
+        " and mlp_speculator of the last token, for eagle, dflash and mtp of the last `window` ones",
+    )
+
+    window: Positive = Field(
+        512,
+        description="without keep: of how many of a text's last tokens eagle, dflash and mtp read states where those of"
+        " earlier ones would be computed again. They take the text to begin there: fewer cost less at the target, and"
+        " some acceptance",
     )
 
     kept_tokens: Positive | None = Field(

@@ -162,8 +162,11 @@ def _block_from_pb(m: pb.Block) -> Block:
 def _attach_from_pb(m: pb.Attach) -> Attach:
     states_from = m.states_from if m.HasField("states_from") else None
     require(states_from is None or states_from <= m.have_len, f"states_from is {states_from} of {m.have_len} tokens")
+    states_by = m.states_by if m.HasField("states_by") else None
+    is_after = states_by is None or (states_from is not None and states_from <= states_by <= m.have_len)
+    require(is_after, f"states_by is {states_by}, expected states_from, which is {states_from}, to {m.have_len}")
     ticket = _ticket_from_pb(m.ticket) if m.HasField("ticket") else None
-    return Attach(m.session, m.have_len, m.have_hash, states_from, ticket)
+    return Attach(m.session, m.have_len, m.have_hash, states_from, ticket, states_by)
 
 
 def _detach_from_pb(m: pb.Detach) -> Detach:

@@ -151,6 +151,7 @@ class Attach:
     have_hash: int
     states_from: int | None = None  # first position whose states are lacking, of a drafter that reads them
     ticket: Ticket | None = None
+    states_by: int | None = None  # last one that they may begin at where earlier ones would be computed again
 
 
 @value

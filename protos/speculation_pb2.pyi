@@ -188,18 +188,20 @@ class Block(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("session", "have_len", "have_hash", "states_from", "ticket")
+    __slots__ = ("session", "have_len", "have_hash", "states_from", "ticket", "states_by")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
     HAVE_HASH_FIELD_NUMBER: _ClassVar[int]
     STATES_FROM_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    STATES_BY_FIELD_NUMBER: _ClassVar[int]
     session: str
     have_len: int
     have_hash: int
     states_from: int
     ticket: Ticket
-    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+    states_by: int
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., states_by: _Optional[int] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ("session",)

@@ -33,6 +33,7 @@ class StatesNeeded:
     width: int
     projected_width: int | None = None
     window: int | None = None  # how many of a text's latest states are read; None: all of them
+    sees: int | None = None  # how many of them what it drafts depends on at all; None: all
 
 
 @value

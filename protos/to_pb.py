@@ -106,6 +106,7 @@ def _attach_to_pb(m: Attach) -> pb.Attach:
         have_hash=m.have_hash,
         states_from=m.states_from,
         ticket=_ticket_to_pb(m.ticket),
+        states_by=m.states_by,
     )
 
 

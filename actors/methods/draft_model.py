@@ -85,6 +85,11 @@ class DraftModel:
         self._texts.committed(session, tokens)
         self._sampler.decided(session, self._texts[session].tokens)
 
+    def begin(self, session: str, first: int) -> None:
+        """No states of an open session come of positions before the first; without this they begin at 0."""
+        assert self._feed is not None, "a method that needs no states is sent none"
+        self._feed.begin(session, first)
+
     def states(self, session: str, first: int, rows: Tensor) -> None:
         """The target's states at positions of the session's text, from `first` on: rows (n, width) as in `needs`.
 
@@ -148,7 +153,8 @@ class DraftModel:
         """A block after the decided text, or one that reads `unverified` after it."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
-        branch = self._cache.resume(request.session, tokens)
+        first = 0 if self._feed is None else self._feed.first_of(request.session)
+        branch = self._cache.resume(request.session, tokens, first)
         if self._feed is not None:
             self._feed.rewind(self._cache, branch)
         return CachedDraft(

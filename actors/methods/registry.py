@@ -75,7 +75,10 @@ def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
 def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
     """Which of them a drafter takes in."""
     needed = states_needed(draft, target)
-    return NO_BOUNDS if needed is None else StateBounds(needed.window, draft.states.kept_tokens)
+    if needed is None:
+        return NO_BOUNDS
+    enough = None if draft.states.keep else min(draft.states.window, needed.sees or draft.states.window)
+    return StateBounds(needed.window, enough, draft.states.kept_tokens)
 
 
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":

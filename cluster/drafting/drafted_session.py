@@ -31,6 +31,8 @@ class DraftedSession:
     decided_s: float | None = None  # when the latest verdict came, until the target has said what it wants after it
     step_began_s: float | None = None  # when the target began the step under way, as far as is known here
     states_len: int | None = None  # end of those whose hidden states are here, of a method that reads them
+    states_first: int = 0  # the first of them
+    states_by: int | None = None  # position that they may begin at, at the latest, while none are here
 
     @property
     def target(self) -> str:
@@ -74,7 +76,9 @@ class DraftedSession:
         self.decided_s = None
         self.step_began_s = None
         prefix = self.prefix
-        return Attach(self.open.session, prefix.length, prefix.hash, self.states_len, self.open.ticket)
+        first = self.states_len
+        by = self.states_by if first != self.states_by else None
+        return Attach(self.open.session, prefix.length, prefix.hash, first, self.open.ticket, by)
 
     def extend(self, tokens: tuple[int, ...], now: float) -> Proposal | None:
         """Follows a verdict; returns the block for what comes next if it was sent ahead."""

@@ -74,8 +74,9 @@ class ReadsStates(Protocol):
     def states(self, session: str, first: int, rows: bytes) -> None:
         """The target's states at positions `first`, `first` + 1, ... of the session's decided text, encoded.
 
-        Those of a session come in order, each once. It is asked for a block only where it has those of all tokens but
-        the last, which the target need not have read yet; it may have that one's too.
+        Those of a session come in order, each once, and may begin in mid-text. It is asked for a block only where it
+        has those of all tokens from there on but the last, which the target need not have read yet; it may have that
+        one's too.
         """
         ...
 

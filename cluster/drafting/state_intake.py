@@ -1,4 +1,4 @@
-"""Hidden states as they reach a drafter: each session's in order, from its first position on, and of its own text."""
+"""Hidden states as they reach a drafter: each session's in order, without a gap, and of its own text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ class StateBounds:
     """Which states a method reads, and how many."""
 
     window: int | None = None  # how many of a text's latest; None: all
+    enough: int | None = None  # of these, to begin with where earlier ones would be computed again; None: all
     most: int | None = None  # of all sessions together; None: no bound
 
 
@@ -56,8 +57,10 @@ class StateIntake:
         self.forget(session.open.session)
         if self._layout is not None:
             window = self._bounds.window
+            enough = self._bounds.enough
             read_to = session.prefix.length - 1  # the target need not have read the last token
             session.states_len = 0 if window is None else max(0, read_to - window)
+            session.states_by = session.states_len if enough is None else max(session.states_len, read_to - enough)
 
     def forget(self, session: str) -> None:
         self._early.pop(session, None)
@@ -85,7 +88,7 @@ class StateIntake:
         return f"hidden states of {kept} tokens are kept, and there is room for {most}"
 
     def _kept(self, session: DraftedSession) -> int:
-        return self._of(session.states_len or 0)
+        return self._of((session.states_len or 0) - session.states_first)
 
     def _of(self, tokens: int) -> int:
         """How many of a text's states are kept."""
@@ -104,19 +107,19 @@ class StateIntake:
 
     def _take(self, session: DraftedSession, states: States) -> bool:
         """Whether some before them are missing, which are to be asked for."""
-        if states.format != self._layout or session.states_len is None:
+        if states.format != self._layout or session.states_len is None or session.states_by is None:
             self._counts["states_unfit"] += 1
         elif states.end > session.prefix.length:
             self._wait(states)
         elif not session.prefix.matches(states.end, states.prefix_hash):
             self._counts["states_mismatch"] += 1
-        elif states.first > session.states_len:
+        elif states.first > session.states_by:
             self._counts["states_gap"] += 1
             return self._is_new_gap(session, session.states_len)
         elif states.end <= session.states_len:
             self._counts["states_known"] += 1
         else:
-            self._keep(session, session.states_len, states)
+            self._keep(session, max(session.states_len, states.first), states)
         return False
 
     def _answer(self, session: DraftedSession, is_gap: bool) -> list[Send]:
@@ -140,8 +143,12 @@ class StateIntake:
         self._asked[session.open.session] = missing
         return is_new
 
-    def _keep(self, session: DraftedSession, states_len: int, states: States) -> None:
-        rows = states.rows[(states_len - states.first) * states.format.row_bytes :]
-        self._news.states(session.open.session, states_len, rows)
+    def _keep(self, session: DraftedSession, first: int, states: States) -> None:
+        """From a position on that follows those that are here, or is the first."""
+        if first != session.states_len:
+            session.states_first = first
+        rows = states.rows[(first - states.first) * states.format.row_bytes :]
+        self._news.states(session.open.session, first, rows)
         session.states_len = states.end
-        self._counts["states"] += states.end - states_len
+        session.states_by = states.end
+        self._counts["states"] += states.end - first

@@ -1,7 +1,8 @@
 """Hidden states that no page keeps: those of the latest step are there, and earlier ones are computed again.
 
 What a drafter lacks of what is cached is fed once more, from the first position that it lacks: the cache is a prefix,
-so the session is rolled back to there. Pure.
+so the session is rolled back to there. A drafter that has none yet may say how late in the text it can begin: then no
+more than that is computed again. Pure.
 
 A drafter that has no room for what is computed, twice for the same tokens, goes without until it attaches again.
 """
@@ -45,6 +46,11 @@ class FreshStates:
         read = self._reads[session]
         return read.places[first - read.first : end - read.first]
 
+    def begin(self, session: TargetSession, feed: StateFeed) -> None:
+        """Where a drafter may begin later than at what is lacking, it does: at what is there, or as late as it can."""
+        if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
+            feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
+
     def rewind(self, sessions: Iterable[TargetSession]) -> None:
         """Before a step is planned: sessions whose drafters lack what is not there are rolled back to it."""
         for session in sessions:
@@ -53,8 +59,19 @@ class FreshStates:
                 continue
             if session.paused:
                 feed.tries = 0  # nothing goes out because nothing is wanted
-            elif self.end(session.open.session, feed.sent) < session.cached_len:
+                continue
+            self.begin(session, feed)
+            if not self._are_there(session, feed.sent):
                 self._roll_back(session, feed)
+
+    def _are_there(self, session: TargetSession, first: int) -> bool:
+        """Whether all that is cached from a position on can be read."""
+        return self.end(session.open.session, first) >= session.cached_len
+
+    def _first_there(self, session: TargetSession) -> int:
+        """From which position on all that is cached can be read."""
+        read = self._reads.get(session.open.session)
+        return session.cached_len if read is None or read.end < session.cached_len else read.first
 
     def _roll_back(self, session: TargetSession, feed: StateFeed) -> None:
         if feed.tries >= MOST_TRIES:

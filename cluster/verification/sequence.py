@@ -38,11 +38,19 @@ class StateFeed:
     drafter: str
     sent: int
     acked: int  # that have arrived
+    begin_by: int = 0  # position that they may begin at, at the latest; not after `sent`: there is no choice any more
     tries: int = 0  # times that what follows could have been read and did not go out, where pages keep none
 
     def went_out(self, end: int) -> None:
         self.sent = end
+        self.begin_by = end
         self.tries = 0
+
+    def begin(self, first: int) -> None:
+        """They may begin there, and what comes before goes to nobody."""
+        assert self.sent <= first <= self.begin_by, "the drafter has no use for states from there on"
+        self.sent = first
+        self.acked = first
 
 
 @dataclass(eq=False, slots=True)

@@ -74,7 +74,10 @@ class StateFeeds:
     def attached(self, session: TargetSession, drafter: str, attach: Attach) -> None:
         """From here on the drafter lacks everything that it does not say it has."""
         first = attach.states_from
-        session.feed = None if first is None or self._layout is None else StateFeed(drafter, first, first)
+        if first is None or self._layout is None:
+            session.feed = None
+        else:
+            session.feed = StateFeed(drafter, first, first, first if attach.states_by is None else attach.states_by)
 
     def acked(self, peer: str, ack: StatesAck) -> None:
         """States have arrived; only the session's own drafter can say so, and of no more than it was sent."""
@@ -154,6 +157,8 @@ class StateFeeds:
             feed = session.live_feed
             if feed is None or session.paused:
                 continue
+            if self.fresh is not None:
+                self.fresh.begin(session, feed)
             end = self._readable_to(session, feed)
             if end > feed.sent:
                 yield _Lack(session, feed, end)

@@ -76,7 +76,14 @@ class ByToken:
 
 
 class BesideToken(ToyRunner):
-    """As an EAGLE head: fed each token with the state before it, it makes what comes next and the token's own state."""
+    """As an EAGLE head: fed each token with the state before it, it makes what comes next and the token's own state.
+
+    Where texts may begin in their middle, a place is as far before the state's position as all of its row.
+    """
+
+    def __init__(self, logits: Tensor, begins_late: bool = False) -> None:
+        super().__init__(logits)
+        self._begins_late = begins_late
 
     def forward(
         self,
@@ -87,26 +94,29 @@ class BesideToken(ToyRunner):
     ) -> ForwardOutput:
         if interrupted():
             raise Interrupted
-        made = [_states_after(row) for row in rows]
+        made = [self._states_after(row) for row in rows]
         wanted = [states[len(states) - row.logits :] for row, states in zip(rows, made, strict=True)]
         return super().forward(rows, copies)._replace(hidden=torch.cat(wanted))
 
-
-def _states_after(row: FeedRow) -> Tensor:
-    """The target's own states, (tokens, width), each of which is made of the one before."""
-    assert row.states is not None, "a token comes with the state before it"
-    made: list[list[float]] = []
-    for position, (token, before) in enumerate(zip(row.tokens, row.states.tolist(), strict=True), start=row.start):
-        assert before[1] == position % MODULUS, "the state of another place"
-        assert not made or before[2:] == made[-1][2:], "the state of another text"
-        made.append(state_after(before, token, position + 1))
-    return torch.tensor(made)
+    def _states_after(self, row: FeedRow) -> Tensor:
+        """The target's own states, (tokens, width), each of which is made of the one before."""
+        assert row.states is not None, "a token comes with the state before it"
+        fed = row.states.tolist()
+        first = int(fed[0][1]) if self._begins_late else row.start
+        made: list[list[float]] = []
+        for position, (token, before) in enumerate(zip(row.tokens, fed, strict=True), start=first):
+            assert before[1] == position % MODULUS, "the state of another place"
+            assert not made or before[2:] == made[-1][2:], "the state of another text"
+            made.append(state_after(before, token, position + 1))
+        return torch.tensor(made)
 
 
 class HeadReading(ReadingMethod):
     """Holds the states against the text, and passes them on."""
 
     def states(self, session: str, first: int, rows: bytes) -> None:
+        if self._known[session] == 0:
+            self.head.begin(session, first)
         super().states(session, first, rows)
         self.head.states(session, first, decode_rows(rows, LAYOUT))
 
@@ -123,7 +133,7 @@ class HeadWorld(World):
     def _new_drafter(self) -> ToyDrafter:
         drafter = super()._new_drafter()
         method: Any = self._head_method()
-        drafter.method = HeadReading(method)
+        drafter.method = HeadReading(method, self._setting.enough_states)
         drafter.model = method
         return drafter
 
@@ -168,7 +178,7 @@ class EagleWorld(HeadWorld):
 
     def _head_method(self) -> DraftModel:
         return DraftModel(
-            BesideToken(self._setting.draft_logits),
+            BesideToken(self._setting.draft_logits, begins_late=self._setting.enough_states is not None),
             self._token_ids,
             DraftCache(8 * self._count, PAGE_SIZE, unfed=1),
             self._limits,

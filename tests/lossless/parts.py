@@ -19,6 +19,7 @@ from actors.models.toy import ToyRunner
 from cluster.costs import ForwardCost
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.state_intake import StateBounds
 from cluster.lock_step import lock_step
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.page_allocator import PageCopy
@@ -58,6 +59,7 @@ class Setting:
     altered: Callable[[Block, random.Random], Block] | None = None  # what becomes of a drafter's block
     reads_states: bool = False  # whether the method reads the target's hidden states
     keeps_states: bool = True  # whether the target keeps them beside its cache
+    enough_states: int | None = None  # of a text's latest, to begin with where earlier ones would be computed again
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property
@@ -128,7 +130,8 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
 
 def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
     layout = LAYOUT if setting.reads_states else None
-    limits = DrafterLimits(setting.vocabulary, setting.context, sessions, layout)
+    bounds = StateBounds(enough=setting.enough_states)
+    limits = DrafterLimits(setting.vocabulary, setting.context, sessions, layout, bounds)
     return DraftScheduler(limits, draft_ahead=not setting.lock_step)
 
 

@@ -93,10 +93,16 @@ class RememberingRunner(ToyRunner):
 
 
 class ReadingMethod:
-    """Drafts as its model does, once it has the states of all that the target has read, each as it has to be."""
+    """Drafts as its model does, once it has the states of all that the target has read, each as it has to be.
 
-    def __init__(self, model: DraftModel) -> None:
+    With `enough` they may begin in mid-text, before the last so many of what was open to be read.
+    """
+
+    def __init__(self, model: DraftModel, enough: int | None = None) -> None:
         self.rows_read = 0
+        self.begun_late = 0  # sessions whose states began in mid-text
+        self._enough = enough
+        self._begin_by: dict[str, int] = {}
         self._model = model
         self._texts = SessionTexts()
         self._known: dict[str, int] = {}  # positions whose states are here
@@ -116,6 +122,8 @@ class ReadingMethod:
     def open(self, request: Open) -> None:
         self._texts.open(request)
         self._known[request.session] = 0
+        read_to = len(request.tokens) - 1
+        self._begin_by[request.session] = 0 if self._enough is None else max(0, read_to - self._enough)
         self._model.open(request)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
@@ -123,6 +131,10 @@ class ReadingMethod:
         self._model.committed(session, tokens)
 
     def states(self, session: str, first: int, rows: bytes) -> None:
+        if self._known[session] == 0 and first > 0:
+            assert first <= self._begin_by[session], "they begin later than there are enough"
+            self._known[session] = first
+            self.begun_late += 1
         assert first == self._known[session], "states are missing, or come twice"
         found = decode_rows(rows, LAYOUT).tolist()
         tokens = self._texts[session].tokens
@@ -144,6 +156,7 @@ class ReadingMethod:
         self._texts.close(sessions)
         for session in sessions:
             self._known.pop(session, None)
+            self._begin_by.pop(session, None)
         self._model.close(sessions)
 
     def _check(self, requests: Sequence[DraftRequest | AheadRequest]) -> None:

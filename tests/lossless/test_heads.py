@@ -8,6 +8,7 @@ import pytest
 from protos.messages import Acceptance, Sampling
 from tests.lossless.heads import EagleWorld, PlacesWorld, TokensWorld
 from tests.lossless.parts import Setting
+from tests.lossless.states import ReadingMethod
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
@@ -60,6 +61,20 @@ def test_blocks_of_heads_decide_what_plain_decoding_does(
     assert accepted > (len(texts_of(worlds)) if schedule is calm else 0), "hardly any draft stood: this showed nothing"
     assert sum(world.branches_accepted for world in worlds) > 0, "no tree stood along another path than its first"
     assert sum(world.drafting.counts["guess_hit"] for world in worlds) > 0, "no block ahead of a verdict was of use"
+
+
+@EACH_KIND
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_heads_that_begin_in_mid_text_decide_what_plain_decoding_does(sampling: Sampling, kind: Any) -> None:
+    """Drafters and targets are lost, so that sessions come to drafters in their middle."""
+    plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
+    drafted = replace(plain, schedule=stormy, block_len=BLOCK_LEN, interruption=0.1, pages=64)
+    worlds = worlds_of(kind, replace(drafted, reads_states=True, keeps_states=False, enough_states=2))
+    assert texts_of(worlds) == texts_of(worlds_of(World, plain))
+    methods = [drafter.method for world in worlds for drafter in world.drafters.values()]
+    late = sum(method.begun_late for method in methods if isinstance(method, ReadingMethod))
+    assert late > 0, "no text began in its middle: this showed nothing"
+    assert sum(session.counts.accepted for world in worlds for session in world.sessions.values()) > 0
 
 
 @EACH_KIND

@@ -155,7 +155,7 @@ class World:
 
     def _new_drafter(self) -> ToyDrafter:
         model = a_draft_model(self._setting, self._count, clock=lambda: self._now)
-        method = ReadingMethod(model) if self._setting.reads_states else model
+        method = ReadingMethod(model, self._setting.enough_states) if self._setting.reads_states else model
         return ToyDrafter(a_draft_scheduler(self._setting, self._count), method, model)
 
     def _check_that_nothing_is_left(self) -> None:

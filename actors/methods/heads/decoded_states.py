@@ -15,6 +15,10 @@ from protos.states import StatesFormat
 class TakesRows(DraftingMethod, Protocol):
     """A drafting method that reads rows of hidden states."""
 
+    def begin(self, session: str, first: int) -> None:
+        """No states of an open session come of positions before the first; without this they begin at 0."""
+        ...
+
     def states(self, session: str, first: int, rows: Tensor) -> None:
         """True states of the positions from `first` on, (n, width); those of an unknown session are ignored."""
         ...
@@ -26,6 +30,7 @@ class DecodedStates:
     def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
         self.states_format = layout
         self._method = method
+        self._without: set[str] = set()  # sessions of which no states have come
 
     @property
     def shapes(self) -> frozenset[Shape]:
@@ -37,11 +42,15 @@ class DecodedStates:
 
     def open(self, request: Open) -> None:
         self._method.open(request)
+        self._without.add(request.session)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._method.committed(session, tokens)
 
     def states(self, session: str, first: int, rows: bytes) -> None:
+        if session in self._without:
+            self._without.remove(session)
+            self._method.begin(session, first)
         self._method.states(session, first, decode_rows(rows, self.states_format))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -54,6 +63,7 @@ class DecodedStates:
 
     def close(self, sessions: Sequence[str]) -> None:
         self._method.close(sessions)
+        self._without.difference_update(sessions)
 
 
 def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:

@@ -69,6 +69,10 @@ class StatePredictor(Protocol):
 
     def open(self, session: str) -> None: ...
 
+    def begin(self, session: str, first: int) -> None:
+        """The states of an open session begin at this position."""
+        ...
+
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
         """The target's states from position `first` on, (n, width), in any order, of a session with so many tokens."""
         ...
@@ -124,6 +128,10 @@ class PredictedDrafting:
         text = self._texts[session].tokens
         self._sampler.decided(session, text)
         self._predictor.decided(session, len(text))
+
+    def begin(self, session: str, first: int) -> None:
+        """No states of an open session come of positions before the first; without this they begin at 0."""
+        self._predictor.begin(session, first)
 
     @torch.inference_mode()
     def states(self, session: str, first: int, rows: Tensor) -> None:

@@ -24,6 +24,7 @@ class Branch:
     session: str
     name: str
     tokens: list[int]
+    first: int = 0  # index of the first of them that is not left out: the text begins there for the model
     # Of a draft head, which is fed each token with the state before it:
     exact: int = 0  # of its tokens, the first so many were fed with the target's states
     predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's own, to feed the token of that index with
@@ -34,7 +35,8 @@ class DraftCache:
 
     The first `unfed` tokens of a text are not fed, so that a token lies so many places before its index. A draft head
     is fed each token with the state before it: it has no use for the first token, and what lies at a place depends on
-    more than the tokens up to there, so that its pages are not shared between sessions.
+    more than the tokens up to there, so that its pages are not shared between sessions. Where a text begins in its
+    middle, what is before that takes no place either.
     """
 
     def __init__(self, pages: int, page_size: int, unfed: int = 0) -> None:
@@ -51,10 +53,11 @@ class DraftCache:
         """Raises AssertionError unless every page is accounted for."""
         self._allocator.check()
 
-    def resume(self, session: str, tokens: Sequence[int]) -> Branch:
+    def resume(self, session: str, tokens: Sequence[int], first: int = 0) -> Branch:
         """The branch that has cached most of `tokens`, cut to what agrees; the session's other branches are closed.
 
-        The last token is never among the cached ones: its logits are wanted.
+        The last token is never among the cached ones: its logits are wanted. A session whose text begins at `first`
+        begins there whenever it is resumed; the tokens before count as cached.
         """
         branches = self._branches.pop(session, [])
         agreed = [_common(branch.tokens, tokens) for branch in branches]
@@ -63,7 +66,7 @@ class DraftCache:
             if index != best:
                 self._allocator.close(branch.name)
         if best < 0:
-            found = self._open(session, tokens)
+            found = self._open(session, tokens, first)
         else:
             found = branches[best]
             self.cut(found, agreed[best])
@@ -74,8 +77,9 @@ class DraftCache:
     def fork(self, branch: Branch, length: int) -> Branch:
         """A further branch with the first `length` tokens of this one."""
         name = self._name(branch.session)
-        self._allocator.fork(branch.name, name, self._places(length))
-        forked = Branch(branch.session, name, branch.tokens[:length], min(branch.exact, length), dict(branch.predicted))
+        self._allocator.fork(branch.name, name, self._places(branch, length))
+        exact = min(branch.exact, length)
+        forked = Branch(branch.session, name, branch.tokens[:length], branch.first, exact, dict(branch.predicted))
         self._branches[branch.session].append(forked)
         return forked
 
@@ -92,8 +96,8 @@ class DraftCache:
         So does each of `masks`, which are fed after them and are no part of the branch: `drop_masks` once that is done.
         Room is made at the cost of sessions that are not `busy`.
         """
-        start = self._places(len(branch.tokens))
-        end = self._places(len(branch.tokens) + len(tokens))
+        start = self._places(branch, len(branch.tokens))
+        end = self._places(branch, len(branch.tokens) + len(tokens))
         while (copies := self._allocator.reserve(branch.name, start, end + len(masks))) is None:
             idle = next((session for session in self._branches if session not in busy), None)
             if idle is None:
@@ -105,26 +109,28 @@ class DraftCache:
 
     def drop_masks(self, branch: Branch) -> None:
         """Frees what was cached of mask tokens."""
-        self._allocator.truncate(branch.name, self._places(len(branch.tokens)))
+        self._allocator.truncate(branch.name, self._places(branch, len(branch.tokens)))
 
     def cut(self, branch: Branch, length: int) -> None:
         """Forgets all but the first `length` tokens of a branch, and masks after them."""
         del branch.tokens[length:]
         branch.exact = min(branch.exact, length)
-        self._allocator.truncate(branch.name, self._places(length))
+        self._allocator.truncate(branch.name, self._places(branch, length))
 
     def close(self, session: str) -> None:
         """Forgets a session; an unknown one is ignored."""
         for branch in self._branches.pop(session, []):
             self._allocator.close(branch.name)
 
-    def _places(self, tokens: int) -> int:
-        """That the first so many tokens of a text take."""
-        return max(0, tokens - self._unfed)
+    def _places(self, branch: Branch, tokens: int) -> int:
+        """That the first so many tokens of a branch's text take."""
+        return max(0, tokens - branch.first - self._unfed)
 
-    def _open(self, session: str, tokens: Sequence[int]) -> Branch:
+    def _open(self, session: str, tokens: Sequence[int], first: int) -> Branch:
+        assert not first or self._unfed, "of a text that begins in its middle no page is shared"
         name = self._name(session)
-        return Branch(session, name, list(tokens[: self._allocator.open(name, tokens)]))
+        cached = self._allocator.open(name, tokens)
+        return Branch(session, name, list(tokens[: max(first, cached)]), first, exact=first)
 
     def _name(self, session: str) -> str:
         return f"{session}/{next(self._names)}"

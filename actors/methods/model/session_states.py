@@ -5,17 +5,21 @@ from torch import Tensor
 
 
 class SessionStates:
-    """Rows of shape (hidden,), in one tensor that grows."""
+    """Rows of shape (hidden,), in one tensor that grows; of positions from `begin` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
         self._rows: Tensor | None = None  # (capacity, hidden)
-        self._known = bytearray()  # by position: whether its row is there
+        self._known = bytearray()  # by position from `begin` on: whether its row is there
 
     def __contains__(self, position: int) -> bool:
-        return position < len(self._known) and bool(self._known[position])
+        at = position - self.begin
+        return 0 <= at < len(self._known) and bool(self._known[at])
 
     def put(self, first: int, rows: Tensor) -> None:
         """Rows (n, hidden) of the positions from `first` on."""
+        assert first >= self.begin, "none come of positions before the first"
+        first -= self.begin
         end = first + len(rows)
         self._grow(end, rows)
         assert self._rows is not None, "it has grown"
@@ -24,13 +28,13 @@ class SessionStates:
 
     def missing_from(self, position: int) -> int:
         """The first position from this one on whose row is not there."""
-        found = self._known.find(0, position)
-        return max(position, len(self._known)) if found < 0 else found
+        found = self._known.find(0, position - self.begin)
+        return max(position, self.begin + len(self._known)) if found < 0 else self.begin + found
 
     def rows(self, first: int, end: int) -> Tensor:
         """Of positions that are all there, (end - first, hidden)."""
         assert self._rows is not None, "a row is there"
-        return self._rows[first:end]
+        return self._rows[first - self.begin : end - self.begin]
 
     def _grow(self, end: int, like: Tensor) -> None:
         self._known.extend(bytes(max(0, end - len(self._known))))

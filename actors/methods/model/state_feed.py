@@ -19,6 +19,9 @@ from protos.states import StatesNeeded
 class FedStates:
     """The true states of all open sessions, for a head that takes `max_positions`.
 
+    A session whose states begin in mid-text begins there for the head: the tokens up to that state are as the first of
+    a text, which is not fed, and what comes after them has the positions of a text of its own.
+
     `project` makes of rows as they are sent, (n, width), those that the head is fed, (n, hidden). Mask tokens are fed
     with `mask_state`, (1, hidden).
     """
@@ -39,6 +42,14 @@ class FedStates:
     def open(self, session: str) -> None:
         """What is known of a session that is open already stays."""
         self._sessions.setdefault(session, SessionStates())
+
+    def begin(self, session: str, first: int) -> None:
+        """No states of a session come of positions before the first; what is known of it is forgotten."""
+        self._sessions[session] = SessionStates(first)
+
+    def first_of(self, session: str) -> int:
+        """Position that its states begin at."""
+        return self._sessions[session].begin
 
     def close(self, sessions: Sequence[str]) -> None:
         """Forgets sessions; unknown ones are ignored."""
@@ -69,12 +80,13 @@ class FedStates:
         """
         branch = draft.branch
         start = len(branch.tokens)
-        if start + len(draft.pending) - 1 > self._max_positions or draft.request.base_len == 1:
+        places = start + len(draft.pending) - 1 - branch.first
+        if places > self._max_positions or draft.request.base_len <= branch.first + 1:
             return 0
         end = min(start + tokens, self._exact_to(branch, start))
         while end < start + tokens and (end in branch.predicted or end - 1 in self._sessions[branch.session]):
             end += 1
-        return end - start if end > 1 else 0
+        return end - start if end > branch.first + 1 else 0
 
     def states(self, branch: Branch, start: int, masks: int) -> Tensor:
         """To feed a branch's tokens from `start` on with, which are feedable, and masks after them, (tokens, hidden).
@@ -89,7 +101,7 @@ class FedStates:
 
     def _of_tokens(self, branch: Branch, start: int, end: int) -> Tensor:
         known = self._sessions[branch.session]
-        first = max(start, 1)
+        first = max(start, branch.first + 1)
         exact_to = min(end, self._exact_to(branch, start))
         if branch.exact == start:
             branch.exact = exact_to
@@ -106,4 +118,4 @@ class FedStates:
 
     def _exact_to(self, branch: Branch, start: int) -> int:
         """Index of the first token from `start` on that the true state before it is missing of."""
-        return self._sessions[branch.session].missing_from(max(start, 1) - 1) + 1
+        return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

@@ -133,9 +133,9 @@ def verdicts(draw: st.DrawFn) -> Verdict:
 @st.composite
 def attaches(draw: st.DrawFn) -> Attach:
     have_len = draw(U32)
-    return Attach(
-        draw(NAMES), have_len, draw(U64), draw(st.none() | st.integers(0, have_len)), draw(st.none() | TICKETS)
-    )
+    states_from = draw(st.none() | st.integers(0, have_len))
+    states_by = None if states_from is None else draw(st.none() | st.integers(states_from, have_len))
+    return Attach(draw(NAMES), have_len, draw(U64), states_from, draw(st.none() | TICKETS), states_by)
 
 
 @st.composite
@@ -257,7 +257,7 @@ def good_draft_request() -> pb.DraftRequest:
 
 
 def good_attach() -> pb.Attach:
-    return encode(pb.DrafterToTarget, [Attach("good", 4, 7, 2)]).attaches[0]
+    return encode(pb.DrafterToTarget, [Attach("good", 4, 7, 2, states_by=3)]).attaches[0]
 
 
 def good_states() -> pb.States:
@@ -384,6 +384,8 @@ BAD_ATTACHES = {
     "states of tokens that it has not got": (with_fields(states_from=5), "states_from is 5 of 4"),
     "no proof": (with_ticket(b""), "proof has 0 bytes"),
     "a long proof": (with_ticket(bytes(17)), "proof has 17 bytes"),
+    "states that may begin before they are lacking": (with_fields(states_by=1), "states_by is 1, expected"),
+    "states that may begin after what it has": (with_fields(states_by=5), "states_by is 5, expected"),
 }
 BAD_STATES = {
     "empty session": (with_fields(session=""), "session is empty"),

@@ -188,7 +188,13 @@ class _Resolution:
                 f"{self._files.folder} reads the target's states {list(states)}, but its fc.weight has {width} inputs"
                 f" and the target states 0 to {self._target.layers} of {hidden}; expected {width / hidden:g} of these"
             )
-        return StatesNeeded(states, width, hidden)
+        return StatesNeeded(states, width, hidden, sees=self._sees())
+
+    def _sees(self) -> int | None:
+        """So many positions back from the anchor, itself included; the places after it see no more of the context."""
+        layers = self._layers()
+        windows = [kind.window for kind in layers if kind.window is not None]
+        return max(windows) if len(windows) == len(layers) else None
 
     def _states(self, count: int) -> tuple[int, ...]:
         """In the order in which they are projected."""

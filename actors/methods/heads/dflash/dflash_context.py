@@ -7,11 +7,12 @@ MOST_EARLY = 64  # pieces of states that may wait for those before them
 
 
 class DFlashContext:
-    """States come in any order, twice or never; they are read in order."""
+    """States come in any order, twice or never, from position `begin` on; they are read in order."""
 
-    def __init__(self) -> None:
-        self.read = 0  # positions whose keys and values are there
-        self._arrived = 0  # positions whose states came, without a gap
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
+        self.read = begin  # end of the positions whose keys and values are there
+        self._arrived = begin  # end of those whose states came, without a gap
         self._unread: list[Tensor] = []  # states of the positions between, one piece after the other
         self._early: dict[int, Tensor] = {}  # pieces after a gap, by first position
         self._cached: list[Tensor] = []  # by layer: (2, capacity, kv heads, dim), keys and values
@@ -28,7 +29,7 @@ class DFlashContext:
             del self._early[max(self._early)]
 
     def has(self, positions: int) -> bool:
-        """Whether the states of the first so many have all come."""
+        """Whether the states of the first so many have all come, from the beginning on."""
         return self._arrived >= positions
 
     def take(self, positions: int) -> Tensor:
@@ -42,8 +43,9 @@ class DFlashContext:
         return whole[:count]
 
     def write(self, layer: int, first: int, key_value: Tensor) -> Tensor:
-        """Puts keys and values, (rows, 2, kv heads, dim), at positions from `first` on, of a layer; all up to there,
-        (2, positions, kv heads, dim)."""
+        """Puts keys and values, (rows, 2, kv heads, dim), at positions from `first` on, of a layer; all of the context
+        up to there, (2, positions, kv heads, dim)."""
+        first -= self.begin
         end = first + len(key_value)
         if layer == len(self._cached):
             self._cached.append(key_value.new_empty((2, 0, *key_value.shape[2:])))

@@ -118,8 +118,10 @@ def _attend(
 ) -> Tensor:
     """Of one session, (block, heads x dim). What is written of the block is overwritten by the next states."""
     key_value = context.write(index, start - len(of_states), torch.cat([of_states, of_block]))
-    first = 0 if kind.window is None else max(0, start - kind.window + 1)  # what the anchor's window begins with
-    key, value = key_value[:, first:].transpose(1, 2)
+    first = context.begin  # of what is seen: what the anchor's window begins with
+    if kind.window is not None:
+        first = max(first, start - kind.window + 1)
+    key, value = key_value[:, first - context.begin :].transpose(1, 2)
     mask = _mask(kind, start, len(query), first).to(query.device) if kind.is_causal or kind.window else None
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask, enable_gqa=True

@@ -44,6 +44,9 @@ class DFlashPredictor:
         self._contexts[session] = DFlashContext()
         self._blocks.pop(session, None)
 
+    def begin(self, session: str, first: int) -> None:
+        self._contexts[session] = DFlashContext(first)
+
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
         """(rows, width) as `needs` says, or (rows, hidden) where they were projected at the source."""
         needs = self.needs

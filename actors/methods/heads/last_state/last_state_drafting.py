@@ -85,6 +85,9 @@ class LastStatePredictor:
     def open(self, session: str) -> None:
         self._rows.close(session)
 
+    def begin(self, session: str, first: int) -> None:
+        """It reads the latest alone."""
+
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
         assert rows.shape[-1] == self.needs.width, "rows are as wide as was asked for"
         self._rows.keep(session, first, rows, _position(length))

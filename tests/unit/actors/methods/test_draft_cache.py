@@ -48,6 +48,30 @@ def test_a_session_resumes_where_it_agrees_and_the_last_token_is_always_fed():
         assert desk.feed(branch, *tokens[cached:])
 
 
+def test_a_text_that_begins_in_its_middle_takes_places_from_there_on():
+    """Also after it was forgotten; the token that it begins with is not fed."""
+    cache = DraftCache(8, PAGE_SIZE, unfed=1)
+    tokens = [9, 9, 9, 1, 2, 3, 4]
+    for _ in range(2):
+        branch = cache.resume("s", tokens, first=3)
+        assert (branch.tokens, branch.first, branch.exact) == ([9, 9, 9], 3, 3)
+        fed = cache.feed(branch, [1, 2, 3], {"s"})
+        assert fed is not None
+        assert (fed[0].tokens, fed[0].start, fed[0].end) == ((2, 3), 0, 2)
+        forked = cache.fork(branch, 5)
+        fed = cache.feed(forked, [7], {"s"})
+        assert fed is not None
+        assert (fed[0].tokens, fed[0].start) == ((7,), 1)
+        resumed = cache.resume("s", tokens, first=3)
+        assert resumed is branch
+        fed = cache.feed(branch, [4], {"s"})
+        assert fed is not None
+        assert (fed[0].tokens, fed[0].start) == ((4,), 2)
+        cache.check()
+        cache.close("s")
+    assert cache.is_idle
+
+
 def test_the_branch_that_guessed_best_goes_on_and_the_others_give_their_pages_back():
     desk = Desk(pages=4)
     root = desk.opened("s", (1, 2, 3, 4, 5, 6))

@@ -42,6 +42,17 @@ def test_rows_stay_as_their_room_grows() -> None:
     assert known.rows(7, 40).flatten().tolist() == list(range(7, 40))
 
 
+def test_rows_that_begin_in_mid_text_are_found_by_position_too() -> None:
+    known = SessionStates(5)
+    assert (known.missing_from(5), 5 in known, 2 in known) == (5, False, False)
+    known.put(7, rows(7))
+    known.put(5, rows(5))
+    assert [position in known for position in range(9)] == [False] * 5 + [True, False, True, False]
+    assert [known.missing_from(position) for position in (5, 6, 7)] == [6, 6, 8]
+    known.put(6, rows(6))
+    assert (known.missing_from(5), known.rows(6, 8).flatten().tolist()) == (8, [6, 7])
+
+
 # ---------------------------------------------------------------- what branches are fed
 
 

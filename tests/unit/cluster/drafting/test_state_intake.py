@@ -88,8 +88,8 @@ def ack(have_len: int) -> Send:
     return APART, StatesAck("s", have_len)
 
 
-def attach(tokens: tuple[int, ...], states_from: int | None) -> Send:
-    return TARGET, Attach("s", len(tokens), Prefix(KEY, tokens).hash, states_from)
+def attach(tokens: tuple[int, ...], states_from: int | None, states_by: int | None = None) -> Send:
+    return TARGET, Attach("s", len(tokens), Prefix(KEY, tokens).hash, states_from, states_by=states_by)
 
 
 def test_it_attaches_with_what_it_lacks_and_drafts_once_that_is_here():
@@ -126,6 +126,35 @@ def test_a_method_that_reads_the_latest_alone_asks_for_no_more():
     assert request.base_len == 5
     assert desk.told == [("s", 2, rows_of((7, 8)))]
     assert Desk(bounds=StateBounds(window=9)).opened == [attach(PROMPT, 0)], "of a shorter text it is all"
+
+
+def test_where_the_latest_are_enough_they_may_begin_in_mid_text():
+    desk = Desk(bounds=StateBounds(enough=1))
+    assert desk.opened == [attach(PROMPT, 0, 2)]
+    assert desk.receive(some_states(PROMPT, 2, 3), APART) == [ack(3)]
+    desk.request(PROMPT)
+    assert [request.base_len for request in desk.asked()] == [4]
+    assert desk.told == [("s", 2, rows_of((7,)))]
+    desk.receive(some_states(PROMPT, 0, 3), APART)
+    assert desk.counts == {"states": 1, "states_known": 1}, "what comes before is of no use any more"
+    assert desk.receive(some_states((*PROMPT, 9), 4, 5)) == []
+    assert desk.verdict(PROMPT, 9) == [attach((*PROMPT, 9), 3)], "once they have begun a gap is a gap"
+
+
+@pytest.mark.parametrize(("enough", "by"), [(2, 1), (3, None), (9, None)])
+def test_they_begin_no_later_than_there_are_enough(enough, by):
+    desk = Desk(bounds=StateBounds(enough=enough))
+    assert desk.opened == [attach(PROMPT, 0, by)]
+    assert desk.receive(some_states(PROMPT, 2, 3), APART) == [attach(PROMPT, 0, by)]
+    desk.receive(some_states(PROMPT, 0, 1), APART)
+    assert desk.receive(some_states(PROMPT, 2, 3), APART) == [attach(PROMPT, 1)]
+
+
+def test_a_session_that_began_in_mid_text_keeps_no_more_than_it_has():
+    desk = Desk(bounds=StateBounds(enough=1, most=5))
+    desk.receive(some_states(PROMPT, 2, 3), APART)
+    assert isinstance(opened_with(desk, "t", (1, 2, 3, 4, 5))[0][1], Refusal)
+    assert isinstance(opened_with(desk, "u", (1, 2, 3, 4))[0][1], Attach)
 
 
 def test_what_rides_with_a_verdict_is_there_before_the_block_is_asked_for():

@@ -138,6 +138,96 @@ def test_a_prefix_hit_is_computed_again_and_the_text_is_what_it_was():
     assert desk.again == 12, "the whole pages that were found"
 
 
+@pytest.mark.parametrize(
+    ("by", "first", "again"), [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)], ids=["some", "none", "later", "all"]
+)
+def test_after_a_prefix_hit_no_more_is_computed_again_than_a_drafter_needs_to_begin(by, first, again):
+    desk = FreshDesk()
+    desk.open("a", tokens=PROMPT)
+    desk.step()
+    desk.open("b", tokens=LONGER)
+    desk.attach_from(LONGER, 0, "b", by=by)
+    (states,) = desk.states_of_steps(1, "b")
+    assert (states.first, states.end) == (first, len(LONGER))
+    check(states, LONGER)
+    assert desk.again == again
+
+
+def test_a_drafter_that_comes_in_the_middle_begins_there_and_goes_on():
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    desk.attach_from(tokens, 0, by=4)
+    assert desk.feeds.next_read() is None, "of position 4 nothing is there"
+    first, second = desk.states_of_steps(2)
+    assert (first.first, first.end, second.first) == (4, 7, 7)
+    check(second, (*tokens, *text(tokens, 1)))
+    assert desk.again == 2
+
+
+def test_it_begins_earlier_than_it_must_where_that_is_there():
+    desk = FreshDesk()
+    desk.open(tokens=PROMPT, max_len=60)
+    desk.step()
+    tokens = (*PROMPT, *text(PROMPT, 1))
+    desk.attach_from(tokens, 2, by=12)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (2, len(PROMPT))
+    desk.step()
+    desk.attach_from(tokens, 0, by=13)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (13, 14)
+    assert desk.again == 0
+
+
+def test_of_a_prompt_in_chunks_a_drafter_that_comes_late_begins_at_what_is_there():
+    desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.step()
+    desk.step()
+    desk.attach_from(PROMPT, 0, by=10)
+    (first,) = desk.reads()
+    assert (first.first, first.end) == (4, 8)
+    desk.ack(first.end)
+    found = desk.states_of_steps(2)
+    assert [states.first for states in found] == [8, 12]
+    assert found[-1].end == len(PROMPT)
+    assert desk.again == 0
+
+
+def test_while_nothing_has_gone_out_it_begins_later_and_nothing_is_computed_again():
+    desk = FreshDesk(max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.step()
+    desk.step()
+    desk.attach_from(PROMPT, 0, by=10)
+    (states,) = desk.states_of_steps(1)
+    assert (states.first, states.end) == (8, 12)
+    assert desk.again == 0
+
+
+def test_what_has_begun_has_no_gaps(monkeypatch):
+    """However late it could have begun: what could not go out is computed again."""
+    monkeypatch.setattr(state_feeds, "UNKEPT_WINDOW_BYTES", 1)
+    monkeypatch.setattr(state_feeds, "RIDE_BYTES", 0)
+    desk = FreshDesk(max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.attach_from(PROMPT, 0, by=12)
+    desk.step()
+    (first,) = desk.reads()
+    assert (first.first, first.end) == (0, 4)
+    desk.step()
+    assert list(desk.reads()) == [], "the first are still on their way"
+    desk.step()
+    desk.ack(first.end)
+    desk.step()
+    (second,) = desk.reads()
+    assert second.first == 4
+    assert desk.again > 0
+
+
 def test_nothing_is_computed_again_for_a_session_without_a_drafter_that_reads():
     desk = FreshDesk()
     desk.open("a", tokens=PROMPT)

@@ -35,9 +35,14 @@ class FeedDesk(Desk):
         return self.scheduler.feeds
 
     def attach_from(
-        self, tokens: tuple[int, ...], states_from: int | None, session: str = "s", drafter: str = DRAFTER
+        self,
+        tokens: tuple[int, ...],
+        states_from: int | None,
+        session: str = "s",
+        drafter: str = DRAFTER,
+        by: int | None = None,
     ) -> list[Send]:
-        attach = Attach(session, len(tokens), Prefix(KEY, tokens).hash, states_from)
+        attach = Attach(session, len(tokens), Prefix(KEY, tokens).hash, states_from, states_by=by)
         return self.scheduler.receive(drafter, attach, self.now)
 
     def ack(self, have_len: int, session: str = "s", drafter: str = DRAFTER) -> None:
@@ -107,6 +112,17 @@ def test_what_a_step_fed_rides_with_its_verdict_before_what_is_wanted_next():
     assert (states.first, states.end) == (3, 4)
     check(states, (1, 2, 3, *text((1, 2, 3), 1)))
     assert desk.feeds.counts == {"verdict": 4, "apart": 0, "verdict_bytes": 16, "apart_bytes": 0}
+
+
+def test_a_drafter_that_could_begin_in_mid_text_gets_all_that_is_there():
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    desk.attach_from(tokens, 0, by=5)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (0, len(tokens) - 1)
 
 
 def test_states_are_never_the_routers():

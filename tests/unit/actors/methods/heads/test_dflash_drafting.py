@@ -1,6 +1,7 @@
 """DFlash as a method: which states it waits for, what it offers of a block, and rounds one after the other."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,38 @@ def test_under_ratio_a_block_is_drawn_from_what_is_sent(method: StateReading) ->
         ids = proposal.tree.probs.token_ids[place]
         assert list(ids) == KNOWN["logits"][place].topk(TOP_K).indices.tolist()
         assert token in ids
+
+
+@pytest.mark.parametrize(("window", "begin", "is_same"), [(4, 9, True), (4, 10, False), (6, 6, True)])
+def test_where_every_layer_has_a_window_states_before_it_change_nothing(
+    tmp_path: Path, window: int, begin: int, is_same: bool
+) -> None:
+    """The anchor is at position 12. Also in a second round, which goes on from the first."""
+    config = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
+    sliding: Any = a_method("dflash", altered(tmp_path, "dflash", **config))
+    assert sliding.needs.sees == window
+    later = (*KNOWN["step2_ids"].tolist(), int(KNOWN["step2_anchor"]))
+    blocks = []
+    for first in (0, begin):
+        sliding.open(an_open(tokens=TOKENS))
+        sliding.begin("s", first)
+        sliding.states("s", first, FEATURES[first:])
+        hidden = sliding._predictor
+        (one,) = sliding.draft([a_request(TOKENS)])
+        made = hidden._blocks["s"][1].clone()
+        sliding.committed("s", later[len(TOKENS) :])
+        sliding.states("s", 12, KNOWN["step2_features"])
+        (two,) = sliding.draft([a_request(later)])
+        blocks.append((made, hidden._blocks["s"][1].clone(), one, two))
+        sliding.close(["s"])
+    whole, late = blocks
+    assert torch.allclose(whole[0], late[0], atol=1e-6) is is_same
+    assert torch.allclose(whole[1], late[1], atol=1e-6)
+    assert (whole[2], whole[3]) == (late[2], late[3]) or not is_same
+
+
+def test_a_layer_without_a_window_sees_all_of_the_text(method: StateReading) -> None:
+    assert method.needs.sees is None
 
 
 def test_windows_see_what_they_would_if_all_were_computed_at_once(tmp_path: Path) -> None:

@@ -282,6 +282,60 @@ def test_beyond_the_heads_positions_there_is_no_block(name, fed, length, drafts)
     assert (fed.forwards != []) or drafts == 0
 
 
+# ---------------------------------------------------------------- a text that begins in its middle
+
+
+@pytest.mark.parametrize("begin", [1, 6, 10])
+def test_states_that_begin_in_mid_text_bring_what_a_text_that_begins_there_brings(name, fed, begin):
+    """In the first block, in one ahead, and in the next, which goes on from there."""
+    features = torch.cat([case(name)["features"], more_features(name, 8)])
+    text = (*text_of(name), 5, 6)
+    method = a_method(name)
+    want = a_want(text_of(name), max_tokens=BLOCK)
+    opened(method, want)
+    method.begin("s", begin)
+    method.states("s", begin, features[begin:12])
+    assert asked(method, want) == from_scratch(name, text_of(name)[begin:], features[begin:12])[:BLOCK]
+    assert fed.take()[0] == [(0, text_of(name)[begin + 1 :])]
+    ahead = replace(want, unverified=DraftTree.chain((5,)))
+    guesses = {proposal.outcome: proposal.tokens for proposal in propose(method, [ahead])}
+    shifted = a_method(name)
+    beginning = a_want(text_of(name)[begin:], max_tokens=BLOCK)
+    opened(shifted, beginning)
+    shifted.states("s", 0, features[begin:12])
+    asked(shifted, beginning)
+    found = propose(shifted, [replace(beginning, unverified=DraftTree.chain((5,)))])
+    assert guesses == {proposal.outcome: proposal.tokens for proposal in found}
+    method.committed("s", (5, 6))
+    method.states("s", 12, features[12:14])
+    expected = from_scratch(name, text[begin:], features[begin:14])[:BLOCK]
+    assert asked(method, a_want(text, max_tokens=BLOCK)) == expected
+    method.close(["s"])
+    assert method.is_idle
+
+
+def test_a_state_that_is_missing_after_the_beginning_is_waited_for(name):
+    features = case(name)["features"]
+    method = a_method(name)
+    want = a_want(text_of(name))
+    opened(method, want)
+    method.begin("s", 4)
+    method.states("s", 5, features[5:])
+    assert asked(method, want) == ()
+    method.states("s", 4, features[4:5])
+    assert asked(method, want) == from_scratch(name, text_of(name)[4:], features[4:])
+
+
+def test_beyond_the_heads_positions_a_text_that_begins_late_enough_gets_a_block(name):
+    features = case(name)["features"]
+    method = a_method(name, overrides=EagleOverrides(max_positions=8))
+    want = a_want(text_of(name), max_tokens=BLOCK)
+    opened(method, want)
+    method.begin("s", 6)
+    method.states("s", 6, features[6:])
+    assert asked(method, want) == from_scratch(name, text_of(name)[6:], features[6:])[:BLOCK]
+
+
 # ---------------------------------------------------------------- late states
 
 
