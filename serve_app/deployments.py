@@ -41,7 +41,7 @@ from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.verification.intake import VerificationLimits
 from serve_app.http.schemas import HealthReport
-from serve_app.replica_counters import ReplicaCounters, audit_counts, drafter_counts, target_counts
+from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_counts, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
 
@@ -93,7 +93,8 @@ class TargetDeployment:
             pacing_of(config.speculation),
             self._engine.step_cost,
         )
-        self._counters = ReplicaCounters(lambda: target_counts(self._replica, config.draft.method))
+        attention = attention_counts([report.attention for report in self._engine.reports])
+        self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
         self._server = await serve_target(self._replica, ray.util.get_node_ip_address())
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
