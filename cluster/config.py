@@ -28,6 +28,7 @@ from cluster.draft_options import (
     SuffixOptions,
 )
 from cluster.errors import ConfigError
+from cluster.kubernetes_options import KubernetesOptions
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
@@ -234,6 +235,7 @@ class SlipstreamConfig(_Frozen):
     draft: DraftPool
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
+    kubernetes: KubernetesOptions = KubernetesOptions()
 
 
 MOVED: Mapping[str, str] = MappingProxyType(

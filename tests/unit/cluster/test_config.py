@@ -151,6 +151,7 @@ def test_every_key_has_a_place_in_the_schema():
         "draft",
         "speculation",
         "server",
+        "kubernetes",
     }
 
 
