@@ -28,6 +28,7 @@ from cluster.draft_options import (
     SuffixOptions,
 )
 from cluster.errors import ConfigError
+from cluster.kubernetes_options import KubernetesOptions
 from cluster.trust.trust_options import TrustConfig
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
@@ -288,6 +289,7 @@ class SlipstreamConfig(_Frozen):
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
     trust: TrustConfig = TrustConfig()
+    kubernetes: KubernetesOptions = KubernetesOptions()
 
 
 MOVED: Mapping[str, str] = MappingProxyType(

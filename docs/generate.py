@@ -86,7 +86,8 @@ def _kind(field: Json) -> str:
     if field["type"] == "object":
         return f"mapping of names to {_kind(field['additionalProperties'])}s"
     if field["type"] == "array":
-        return f"list of {_kind(field['items'])}s"
+        items = field["items"]
+        return f"list of {_kind(items)}" + ("" if "enum" in items else "s")
     return str(field["type"]) + _bounds(field)
 
 

@@ -46,7 +46,7 @@ from cluster.trust.roles import PeerRole
 from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host
-from serve_app.replica_counters import ReplicaCounters, audit_counts, drafter_counts, target_counts
+from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_counts, drafter_counts, target_counts
 
 log = logging.getLogger("ray.serve")
 
@@ -98,8 +98,9 @@ class TargetDeployment:
             pacing_of(config.speculation),
             self._engine.step_cost,
         )
+        attention = attention_counts([report.attention for report in self._engine.reports])
         self._report = TargetReport()  # the latest one to the autoscaling policy
-        self._counters = ReplicaCounters(lambda: target_counts(self._replica, config.draft.method))
+        self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())

@@ -25,11 +25,13 @@ Acceptance of blocks' first tokens, by the context before them and whether its b
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ray.serve import metrics
 
+from actors.attention.choice import AttentionReport
 from actors.drafter import Drafter
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
@@ -57,6 +59,7 @@ HELP = {
     "slipstream_audits": "Requests that were chosen to be decided again, by what came of it",
     "slipstream_refused_messages": "Malformed messages, by kind",
     "slipstream_refused_peers": "Streams and messages refused for who sent them, by cause",
+    "slipstream_attention_fallbacks": "Ranks on a GPU that attend by the backend named, which is slow there",
 }
 
 
@@ -64,6 +67,12 @@ class GrowingCounter(Protocol):
     """A Prometheus counter with the labels of its family."""
 
     def inc(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+def attention_counts(reports: Sequence[AttentionReport]) -> Counts:
+    """How many of a replica's ranks attend the slow way."""
+    slow = Counter(report.chosen for report in reports if report.is_fallback)
+    return {"slipstream_attention_fallbacks": slow}
 
 
 def target_counts(target: TargetReplica, method: str) -> Counts:

@@ -3,6 +3,7 @@
 Right is what agrees with `gathered`, also where memory that is none of a row's holds NaN.
 """
 
+import logging
 import statistics
 import subprocess
 import time
@@ -43,6 +44,8 @@ MAY_FAIL = (
 )
 
 Make = Callable[[], AttentionBackend]
+FALLBACK = Gathered.name
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,11 @@ class AttentionReport:
     chosen: str
     tried: tuple[Tried, ...] = ()
     takes_trees: bool = True
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether `gathered` serves though there was a choice: on a GPU, where others read in place what it copies."""
+        return bool(self.tried) and self.chosen == FALLBACK
 
 
 class Trial:
@@ -179,4 +187,19 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
     backend, report = fastest(makes, Trial(shape, device), TOLERANCE[shape.dtype])
     if backend.name != "varlen":
         restore_flash_attention_impl(_raise_warn=False)
+    if report.is_fallback:
+        log.error("%s", fallback_warning(report))
     return backend, report
+
+
+def fallback_warning(report: AttentionReport) -> str:
+    """Says that a GPU attends the slow way, and why each other backend does not serve."""
+    others = (
+        f"{one.name}: {one.refused or f'slower, {one.step_ms:.2f} ms'}"
+        for one in report.tried
+        if one.name != report.chosen
+    )
+    return (
+        "this GPU attends by gathered, which copies all keys and values in every layer; expected flashinfer, flex or"
+        f" varlen. Install what is missing: {'; '.join(others)}"
+    )

@@ -20,6 +20,7 @@ from rich.markup import escape
 from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
 from serve_app.cli.drafts import drafts_app
+from serve_app.cli.k8s import k8s_app
 from serve_app.cli.plan_options import plan
 
 WRONG_INPUT = 2  # exit status
@@ -33,6 +34,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(drafts_app, name="drafts")
+app.add_typer(k8s_app, name="k8s")
 app.command()(plan)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]

@@ -115,13 +115,16 @@ def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 def _attention(report: Mapping[str, Any]) -> str:
     """The chosen backend, and how each that was tried fared; on a CPU there is no choice."""
+    slow = (
+        " (SLOW: on a GPU, only where nothing else works)" if report["tried"] and report["chosen"] == "gathered" else ""
+    )
     tried = (
         f"{one['name']}: {shown(one['step_ms'])} ms"
         if one["step_ms"] is not None
         else f"{one['name']}: {one['refused']}"
         for one in report["tried"]
     )
-    return "\n  ".join([str(report["chosen"]), *tried])
+    return "\n  ".join([f"{report['chosen']}{slow}", *tried])
 
 
 def _share(part: int, whole: int) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from actors.attention.choice import AttentionReport, Tried
 from actors.drafter import Drafter
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
@@ -20,6 +21,7 @@ from serve_app.replica_counters import (
     PERIOD_S,
     Counts,
     ReplicaCounters,
+    attention_counts,
     audit_counts,
     drafter_counts,
     target_counts,
@@ -147,4 +149,13 @@ def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock
     """A counter is made once: causes may come later, families may not."""
     method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
-    assert {*target_counts(a_target(clock), "m"), *drafter_counts(drafter), *audit_counts(AUDITS)} == HELP.keys()
+    target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
+    assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS)} == HELP.keys()
+
+
+def test_ranks_that_attend_the_slow_way_on_a_gpu_are_counted() -> None:
+    tried = (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler"))
+    slow = AttentionReport("gathered", tried)
+    on_a_cpu = AttentionReport("gathered")
+    assert attention_counts([slow, slow, on_a_cpu]) == {"slipstream_attention_fallbacks": {"gathered": 2}}
+    assert attention_counts([on_a_cpu]) == {"slipstream_attention_fallbacks": {}}

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import AttentionBackend
-from actors.attention.choice import REPEATS, AttentionReport, Trial, choose_attention, fastest
+from actors.attention.choice import (
+    REPEATS,
+    AttentionReport,
+    Trial,
+    Tried,
+    choose_attention,
+    fallback_warning,
+    fastest,
+)
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex
 from actors.attention.gathered import Gathered, GatheredPlan
@@ -153,3 +161,29 @@ def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
     """Uncompiled it multiplies all of the pool, and what others left there with it."""
     _, report = fastest({"flex": lambda: Flex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, Clock())
     assert "off by nan" in report.tried[1].refused
+
+
+def test_gathered_on_a_gpu_is_a_fallback_that_says_what_is_missing():
+    own = Tried("gathered", 3.0)
+    missing = Tried("flashinfer", None, "ImportError: no such library")
+    slower = Tried("flex", 4.0)
+    report = AttentionReport("gathered", (own, missing, slower))
+    assert report.is_fallback
+    assert fallback_warning(report).endswith(
+        "Install what is missing: flashinfer: ImportError: no such library; flex: slower, 4.00 ms"
+    )
+
+
+def test_where_there_was_no_choice_or_a_better_one_nothing_is_a_fallback():
+    assert not AttentionReport("gathered").is_fallback, "on a CPU"
+    assert not AttentionReport("flex", (Tried("gathered", 3.0), Tried("flex", 1.0))).is_fallback
+
+
+def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
+    report = AttentionReport("gathered", (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler")))
+    monkeypatch.setattr("actors.attention.choice.fastest", lambda *_: (Gathered(), report))
+    monkeypatch.setattr("actors.attention.choice.Trial", lambda *_: None)
+    choose_attention(SHAPE, torch.device("cuda"))
+    assert [(record.levelname, "RuntimeError: no compiler" in record.message) for record in caplog.records] == [
+        ("ERROR", True)
+    ]

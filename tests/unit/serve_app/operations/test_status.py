@@ -79,7 +79,8 @@ def test_a_target_says_why_the_other_attention_backends_were_not_taken() -> None
     (shown,) = cells([{"pid": 7, "attention": [report, report], "speculation": {"plain_rate": 0, "gain": 1, "on": 1}}])[
         "attention"
     ]
-    assert shown == "gathered\n  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
+    assert shown.splitlines()[0] == "gathered (SLOW: on a GPU, only where nothing else works)"
+    assert shown.partition("\n")[2] == "  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
 
 
 def test_audits_are_summed_up_and_what_has_not_happened_is_shown_too() -> None:

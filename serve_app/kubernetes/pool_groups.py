@@ -1,0 +1,109 @@
+"""From a configuration to the worker groups that carry its pools: GPUs, CPUs, bounds and times of each. Pure."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from cluster.config import DraftPool, Replicas, SlipstreamConfig, TargetPool
+from cluster.kubernetes_options import PodOptions
+from cluster.placement import rank_bundle, target_group_options
+from cluster.trust.roles import PeerRole
+
+ROUTER_CPUS = 1
+POOL_LABEL = "pool"  # of Ray's nodes: a pool's replicas run on the group that has the pool's name
+SERVE_NOTICES_S = 15  # until Serve has learnt that a node drains and has stopped what ran there
+RAY_ENDS_S = 30  # from the end of Ray's drain to the end of its processes
+SPARE = 2  # pods of a group, for each that its pool may need
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Pods of one kind, as many as a pool's replicas need."""
+
+    name: str
+    role: PeerRole
+    pods: PodOptions
+    cpus: int  # that a pod offers to Ray
+    gpus: int
+    least: int  # pods
+    most: int
+    labels: dict[str, str]  # of Ray's nodes
+    idle_s: int | None = None
+    is_spread: bool = False  # over nodes, as far as there are several
+
+
+def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
+    """The groups of targets, drafters and routers."""
+    kubernetes = config.kubernetes
+    routers = WorkerGroup(
+        "router",
+        PeerRole.ROUTER,
+        kubernetes.router,
+        cpus=ROUTER_CPUS,
+        gpus=0,
+        least=config.server.routers,
+        most=config.server.routers,
+        labels={POOL_LABEL: "router"},
+        is_spread=True,
+    )
+    return (_pool_group("target", config), _pool_group("draft", config), routers)
+
+
+def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
+    """What a pool's replicas ask of their node, and the pool's group therefore carries."""
+    given = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
+    return {**given, POOL_LABEL: name}
+
+
+def scales(config: SlipstreamConfig) -> bool:
+    """Whether Ray's autoscaler is needed."""
+    return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
+
+
+def drain_s(config: SlipstreamConfig) -> int:
+    """How long Ray lets replicas finish on a node whose pod is asked to end."""
+    return math.ceil(config.server.drain_s) + SERVE_NOTICES_S
+
+
+def grace_s(config: SlipstreamConfig) -> int:
+    """How long Kubernetes lets a pod end."""
+    return drain_s(config) + RAY_ENDS_S
+
+
+def _pool_group(name: str, config: SlipstreamConfig) -> WorkerGroup:
+    pool: TargetPool | DraftPool = config.target if name == "target" else config.draft
+    pods = config.kubernetes.target if name == "target" else config.kubernetes.draft
+    reserved = _reserved(pool)
+    least = _pods_for(pool.replicas.min, pods.replicas)
+    return WorkerGroup(
+        name,
+        PeerRole.TARGET if name == "target" else PeerRole.DRAFTER,
+        pods,
+        cpus=math.ceil(pods.replicas * reserved["CPU"]),
+        gpus=math.ceil(pods.replicas * reserved["GPU"]),
+        least=least,
+        most=_most_pods(pool.replicas, pods.replicas),
+        labels=pool_labels(name, config),
+        idle_s=pods.idle_s,
+    )
+
+
+def _reserved(pool: TargetPool | DraftPool) -> Counter[str]:
+    """What one replica reserves on its node."""
+    if isinstance(pool, DraftPool):
+        return Counter(rank_bundle(pool.resources))
+    total: Counter[str] = Counter()
+    for bundle in target_group_options(pool)["placement_group_bundles"]:
+        total.update(bundle)
+    return total
+
+
+def _pods_for(replicas: int, a_pod: int) -> int:
+    return -(-replicas // a_pod)
+
+
+def _most_pods(replicas: Replicas, a_pod: int) -> int:
+    """Of a pool that scales, more than it needs: its own bound decides, and may be raised in a running cluster, whereas
+    KubeRay does not carry a change of this one into it."""
+    most = _pods_for(replicas.max, a_pod)
+    return most if replicas.min == replicas.max else SPARE * most

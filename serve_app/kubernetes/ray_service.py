@@ -1,0 +1,157 @@
+"""The RayService: the Serve application, the head, and a worker group each for targets, drafters and routers. Pure."""
+
+from typing import Any
+
+import yaml
+
+from cluster.config import SlipstreamConfig
+from cluster.placement import AUTOSCALING_POLICY
+from serve_app.kubernetes.pod_templates import (
+    CLAIM,
+    MODELS,
+    NAME,
+    UNPRIVILEGED,
+    WRITABLE,
+    Json,
+    container,
+    template,
+)
+from serve_app.kubernetes.pool_groups import (
+    POOL_LABEL,
+    ROUTER_CPUS,
+    WorkerGroup,
+    drain_s,
+    grace_s,
+    pool_labels,
+    scales,
+    worker_groups,
+)
+
+RAY_VERSION = "2.60.0"  # of the image
+HTTP_PORT = 8000  # KubeRay's probes ask Serve's proxy there
+WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
+HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
+OBJECT_STORE_BYTES = 1 << 28  # nothing large passes through it
+
+
+def ray_service(config: SlipstreamConfig, image: str) -> Json:
+    """The custom resource that KubeRay makes a Ray cluster and a Serve application of."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {
+            "name": NAME,
+            # Starting a pool may mean a new node, a large image and more than a hundred gigabytes of weights.
+            "annotations": {"ray.io/initializing-timeout": "60m"},
+        },
+        "spec": {
+            # A change below rayClusterConfig would start a second cluster, with every GPU a second time.
+            "upgradeStrategy": {"type": "None"},
+            "rayClusterDeletionDelaySeconds": 600,
+            # A stream that came in through the head's proxy would end with the head.
+            "excludeHeadPodFromServeSvc": True,
+            "serveConfigV2": yaml.safe_dump(serve_config(config), sort_keys=False, width=120),
+            "rayClusterConfig": _cluster(config, image),
+        },
+    }
+
+
+def serve_config(config: SlipstreamConfig) -> Json:
+    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them."""
+    router = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
+    application = {
+        "name": NAME,
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build",
+        # It sees both pools. Without it the draft pool would keep the size that it begins with.
+        "autoscaling_policy": dict(AUTOSCALING_POLICY),
+        "deployments": [{"name": "Router", "ray_actor_options": router}],
+        "args": arguments(config),
+    }
+    return {"http_options": {"keep_alive_timeout_s": config.server.keep_alive_s}, "applications": [application]}
+
+
+def arguments(config: SlipstreamConfig) -> Json:
+    """The configuration as the application is given it: what differs from the defaults, without what is of no use in a
+    pod, and with each pool's label."""
+    given: Json = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
+    )
+    for pool, resources in (("target", "resources_per_rank"), ("draft", "resources")):
+        section = given.setdefault(pool, {}).setdefault(resources, {})
+        section["labels"] = pool_labels(pool, config)
+    return {section: keys for section, keys in given.items() if keys}
+
+
+def _cluster(config: SlipstreamConfig, image: str) -> Json:
+    groups = [_worker_group(group, config, image) for group in worker_groups(config)]
+    return {
+        "rayVersion": RAY_VERSION,
+        # A token on Ray's own ports; KubeRay makes the secret and gives it to every pod.
+        "authOptions": {"mode": "token"},
+        **(_autoscaler() if scales(config) else {}),
+        "headGroupSpec": _head(config, image),
+        "workerGroupSpecs": groups,
+    }
+
+
+def _autoscaler() -> Json:
+    options = {
+        "version": "v2",  # which knows labels
+        "securityContext": dict(UNPRIVILEGED),
+        "volumeMounts": list(WRITABLE),
+        "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+    }
+    return {"enableInTreeAutoscaling": True, "autoscalerOptions": options}
+
+
+def _head(config: SlipstreamConfig, image: str) -> Json:
+    pods = config.kubernetes.head
+    return {
+        # No replica on the head: its loss must cost no session.
+        "rayStartParams": {"num-cpus": "0"},
+        "template": template(container("ray-head", image, pods, HEAD_PORTS, {}), pods, []),
+    }
+
+
+def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> Json:
+    env = {
+        "HF_HOME": MODELS,
+        # The weights are on the volume; a replica that misses one fails at once instead of downloading it.
+        "HF_HUB_OFFLINE": "1",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain_s(config)),
+    }
+    main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
+    main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
+    volumes: list[Json] = [{"name": "models", "persistentVolumeClaim": {"claimName": CLAIM, "readOnly": True}}]
+    if config.trust.certificates is not None:
+        folder = config.trust.certificates.replace("{role}", group.role.value)
+        main["volumeMounts"].append({"name": "certificates", "mountPath": folder, "readOnly": True})
+        volumes.append(
+            {"name": "certificates", "secret": {"secretName": f"{NAME}-{group.role.value}", "defaultMode": 0o440}}
+        )
+    more: dict[str, Any] = {"automountServiceAccountToken": False, "terminationGracePeriodSeconds": grace_s(config)}
+    if group.is_spread:
+        more["topologySpreadConstraints"] = [_over_nodes(group.name)]
+    made = {
+        "groupName": group.name,
+        "labels": dict(group.labels),
+        "replicas": group.least,
+        "minReplicas": group.least,
+        "maxReplicas": group.most,
+        "rayStartParams": {"num-cpus": str(group.cpus), "object-store-memory": str(OBJECT_STORE_BYTES)},
+        "template": template(main, group.pods, volumes, **more),
+    }
+    if scales(config) and group.idle_s is not None:
+        made["idleTimeoutSeconds"] = group.idle_s
+    return made
+
+
+def _over_nodes(group: str) -> Json:
+    """Two routers on one node would be lost together."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/name": NAME, "ray.io/group": group}},
+    }

@@ -1,0 +1,110 @@
+"""All files of one deployment, as text, from its configuration. Pure but for `write`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError
+from serve_app.kubernetes.pod_templates import Json
+from serve_app.kubernetes.ray_service import HTTP_PORT, ray_service
+from serve_app.kubernetes.weights_volume import weights_volume
+
+BASE = "../../base"
+COMPONENTS = "../../components"
+
+
+def rendered(config: SlipstreamConfig, source: str) -> Mapping[str, str]:
+    """By name of the file; `source` is the configuration's file, which each of them names."""
+    check(config)
+    image = config.kubernetes.image
+    assert image is not None, "checked"
+    files = {
+        "models.yaml": weights_volume(config, image),
+        "rayservice.yaml": [ray_service(config, image)],
+        "kustomization.yaml": [_kustomization(config)],
+    }
+    return {name: _text(documents, source) for name, documents in files.items()}
+
+
+def write(files: Mapping[str, str], folder: Path) -> None:
+    """Into a folder from which the base can be found. Raises ConfigError elsewhere."""
+    if not (folder / BASE / "kustomization.yaml").is_file():
+        raise ConfigError(f"{folder} is not beside the overlays of k8s/overlays: {folder / BASE} is missing")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def check(config: SlipstreamConfig) -> None:
+    """Raises ConfigError with one line for each key that would not do on Kubernetes."""
+    faults = [*_general_faults(config), *_pool_faults(config)]
+    if faults:
+        raise ConfigError("wrong configuration for Kubernetes\n  " + "\n  ".join(faults))
+
+
+def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
+    if config.kubernetes.image is None:
+        yield "kubernetes.image is missing: name the image that k8s/images/Dockerfile builds"
+    if config.trust.is_off:
+        yield (
+            "trust has neither certificates nor a token_file, and pods reach each other over the network; name one, or"
+            " say trust.insecure: true"
+        )
+    folder = config.trust.certificates
+    if folder is not None and (not folder.startswith("/") or "{role}" not in folder):
+        yield (
+            f"trust.certificates is {folder}, expected an absolute path with {{role}}, where each pod mounts the secret"
+            " of its own role; use /etc/slipstream/{role}"
+        )
+    if config.server.port != HTTP_PORT:
+        yield f"server.port is {config.server.port}, expected {HTTP_PORT}, where KubeRay's probes ask; leave it out"
+
+
+def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
+    """KubeRay's autoscaler reads of a group only CPUs, GPUs and labels, and adds no pod for what asks for more."""
+    pools = {"target.resources_per_rank": config.target.resources_per_rank, "draft.resources": config.draft.resources}
+    for section, resources in pools.items():
+        if resources.accelerator_type is not None:
+            yield (
+                f"{section}.accelerator_type is {resources.accelerator_type}, for which Ray's autoscaler adds no pod;"
+                f" use {section}.labels: {{ray.io/accelerator-type: {resources.accelerator_type}}}, which it knows,"
+                " and the node_selector of the pool's pods below kubernetes"
+            )
+        if resources.custom:
+            yield (
+                f"{section}.custom has {', '.join(resources.custom)}, for which Ray's autoscaler adds no pod;"
+                f" use {section}.labels"
+            )
+        if "pool" in resources.labels:
+            yield f"{section}.labels has a label pool, which each pool's group is given here; leave it out"
+
+
+def _kustomization(config: SlipstreamConfig) -> Json:
+    made: Json = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [BASE, "models.yaml", "rayservice.yaml"],
+    }
+    if config.kubernetes.components:
+        made["components"] = [f"{COMPONENTS}/{name}" for name in config.kubernetes.components]
+    return made
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as such, and what is used twice in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _text(documents: Iterable[Json], source: str) -> str:
+    head = f"# Written by `slipstream k8s render {source}`. Change the configuration, not this file.\n"
+    return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)

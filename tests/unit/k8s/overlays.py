@@ -1,0 +1,146 @@
+"""The manifests as they would be applied: an overlay with its base and its components, and the rest of k8s/ as data.
+
+Kustomize's own program is not asked: what is used of it is little, and one test compares with it where it is installed.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+from cluster.config import SlipstreamConfig, load_config, validated
+
+Json = dict[str, Any]
+
+ROOT = Path(__file__).parents[3]
+K8S = ROOT / "k8s"
+OVERLAYS = ("l4-h100", "local-cpu", "single-node")
+COMPONENTS = ("certificates", "disruption-budget", "gcs-fault-tolerance", "monitoring")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def load(path: Path) -> list[Json]:
+    return list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
+
+
+def overlay_config(name: str) -> SlipstreamConfig:
+    """The configuration that an overlay is rendered from."""
+    return load_config(K8S / "overlays" / name / "slipstream.yaml")
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """`patch` over `base`, mappings key by key, anything else replaced: what kustomize does with these patches."""
+    if not isinstance(base, dict) or not isinstance(patch, dict):
+        return patch
+    return base | {key: merged(base.get(key), value) for key, value in patch.items()}
+
+
+def built(folder: Path, found: list[Json] | None = None) -> list[Json]:
+    """Every object of a folder with a kustomization, with those of the folders that it names."""
+    (kustomization,) = load(folder / "kustomization.yaml")
+    objects = list(found or [])
+    for name in kustomization.get("resources", []):
+        path = folder / name
+        objects += built(path) if path.is_dir() else load(path)
+    objects += [_config_map(folder, made) for made in kustomization.get("configMapGenerator", [])]
+    for patch in kustomization.get("patches", []):
+        (change,) = load(folder / patch["path"])
+        objects = [merged(each, change) if _address(each) == _address(change) else each for each in objects]
+    for name in kustomization.get("components", []):
+        objects = built(folder / name, objects)
+    return objects
+
+
+def _address(manifest: Json) -> tuple[str, str, str]:
+    return manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]
+
+
+def _config_map(folder: Path, made: Json) -> Json:
+    assert made["options"]["disableNameSuffixHash"], "a name with a hash would need more of kustomize than this"
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": made["name"], "labels": made["options"]["labels"]},
+        "data": {name: (folder / name).read_text() for name in made["files"]},
+    }
+
+
+def deployments() -> dict[str, list[Json]]:
+    """Every overlay, and the largest with each component too, whether or not its configuration asks for it."""
+    plain = {name: built(K8S / "overlays" / name) for name in OVERLAYS}
+    more = {
+        f"l4-h100-{component}": built(K8S / "components" / component, plain["l4-h100"])
+        for component in COMPONENTS
+        if component not in overlay_config("l4-h100").kubernetes.components
+    }
+    return plain | more
+
+
+def of_kind(objects: list[Json], kind: str) -> list[Json]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def ray_service_of(objects: list[Json]) -> Json:
+    (service,) = of_kind(objects, "RayService")
+    return service
+
+
+def serve_config(service: Json) -> Json:
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    assert isinstance(config, dict)
+    return config
+
+
+def slipstream_config(service: Json) -> SlipstreamConfig:
+    """What the application is given."""
+    (application,) = serve_config(service)["applications"]
+    return validated(application["args"])
+
+
+def worker_group_specs(service: Json) -> list[Json]:
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert isinstance(groups, list)
+    return groups
+
+
+def pods(service: Json) -> list[tuple[dict[str, str], Json]]:
+    """Each pod template's labels, those that KubeRay adds among them, and its spec."""
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    groups = [(head, "headgroup", "head")] + [
+        (each, each["groupName"], "worker") for each in worker_group_specs(service)
+    ]
+    found = []
+    for group, name, node_type in groups:
+        added = {"ray.io/is-ray-node": "yes", "ray.io/node-type": node_type, "ray.io/group": name}
+        found.append((group["template"]["metadata"]["labels"] | added, group["template"]["spec"]))
+    return found
+
+
+def closed(schema: Json) -> Json:
+    """The same schema, refusing what it does not declare: the API server drops such fields in silence, Serve too."""
+    result = dict(schema)
+    for key in ("properties", "$defs"):
+        if key in schema:
+            result[key] = {name: closed(part) for name, part in schema[key].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            result[key] = closed(schema[key])
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            result[key] = [closed(part) for part in schema[key]]
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def errors(schema: Json, instance: Any) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(instance)]
+
+
+def dashboard() -> Json:
+    found = json.loads((K8S / "components" / "monitoring" / "slipstream-dashboard.json").read_text())
+    assert isinstance(found, dict)
+    return found

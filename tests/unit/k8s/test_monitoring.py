@@ -1,0 +1,196 @@
+"""Alerts and dashboard ask only for metrics that are published, by labels that they have."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import ray
+
+from serve_app.http.metrics import Metrics
+from serve_app.replica_counters import CAUSE, HELP, LABELS
+from tests.unit.k8s.overlays import K8S, ROOT, Json, dashboard, errors, load
+
+MONITORING = K8S / "components" / "monitoring"
+SERVE_LABELS = {"deployment", "replica", "application"}  # that Serve gives to each metric of a replica
+TARGET_LABELS = {"ray_io_cluster", "ray_io_group", "pod", "namespace"}  # that Prometheus gives to what it scrapes
+ADDED = {"le"}  # by histograms
+STRING: Json = {"type": "string", "minLength": 1}
+STRINGS: Json = {"type": "object", "additionalProperties": STRING}
+
+
+def mapping(*required: str, **properties: Json) -> Json:
+    """Of these keys and no others."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def items(schema: Json) -> Json:
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+def resource(kind: str, spec: Json) -> Json:
+    return mapping(
+        "apiVersion",
+        "kind",
+        "metadata",
+        "spec",
+        apiVersion={"const": "monitoring.coreos.com/v1"},
+        kind={"const": kind},
+        metadata=mapping("name", name=STRING),
+        spec=spec,
+    )
+
+
+# Of the Prometheus operator's kinds, the part that is used here; its own definitions are not at hand.
+SCHEMAS = {
+    "PodMonitor": resource(
+        "PodMonitor",
+        mapping(
+            "selector",
+            "podMetricsEndpoints",
+            selector=mapping("matchLabels", matchLabels=STRINGS),
+            podTargetLabels=items(STRING),
+            podMetricsEndpoints=items(mapping("port", port=STRING, path=STRING)),
+        ),
+    ),
+    "PrometheusRule": resource(
+        "PrometheusRule",
+        mapping(
+            "groups",
+            groups=items(
+                mapping(
+                    "name",
+                    "rules",
+                    name=STRING,
+                    rules=items(
+                        mapping(
+                            "alert",
+                            "expr",
+                            "labels",
+                            "annotations",
+                            alert=STRING,
+                            expr=STRING,
+                            labels=mapping("severity", severity={"enum": ["critical", "warning"]}),
+                            annotations=mapping("summary", summary=STRING, description=STRING),
+                            **{"for": {"type": "string", "pattern": r"^\d+[smh]$"}},
+                        )
+                    ),
+                )
+            ),
+        ),
+    ),
+}
+
+
+def alerts() -> list[Json]:
+    (manifest,) = load(MONITORING / "prometheus-rule.yaml")
+    return [rule for group in manifest["spec"]["groups"] for rule in group["rules"]]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Every PromQL expression of alerts and dashboard, with the place that it is at; Grafana's variables filled in."""
+    for alert in alerts():
+        yield alert["alert"], alert["expr"]
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"].replace("$__rate_interval", "5m")
+
+
+def published() -> dict[str, set[str]]:
+    """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
+    found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE)} | SERVE_LABELS for family in HELP}
+    metrics = Metrics(remedies=lambda: {("drafter", "plain"): 1})
+    with metrics.request("chat") as record:
+        record.status = 200
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def selected(expression: Any) -> Iterator[Any]:
+    """Every vector that an expression selects."""
+    if isinstance(expression, promql_parser.VectorSelector):
+        yield expression
+    for name in ("lhs", "rhs", "expr", "vector_selector", "args"):
+        inner = getattr(expression, name, None) or []
+        for each in inner if isinstance(inner, list) else [inner]:
+            yield from selected(each)
+
+
+def serve_metrics() -> set[str]:
+    """The names that Ray Serve's own metrics have in its source."""
+    source = Path(ray.__file__).parent / "serve" / "_private"
+    return {f"ray_{name}" for path in source.glob("*.py") for name in re.findall(r'"(serve_\w+)"', path.read_text())}
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, set[str]]:
+    return {name: set(SERVE_LABELS) for name in serve_metrics()} | published()
+
+
+def test_there_are_queries() -> None:
+    assert len(alerts()) >= 5
+    assert len(list(queries())) > 30
+
+
+@pytest.mark.parametrize(("place", "query"), list(queries()))
+def test_every_metric_that_is_asked_for_is_published(place: str, query: str, known: dict[str, set[str]]) -> None:
+    vectors = list(selected(promql_parser.parse(query)))
+    assert vectors
+    for vector in vectors:
+        assert vector.name in known, place
+        asked = {matcher.name for matcher in vector.matchers.matchers}
+        assert asked <= known[vector.name] | TARGET_LABELS, f"{place}: {vector.name} has no such label"
+
+
+@pytest.mark.parametrize(("place", "query"), list(queries()))
+def test_what_is_summed_by_is_a_label(place: str, query: str, known: dict[str, set[str]]) -> None:
+    names = {vector.name for vector in selected(promql_parser.parse(query))}
+    by = {label.strip() for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in labels.split(",")}
+    assert by <= set.intersection(*(known[name] for name in names)) | TARGET_LABELS | ADDED, place
+
+
+def test_a_misspelt_metric_would_be_noticed(known: dict[str, set[str]]) -> None:
+    (vector,) = selected(promql_parser.parse("sum(rate(ray_slipstream_guess_total[5m]))"))
+    assert vector.name not in known
+
+
+def test_what_is_published_by_a_replica_is_on_the_dashboard() -> None:
+    text = "\n".join(query for _, query in queries())
+    assert [name for name in published() if name.startswith("ray_") and name not in text] == []
+
+
+@pytest.mark.parametrize("file", ["pod-monitor.yaml", "prometheus-rule.yaml"])
+def test_the_prometheus_operators_objects_are_valid(file: str) -> None:
+    for manifest in load(MONITORING / file):
+        assert errors(SCHEMAS[manifest["kind"]], manifest) == []
+
+
+def test_a_misspelt_key_of_the_operators_objects_is_refused() -> None:
+    for file in ("pod-monitor.yaml", "prometheus-rule.yaml"):
+        for manifest in load(MONITORING / file):
+            manifest["spec"]["selectr"] = {}
+            assert len(errors(SCHEMAS[manifest["kind"]], manifest)) == 1
+
+
+def test_every_alert_has_a_name_of_its_own_and_is_explained() -> None:
+    names = [alert["alert"] for alert in alerts()]
+    assert len(set(names)) == len(names)
+    page = (K8S / "README.md").read_text()
+    assert re.findall(r"^\| `(Slipstream\w+)` \|", page, re.MULTILINE) == names
+
+
+def test_the_page_of_metrics_names_every_counter_of_replicas() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in published() if name.startswith("ray_") and f"`{name}`" not in page] == []
+
+
+def test_every_panel_shows_something_and_has_a_place_of_its_own() -> None:
+    panels = dashboard()["panels"]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert all(panel["type"] == "row" or panel["targets"] for panel in panels)
