@@ -10,10 +10,10 @@ from ray import serve
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.placement import actor_options, draft_scaling_options, target_group_options, target_scaling_options
+from serve_app.declaration import APPLICATION as APPLICATION
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
 from serve_app.http.failures import RETRY_AFTER_S
 
-APPLICATION = "slipstream"
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
 

@@ -304,6 +304,7 @@ class RouterDeployment:
         return {
             "pid": os.getpid(),
             "idle": self._router.is_idle,
+            "ready": self._router.is_ready,
             "pools": {
                 TARGET: target_scaling_options(self._config.target)["autoscaling_config"],
                 DRAFT: draft_scaling_options(self._config.draft)["autoscaling_config"],

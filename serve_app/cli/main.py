@@ -22,6 +22,7 @@ from cluster.errors import SlipstreamError
 from serve_app.cli.drafts import drafts_app
 from serve_app.cli.k8s import k8s_app
 from serve_app.cli.plan_options import plan
+from serve_app.cli.running import doctor, down, serve_yaml, up
 
 WRONG_INPUT = 2  # exit status
 DISTRIBUTION = "slipstream-serving"
@@ -36,6 +37,10 @@ app.add_typer(config_app, name="config")
 app.add_typer(drafts_app, name="drafts")
 app.add_typer(k8s_app, name="k8s")
 app.command()(plan)
+app.command()(up)
+app.command()(down)
+app.command()(doctor)
+config_app.command("serve")(serve_yaml)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
 Overrides = Annotated[

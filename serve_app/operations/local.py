@@ -60,8 +60,7 @@ def serving(
         finally:
             status.start()
             status.update("Letting running requests finish")
-            _refuse_new_requests()
-            _drain(config.server.drain_s)
+            let_requests_finish(config.server.drain_s)
             status.update("Stopping")
             withdraw(APPLICATION)
 
@@ -137,6 +136,12 @@ def wait_until_ready(url: str) -> None:
             answer = response.text
         time.sleep(POLL_S)
     raise StartError(f"{url}/health did not become ok within {READY_TIMEOUT_S:.0f} s; last answer: {answer}")
+
+
+def let_requests_finish(drain_s: float) -> None:
+    """Those that run, for as long as this; new ones are refused."""
+    _refuse_new_requests()
+    _drain(drain_s)
 
 
 def _refuse_new_requests() -> None:
