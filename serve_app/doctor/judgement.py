@@ -103,7 +103,8 @@ def _shared_memory(config: SlipstreamConfig, found: Iterable[NodeFacts], names: 
         elif store + wanted > has:
             yield (
                 f"{name} has {has // MIB} MiB in /dev/shm, of which Ray's object store may take {store // MIB} MiB;"
-                f" {ranks} ranks of a target need {wanted // MIB} MiB beside it; enlarge it, as with docker run --shm-size"
+                f" {ranks} ranks of a target need {wanted // MIB} MiB beside it; enlarge it, as with docker run"
+                " --shm-size"
             )
 
 

@@ -128,7 +128,9 @@ def _too_much_together(wanted: Iterable[Need], nodes: Sequence[Node]) -> list[st
         return []
     asked = _amounts({name: total[name] for name in missing})
     there = _amounts({name: offered[name] for name in missing})
-    return [f"the pools at their least size need {asked} together, but {_have(nodes)} {there}; add nodes, or ask for less"]
+    return [
+        f"the pools at their least size need {asked} together, but {_have(nodes)} {there}; add nodes, or ask for less"
+    ]
 
 
 def _have(nodes: Sequence[Node]) -> str:

@@ -48,7 +48,9 @@ def test_a_replica_whose_parts_lie_on_different_nodes_is_told_so() -> None:
 
 
 def test_a_pool_that_fits_but_not_as_often_as_it_must_is_told_how_often() -> None:
-    (line,) = misfits(on_gpus(replicas={"min": 3, "max": 3}), [node("1", GPUS | {"CPU": 90.0, "GPU": 8}, pool="target")])
+    (line,) = misfits(
+        on_gpus(replicas={"min": 3, "max": 3}), [node("1", GPUS | {"CPU": 90.0, "GPU": 8}, pool="target")]
+    )
     assert "3 times a target replica is to be there always, but 1 node has room for 2" in line
 
 
