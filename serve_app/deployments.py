@@ -40,15 +40,25 @@ from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.placement import draft_scaling_options, target_scaling_options
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
 from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
-from serve_app.listening import listening_host
-from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_counts, drafter_counts, target_counts
+from serve_app.listening import listening_host, place
+from serve_app.replica_counters import (
+    ReplicaCounters,
+    attention_counts,
+    audit_counts,
+    drafter_counts,
+    routed_counts,
+    target_counts,
+)
 
 log = logging.getLogger("ray.serve")
+
+MOST_AHEAD = 0.25  # of its places, by which a target may be ahead of others for what its cache holds
 
 
 def pacing_of(speculation: SpeculationConfig) -> Pacing:
@@ -119,7 +129,7 @@ class TargetDeployment:
             await self._server.stop(grace_s=0)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._engine.step_cost.model_dump_json()}
+        return {ADDRESS: self._server.address, **place(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks every two seconds, here on the event loop, where nothing changes meanwhile."""
@@ -214,7 +224,7 @@ class DraftDeployment:
         self._work = asyncio.create_task(self._drafter.run())
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
+        return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """As a target's."""
@@ -270,7 +280,9 @@ class RouterDeployment:
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
-        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
+        pool = config.target
+        prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
+        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._config = config
         self._text = TextCodec.load(str(folder))
         audit = config.server.audit
@@ -278,7 +290,7 @@ class RouterDeployment:
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
         self._metrics = Metrics(remedies=lambda: self._router.remedies)
-        self._counters = ReplicaCounters(lambda: audit_counts(audits))
+        self._counters = ReplicaCounters(lambda: {**audit_counts(audits), **routed_counts(self._router.routed)})
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -311,6 +323,7 @@ class RouterDeployment:
             },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
+            "routed": self._router.routed,
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,

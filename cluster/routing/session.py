@@ -9,6 +9,7 @@ Events in, commands out; nothing here waits, sends or looks at a clock. The rule
 Knows nothing of text, of streams, or of how a peer was chosen. Long because the rules are together, whoever fails.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -131,6 +132,11 @@ class Session:
         self.drafts = generation.max_draft_tokens > 0
         self.counts = Counts()
         self._prefix = Prefix(generation.hash_key, generation.prompt)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and all that is committed."""
+        return self._prefix.tokens
 
     @property
     def committed(self) -> tuple[int, ...]:

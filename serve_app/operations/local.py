@@ -18,7 +18,7 @@ from rich.status import Status
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
-from serve_app.app import APPLICATION
+from serve_app.declaration import APPLICATION
 from serve_app.operations.capacity import check_resources, demand
 from serve_app.operations.deploying import deploy, withdraw
 from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed

@@ -24,6 +24,7 @@ from serve_app.replica_counters import (
     attention_counts,
     audit_counts,
     drafter_counts,
+    routed_counts,
     target_counts,
 )
 from tests.unit.cluster.samples import a_block, an_open
@@ -150,7 +151,7 @@ def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock
     method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
-    assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS)} == HELP.keys()
+    assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS), *routed_counts({})} == HELP.keys()
 
 
 def test_ranks_that_attend_the_slow_way_on_a_gpu_are_counted() -> None:
