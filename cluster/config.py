@@ -57,7 +57,11 @@ class Resources(_Frozen):
     """What Ray reserves for one process that runs a model."""
 
     num_cpus: float = Field(1, ge=0, description="may be a fraction")
-    num_gpus: float = Field(0, ge=0, description="may be a fraction")
+    num_gpus: float = Field(
+        0,
+        ge=0,
+        description="a fraction shares a GPU: 0.25 puts four such processes on one, each with a quarter of its memory",
+    )
     accelerator_type: str | None = Field(None, description="Ray accelerator type, for instance L4 or H100")
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
@@ -66,6 +70,17 @@ class Resources(_Frozen):
         (), description="cores that the process may run on, and a target's coordinator; empty: any"
     )
     background: bool = Field(False, description="whether the model computes only while nobody else wants its cores")
+
+    @model_validator(mode="after")
+    def _whole_or_part(self) -> Self:
+        if self.num_gpus > 1 and self.num_gpus % 1:
+            raise ValueError(f"num_gpus is {self.num_gpus:g}, expected a whole number, or a part of one GPU")
+        return self
+
+    @property
+    def gpu_share(self) -> float:
+        """Of the one GPU that the process computes on."""
+        return min(self.num_gpus, 1.0) or 1.0
 
 
 class CacheConfig(_Frozen):
@@ -76,7 +91,7 @@ class CacheConfig(_Frozen):
         None,
         gt=0,
         description="memory of the cache; default: room for max_sessions of max_context tokens, but no more than half"
-        " of the memory that is free after loading, on a GPU nine tenths of it",
+        " of the memory that is free after loading, on a GPU nine tenths of it, or of what num_gpus leaves",
     )
 
 

@@ -69,7 +69,9 @@ def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: Dra
     """The method around a head, with a cache as large as the configuration has it; logs how it was understood."""
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
-    pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, head.device)
+    bytes_each = head.page_bytes(page_size)
+    share = draft.resources.gpu_share
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share)
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)
     method = eagle_draft_model(head, pages, page_size, limits, setup.max_draft_tokens, is_projected=is_projected)
