@@ -6,7 +6,7 @@ from cluster.routing.ray_membership import NODE, ZONE
 from cluster.trust.trust_options import TrustConfig
 
 LOOPBACK = "127.0.0.1"
-ZONE_LABEL = "ray.io/availability-zone"  # which Ray sets itself on clouds that it knows
+ZONE_LABEL = "ray.io/availability-zone"  # which Ray takes from RAY_NODE_ZONE
 
 
 def place() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A Ray cluster of several nodes that runs already: examined, deployed to, changed and left clean, by the commands."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -15,11 +16,13 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from cluster.config import load_config
+from cluster.routing.membership import Members
+from cluster.routing.ray_membership import ServeMembership
 from serve_app.doctor.examination import examine
 from serve_app.doctor.judgement import judge
 from serve_app.operations.deploying import is_running, serve_details
 from serve_app.operations.local import checked_port
-from serve_app.operations.ray_cluster import connected
+from serve_app.operations.ray_cluster import broadcast, connected, deployed
 from tests.unit.actors.methods.measuring.tiny_target import a_target
 
 STORE_BYTES = 80 << 20
@@ -34,8 +37,9 @@ def cluster() -> Iterator[Cluster]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for pool in ("target", "draft"):
-        cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+    zone = {"RAY_NODE_ZONE": "a zone"}
+    for pool, env in (("target", {}), ("draft", zone)):
+        cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES, env_vars=env)
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
@@ -77,6 +81,15 @@ def application(cluster: Cluster) -> dict[str, Any]:
     with connected(cluster.address):
         told: dict[str, Any] = serve_details()["applications"]["slipstream"]
         return told
+
+
+def published(cluster: Cluster) -> Members:
+    """What replicas say of themselves to every router."""
+    with connected(cluster.address):
+        handles = [deployed(pool, "slipstream") for pool in ("Target", "Drafter")]
+        for handle in handles:
+            broadcast(handle, "inspect")  # by now the controller has told the handle of its replicas
+        return asyncio.run(ServeMembership(*handles).current())
 
 
 def labels_of(deployment: dict[str, Any], nodes: dict[str, dict[str, str]]) -> set[str | None]:
@@ -133,6 +146,15 @@ def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_
     deployments = application(cluster)["deployments"]
     assert labels_of(deployments["Target"], nodes) == {"target"}
     assert labels_of(deployments["Drafter"], nodes) == {"draft"}
+
+    (drafter,) = published(cluster).drafters
+    assert (nodes[drafter.node].get("pool"), drafter.zone) == ("draft", "a zone")
+    (target,) = published(cluster).targets
+    assert (nodes[target.node].get("pool"), target.zone) == ("target", "")
+
+    same = slipstream(cluster, "up", config_file)
+    assert same.returncode == 0, same.stderr
+    assert published(cluster).targets == (target,), "nothing has changed, so nothing is restarted"
 
     changed = slipstream(cluster, "up", config_file, "--set", "speculation.max_draft_tokens=2")
     assert changed.returncode == 0, changed.stderr
