@@ -37,9 +37,10 @@ def cluster() -> Iterator[Cluster]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    zone = {"RAY_NODE_ZONE": "a zone"}
-    for pool, env in (("target", {}), ("draft", zone)):
-        cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES, env_vars=env)
+    for pool in ("target", "draft"):
+        cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+        os.environ["RAY_NODE_ZONE"] = "a-zone"  # of the second one
+    del os.environ["RAY_NODE_ZONE"]
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
@@ -148,7 +149,7 @@ def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_
     assert labels_of(deployments["Drafter"], nodes) == {"draft"}
 
     (drafter,) = published(cluster).drafters
-    assert (nodes[drafter.node].get("pool"), drafter.zone) == ("draft", "a zone")
+    assert (nodes[drafter.node].get("pool"), drafter.zone) == ("draft", "a-zone")
     (target,) = published(cluster).targets
     assert (nodes[target.node].get("pool"), target.zone) == ("target", "")
 
