@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import SlipstreamConfig
 from serve_app.doctor.facts import Call, Clock, ClusterFacts, NodeFacts
-from serve_app.doctor.judgement import may_hold
+from serve_app.doctor.judgement import models_needed
 from serve_app.doctor.probe import NodeProbe
 from serve_app.operations.deploying import is_running
 from serve_app.operations.fitting import Node, needs
@@ -33,7 +33,7 @@ def examine(config: SlipstreamConfig, address: str) -> ClusterFacts:
         tries_ports = not is_running()  # or Serve itself listens there
         looks = {
             node.node_id: probes[node.node_id].look.remote(
-                tries_port=tries_ports and router.fits(node), tries_models=may_hold(config, node)
+                tries_port=tries_ports and router.fits(node), models=models_needed(config, node)
             )
             for node in nodes
         }

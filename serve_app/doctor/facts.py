@@ -2,9 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from cluster.trust.roles import PeerRole
 from serve_app.operations.fitting import Node
+
+
+class ModelsNeeded(Enum):
+    """Whose files a node must be able to read for the replicas that it may hold."""
+
+    NONE = "none"
+    TARGET = "target"
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)

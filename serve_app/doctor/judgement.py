@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.config import SlipstreamConfig
-from serve_app.doctor.facts import Call, Clock, ClusterFacts, NodeFacts
+from cluster.draft_options import STATE_READERS
+from serve_app.doctor.facts import Call, Clock, ClusterFacts, ModelsNeeded, NodeFacts
 from serve_app.operations.fitting import Node, misfits, needs
 
 MIB = 1 << 20
@@ -119,13 +120,16 @@ def _models(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
 
 
 def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
-    holders = [facts for facts in found if may_hold(config, facts.node)]
+    holders = [facts for facts in found if models_needed(config, facts.node) is not ModelsNeeded.NONE]
     return f"read on {_count(holders)}"
 
 
-def may_hold(config: SlipstreamConfig, node: Node) -> bool:
-    """Whether Ray may place a replica of any kind on the node."""
-    return any(need.fits(node) for need in needs(config))
+def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
+    """Drafters read both models; targets and routers the target's, unless a head reads its states."""
+    target, drafter, router = needs(config)
+    if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
+        return ModelsNeeded.BOTH
+    return ModelsNeeded.TARGET if target.fits(node) or router.fits(node) else ModelsNeeded.NONE
 
 
 # ------------------------------------------------------------ between nodes

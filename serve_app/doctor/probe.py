@@ -17,7 +17,7 @@ from cluster.errors import ConfigError, SlipstreamError
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 from protos.messages import PROTOCOL_VERSION
-from serve_app.doctor.facts import Call, NodeFacts
+from serve_app.doctor.facts import Call, ModelsNeeded, NodeFacts
 from serve_app.listening import listening_host
 from serve_app.operations.fitting import Node
 from serve_app.operations.local import checked_port
@@ -40,7 +40,7 @@ class NodeProbe:
         self._credentials: Credentials | None = None
         self._server: grpc.aio.Server | None = None
 
-    async def look(self, tries_port: bool, tries_models: bool) -> NodeFacts:
+    async def look(self, tries_port: bool, models: ModelsNeeded) -> NodeFacts:
         """Everything that needs no other node; starts the trial server."""
         server: str | None = None
         server_fault: str | None = None
@@ -48,13 +48,13 @@ class NodeProbe:
             server = await self._serve()
         except (SlipstreamError, RuntimeError, OSError) as error:
             server_fault = str(error)
-        models = await asyncio.to_thread(self._model_fault) if tries_models else None
+        model_fault = await asyncio.to_thread(self._model_fault, models)
         return NodeFacts(
             self._node,
             versions(),
             shared_memory_bytes(),
             self._port_fault() if tries_port else None,
-            models,
+            model_fault,
             server,
             self._role,
             server_fault,
@@ -115,11 +115,14 @@ class NodeProbe:
             return str(error)
         return None
 
-    def _model_fault(self) -> str | None:
-        from serve_app.operations.preflight import check_models
+    def _model_fault(self, models: ModelsNeeded) -> str | None:
+        if models is ModelsNeeded.NONE:
+            return None
+        from serve_app.operations.preflight import check_models, check_target_model
 
+        check = check_models if models is ModelsNeeded.BOTH else check_target_model
         try:
-            check_models(self._config, with_weights=False)
+            check(self._config, with_weights=False)
         except (SlipstreamError, OSError, ValueError) as error:  # the last two are transformers'
             return str(error)
         return None

@@ -4,21 +4,24 @@ Nothing of it stays in the process that asked: Serve's controller has what it wa
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.status import Status
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, ModelError
 from serve_app.declaration import APPLICATION, http_options, whole_file
 from serve_app.operations.deploying import deploy, is_running, serve_details, withdraw
-from serve_app.operations.fitting import Node, misfits
+from serve_app.operations.fitting import Node, misfits, needs
 from serve_app.operations.local import READY_TIMEOUT_S, StartError, let_requests_finish
+from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 
 POLL_S = 0.5
@@ -40,8 +43,11 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
     """
     status.update(f"Connecting to the Ray cluster at {address}")
     with connected(address):
+        nodes = alive_nodes()
         if not autoscaled:
-            check_fit(config, alive_nodes())
+            check_fit(config, nodes)
+        status.update("Checking the models")
+        _check_models_there(config, nodes)
         status.update("Starting Serve")
         serve.start(proxy_location=whole_file(config)["proxy_location"], http_options=http_options(config))
         status.update("Starting the replicas")
@@ -79,6 +85,21 @@ def check_fit(config: SlipstreamConfig, nodes: list[Node]) -> None:
     if lines:
         kept = "nothing was changed; --autoscaled says that the cluster adds such nodes by itself"
         raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, kept]))
+
+
+def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
+    """On a node that may hold a drafter, which reads both models; they need not be where `slipstream up` is run."""
+    drafter = needs(config)[1]
+    holder = next((node for node in nodes if drafter.fits(node)), None)
+    if holder is None:
+        return
+    there = NodeAffinitySchedulingStrategy(holder.node_id, soft=False)
+    try:
+        ray.get(
+            ray.remote(check_models).options(num_cpus=0, scheduling_strategy=there).remote(config, with_weights=False)
+        )
+    except RayTaskError as error:
+        raise ModelError(f"on node {holder.address}: {error.cause}") from error
 
 
 def alive_nodes() -> list[Node]:

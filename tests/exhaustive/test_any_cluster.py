@@ -137,6 +137,14 @@ def test_what_no_node_can_hold_is_refused_before_anything_starts(cluster: Cluste
         assert not is_running()
 
 
+def test_models_that_do_not_fit_are_refused_before_anything_starts(cluster: Cluster, config_file: Path) -> None:
+    refused = slipstream(cluster, "up", config_file, "--set", "model.target=/no/such/folder")
+    assert refused.returncode == 2
+    assert "there is no model folder /no/such/folder" in refused.stderr
+    with connected(cluster.address):
+        assert not is_running()
+
+
 def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_file: Path) -> None:
     put_up = slipstream(cluster, "up", config_file)
     assert put_up.returncode == 0, put_up.stderr

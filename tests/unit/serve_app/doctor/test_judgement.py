@@ -8,8 +8,8 @@ import pytest
 from cluster.config import SlipstreamConfig, validated
 from cluster.trust.roles import PeerRole
 from serve_app.doctor.examination import MOST_CALLED, pairs
-from serve_app.doctor.facts import Call, Clock, ClusterFacts, NodeFacts
-from serve_app.doctor.judgement import judge
+from serve_app.doctor.facts import Call, Clock, ClusterFacts, ModelsNeeded, NodeFacts
+from serve_app.doctor.judgement import judge, models_needed
 from serve_app.operations.fitting import Node
 
 VERSIONS = {
@@ -82,6 +82,23 @@ def test_ports_and_models_are_named_by_node() -> None:
     told = faults(cluster(found("1"), node))
     assert told["HTTP port"][0].startswith("10.0.0.2: server.port: cannot listen")
     assert told["models"] == ("10.0.0.2: there is no model folder; replicas may be placed there",)
+
+
+def test_a_node_must_read_the_models_of_what_it_may_hold() -> None:
+    asked = {"labels": {"pool": "target"}}
+    apart = {
+        "target": {"resources_per_rank": asked},
+        "draft": {"model": "d", "resources": {"labels": {"pool": "draft"}}},
+    }
+    offered = {"CPU": 2.0}
+    drafts, targets, neither = ({"pool": "draft"}, {"pool": "target"}, {})
+    whole = config(**apart)
+    assert models_needed(whole, Node("n", "a", offered, drafts)) is ModelsNeeded.BOTH
+    assert models_needed(whole, Node("n", "a", offered, targets)) is ModelsNeeded.TARGET
+    assert models_needed(whole, Node("n", "a", offered, neither)) is ModelsNeeded.TARGET, "a router may run there"
+    assert models_needed(whole, Node("n", "a", {}, drafts)) is ModelsNeeded.NONE
+    head = config(**apart | {"draft": apart["draft"] | {"method": "eagle"}})
+    assert models_needed(head, Node("n", "a", offered, targets)) is ModelsNeeded.BOTH
 
 
 def test_shared_memory_must_hold_the_object_store_and_the_ranks_beside_it() -> None:
