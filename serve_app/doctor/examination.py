@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +16,8 @@ from serve_app.operations.deploying import is_running
 from serve_app.operations.fitting import Node, needs
 from serve_app.operations.ray_cluster import connected
 from serve_app.operations.rollout import alive_nodes
+
+K = TypeVar("K")
 
 LOOK_S = 180.0  # for all nodes together; reading a model's files from a hub takes the most of it
 CALL_S = 60.0
@@ -51,11 +53,11 @@ def _probe(config: SlipstreamConfig, node: Node) -> Any:
     )
 
 
-def _answers(asked: Mapping[str, Any], within_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+def _answers(asked: Mapping[K, Any], within_s: float) -> tuple[dict[K, Any], dict[K, str]]:
     """What was answered, and why the others did not, by the same keys."""
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=within_s)
-    answered = {}
-    silent = {}
+    answered: dict[K, Any] = {}
+    silent: dict[K, str] = {}
     for key, reference in asked.items():
         try:
             answered[key] = ray.get(reference, timeout=0)
@@ -72,7 +74,9 @@ def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[Ca
         )
         for caller, called in pairs(serving)
     }
-    answered, silent = _answers(asked, CALL_S) if asked else ({}, {})
+    if not asked:
+        return ()
+    answered, silent = _answers(asked, CALL_S)
     lost = [Call(caller, called, None, why) for (caller, called), why in silent.items()]
     return (*answered.values(), *lost)
 
