@@ -1,12 +1,12 @@
 """All sessions of a router: which target and drafter each one has, and when it gets others.
 
-Router and simulator run it: the time is handed in, and what is to be sent is handed out.
+Router and simulator run it: the time is handed in, and what is to be sent is handed out. Long because every way that a
+session loses a peer ends in the same placing.
 """
 
 import logging
-import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,14 +15,14 @@ from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.pacing.health import Breakers
 from cluster.routing.balancing import Peers
 from cluster.routing.nearness import Nearness
-from cluster.routing.prefix_homes import PrefixHomes, PrefixOptions
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.remedies import Complaint, Remedies, Remedy, next_remedy
 from cluster.routing.session import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
+from cluster.routing.target_choice import TargetChoice
 from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Verdict
 
 log = logging.getLogger(__name__)
 
-KEY_BYTES = 32  # of the hash of pages; drawn for each router
 WELL = 8  # draft tokens accepted in a session, after which it says that its drafter drafts well
 FULL_FOR_S = 1.0  # how long a target that said it is full is left alone
 
@@ -38,7 +38,6 @@ class Assignment:
     was_replaced: bool = False  # whether its drafter was left because its blocks had become bad
     complained_of: str | None = None  # the latest drafter whose blocks became bad
     served_by: frozenset[str] = frozenset()  # all targets that it was given to
-    pages: Sequence[bytes] = ()  # keys of its prompt's
 
     @property
     def name(self) -> str:
@@ -66,8 +65,8 @@ class Assignments(Generic[F]):
         self.given_up: Counter[str] = Counter()  # times that a drafter was silent for too long
         self.remedies = Remedies()  # for blocks that became bad
         self.nearness = Nearness()
-        self.routed: Counter[str] = Counter()  # sessions to targets: `prefix` where something of it was, or `load`
-        self._homes = PrefixHomes(secrets.token_bytes(KEY_BYTES), prefixes)
+        self._choice = TargetChoice(self.targets, prefixes)
+        self.routed = self._choice.routed  # sessions to targets, by what they were chosen by
         self._target_wait_s = target_wait_s
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
@@ -100,7 +99,6 @@ class Assignments(Generic[F]):
     def add(self, assignment: F, now: float) -> list[Send]:
         """A session arrives."""
         self._assignments[assignment.name] = assignment
-        assignment.pages = self._homes.keys(assignment.session.generation.prompt)
         return self._place([assignment], now)
 
     def cancel(self, assignment: F) -> list[Send]:
@@ -114,6 +112,7 @@ class Assignments(Generic[F]):
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
         self._answered.pop(assignment.name, None)
+        self._choice.over(assignment.session)
 
     def tick(self, now: float) -> list[Send]:
         """Leaves drafters that are silent or bad, places what can be placed, gives up what has waited too long."""
@@ -157,7 +156,7 @@ class Assignments(Generic[F]):
         self.targets.down(peer)
         self.drafters.down(peer)
         self._breakers.forget(peer)
-        self._homes.forget(peer)
+        self._choice.gone(peer)
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
         log.warning("%s is lost; %d sessions go on elsewhere or without it", peer, len(lost))
         sends: list[Send] = []
@@ -185,7 +184,7 @@ class Assignments(Generic[F]):
         """Also counts who has how many sessions now."""
         session = assignment.session
         if assignment.target != session.target:
-            self._note_pages(assignment)
+            self._choice.moved(session, assignment.target)
             self.targets.moved(assignment.target, session.target)
             assignment.target = session.target
             assignment.served_by |= {session.target} if session.target else set()
@@ -199,16 +198,6 @@ class Assignments(Generic[F]):
             else:
                 self._tell(assignment, command)
         return sends
-
-    def _note_pages(self, assignment: F) -> None:
-        """The target that a session goes to will have its prompt; the one that it leaves has all that was committed."""
-        session = assignment.session
-        if assignment.target is not None and assignment.target in self.targets:
-            self._homes.computed(assignment.target, self._homes.keys(session.tokens))
-        if session.target is not None:
-            found = self._homes.found(assignment.pages)
-            self.routed["prefix" if session.target in found else "load"] += 1
-            self._homes.computed(session.target, assignment.pages)
 
     def _note_refusal(self, peer: str, assignment: F, refusal: Refusal, now: float) -> None:
         """Its session is placed with the next tick: whoever refused it is not asked again at once."""
@@ -238,7 +227,7 @@ class Assignments(Generic[F]):
         sends: list[Send] = []
         for assignment in assignments:
             session = assignment.session
-            if session.phase is Phase.SEEKING and (target := self._choose_target(assignment, now)):
+            if session.phase is Phase.SEEKING and (target := self._choose_target(session, now)):
                 sends += self._carry_out(assignment, session.assign_target(target))
             if session.wants_drafter and (drafter := self._choose_drafter(session, now)):
                 sends += self._assign_drafter(assignment, drafter, now)
@@ -248,11 +237,8 @@ class Assignments(Generic[F]):
                 self._waiting.pop(assignment.name, None)
         return sends
 
-    def _choose_target(self, assignment: F, now: float) -> str | None:
-        """By load, and by what of the session's text is in a target's cache already."""
-        worth = self._homes.worth(assignment.pages)
-        avoid = assignment.session.failed_targets
-        return self.targets.choose(lambda address: self._has_room(address, now), avoid, worth)
+    def _choose_target(self, session: Session, now: float) -> str | None:
+        return self._choice.choose(session, lambda address: self._has_room(address, now))
 
     def _has_room(self, target: str, now: float) -> bool:
         return self._full_until.get(target, 0.0) <= now

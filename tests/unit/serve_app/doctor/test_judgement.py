@@ -104,6 +104,7 @@ def test_a_node_must_read_the_models_of_what_it_may_hold() -> None:
 def test_shared_memory_must_hold_the_object_store_and_the_ranks_beside_it() -> None:
     (store,) = faults(cluster(found("1", shared_memory=64 << 20)))["shared memory"]
     assert "has 64 MiB in /dev/shm, and Ray's object store is 1024 MiB" in store
+    assert len(faults(cluster(found("1", shared_memory=GIB - 1)))["shared memory"]) == 1
     tight = cluster(found("1", shared_memory=GIB + (100 << 20)))
     assert faults(tight) == {}, "one rank needs none"
     (ranks,) = faults(tight, config(target={"tensor_parallel": 2}))["shared memory"]
