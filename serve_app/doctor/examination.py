@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import SlipstreamConfig
-from serve_app.doctor.facts import Call, Clock, ClusterFacts, NodeFacts
+from serve_app.doctor.facts import Call, ClockReading, ClusterFacts, NodeFacts
 from serve_app.doctor.judgement import models_needed
 from serve_app.doctor.probe import NodeProbe
 from serve_app.operations.deploying import is_running
@@ -89,13 +89,13 @@ def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
             yield caller, nodes[(index + step) % count]
 
 
-def _clock(node_id: str, probe: Any) -> Clock:
+def _clock(node_id: str, probe: Any) -> ClockReading:
     """The question that was answered soonest says most."""
-    best = Clock(node_id, 0.0, float("inf"))
+    best = ClockReading(node_id, 0.0, float("inf"))
     for _ in range(CLOCK_QUESTIONS):
         began = time.time()
         theirs: float = ray.get(probe.clock.remote(), timeout=CLOCK_S)
         ended = time.time()
         if ended - began < 2 * best.error_s:
-            best = Clock(node_id, theirs - (began + ended) / 2, (ended - began) / 2)
+            best = ClockReading(node_id, theirs - (began + ended) / 2, (ended - began) / 2)
     return best

@@ -41,7 +41,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class ClockReading:
     """A node's wall clock against the examiner's."""
 
     node_id: str
@@ -57,4 +57,4 @@ class ClusterFacts:
     found: tuple[NodeFacts, ...]
     silent: Mapping[str, str]  # why nodes said nothing, by node id
     calls: tuple[Call, ...]
-    clocks: tuple[Clock, ...]
+    clocks: tuple[ClockReading, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.config import SlipstreamConfig
 from cluster.draft_options import STATE_READERS
-from serve_app.doctor.facts import Call, Clock, ClusterFacts, ModelsNeeded, NodeFacts
+from serve_app.doctor.facts import Call, ClockReading, ClusterFacts, ModelsNeeded, NodeFacts
 from serve_app.operations.fitting import Node, misfits, needs
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ def _calls_seen(calls: Sequence[Call]) -> str:
     return f"{len(calls)} calls tried, {times[len(times) // 2] * 1000:.1f} ms in the middle"
 
 
-def _clocks(clocks: Sequence[Clock], names: dict[str, str]) -> Iterator[str]:
+def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[str]:
     """Against the clock in the middle, so that one wrong clock is one finding."""
     for clock, gap in _gaps(clocks):
         if abs(gap) > MOST_CLOCK_GAP_S + clock.error_s:
@@ -171,14 +171,14 @@ def _clocks(clocks: Sequence[Clock], names: dict[str, str]) -> Iterator[str]:
             )
 
 
-def _gaps(clocks: Sequence[Clock]) -> list[tuple[Clock, float]]:
+def _gaps(clocks: Sequence[ClockReading]) -> list[tuple[ClockReading, float]]:
     if not clocks:
         return []
     middle = sorted(clock.ahead_s for clock in clocks)[len(clocks) // 2]
     return [(clock, clock.ahead_s - middle) for clock in clocks]
 
 
-def _clocks_seen(clocks: Sequence[Clock]) -> str:
+def _clocks_seen(clocks: Sequence[ClockReading]) -> str:
     gaps = [abs(gap) for _, gap in _gaps(clocks)]
     return f"within {max(gaps) * 1000:.0f} ms" if gaps else "not seen"
 

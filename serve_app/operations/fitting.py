@@ -26,7 +26,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ReplicaNeed:
     """One replica of a pool: all of it on one node."""
 
     pool: str
@@ -40,7 +40,7 @@ class Need:
         return carries(node.labels, self.labels) and room(node.resources, self.resources) > 0
 
 
-def needs(config: SlipstreamConfig) -> tuple[Need, ...]:
+def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
     """Of targets, drafters and routers."""
     target = config.target
     draft = config.draft
@@ -50,13 +50,15 @@ def needs(config: SlipstreamConfig) -> tuple[Need, ...]:
     return (
         _pool_need("a target replica", "target.resources_per_rank", group, target.resources_per_rank, target.replicas),
         _pool_need("a drafter", "draft.resources", rank_bundle(draft.resources), draft.resources, draft.replicas),
-        Need("a router", "server.routers", {"CPU": ROUTER_CPUS}, {}, config.server.routers),
+        ReplicaNeed("a router", "server.routers", {"CPU": ROUTER_CPUS}, {}, config.server.routers),
     )
 
 
-def _pool_need(pool: str, section: str, resources: Mapping[str, float], asked: Resources, replicas: Replicas) -> Need:
+def _pool_need(
+    pool: str, section: str, resources: Mapping[str, float], asked: Resources, replicas: Replicas
+) -> ReplicaNeed:
     """A pool that may be empty must have room for its first replica all the same."""
-    return Need(pool, section, dict(resources), asked.labels, max(replicas.min, 1))
+    return ReplicaNeed(pool, section, dict(resources), asked.labels, max(replicas.min, 1))
 
 
 def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
@@ -86,7 +88,7 @@ def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
     return alone or _too_much_together(wanted, nodes)
 
 
-def _misfit(need: Need, nodes: Sequence[Node]) -> str | None:
+def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
     labelled = [node for node in nodes if carries(node.labels, need.labels)]
     if not labelled:
         return (
@@ -116,7 +118,7 @@ def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: 
     return f"no node has more than {has}; add a node that has, or ask for less"
 
 
-def _too_much_together(wanted: Iterable[Need], nodes: Sequence[Node]) -> list[str]:
+def _too_much_together(wanted: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
     """Each pool fits alone; whether the sum of all does."""
     total: Counter[str] = Counter()
     for need in wanted:

@@ -8,7 +8,7 @@ import pytest
 from cluster.config import SlipstreamConfig, validated
 from cluster.trust.roles import PeerRole
 from serve_app.doctor.examination import MOST_CALLED, pairs
-from serve_app.doctor.facts import Call, Clock, ClusterFacts, ModelsNeeded, NodeFacts
+from serve_app.doctor.facts import Call, ClockReading, ClusterFacts, ModelsNeeded, NodeFacts
 from serve_app.doctor.judgement import judge, models_needed
 from serve_app.operations.fitting import Node
 
@@ -35,7 +35,7 @@ def found(name: str, **differs: Any) -> NodeFacts:
 
 def cluster(*nodes: NodeFacts, **differs: Any) -> ClusterFacts:
     nodes = nodes or (found("1"), found("2"))
-    clocks = tuple(Clock(one.node.node_id, 0.001, 0.001) for one in nodes)
+    clocks = tuple(ClockReading(one.node.node_id, 0.001, 0.001) for one in nodes)
     facts = ClusterFacts(tuple(one.node for one in nodes), nodes, {}, (), clocks)
     return replace(facts, **differs)
 
@@ -122,11 +122,11 @@ def test_calls_that_fail_or_are_slow_are_told_with_both_ends() -> None:
 
 
 def test_one_wrong_clock_is_one_finding_unless_the_question_took_as_long() -> None:
-    right = [Clock(name * 20, 3.0, 0.001) for name in "12"]
+    right = [ClockReading(name * 20, 3.0, 0.001) for name in "12"]
     nodes = (found("1"), found("2"), found("3"))
-    (line,) = faults(cluster(*nodes, clocks=(*right, Clock("3" * 20, 2.5, 0.001))))["clocks"]
+    (line,) = faults(cluster(*nodes, clocks=(*right, ClockReading("3" * 20, 2.5, 0.001))))["clocks"]
     assert line.startswith("10.0.0.3: its clock is 0.50 s behind the others'")
-    assert faults(cluster(*nodes, clocks=(*right, Clock("3" * 20, 2.5, 0.5)))) == {}
+    assert faults(cluster(*nodes, clocks=(*right, ClockReading("3" * 20, 2.5, 0.5)))) == {}
 
 
 def test_nodes_of_one_address_are_told_apart() -> None:
