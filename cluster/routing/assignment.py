@@ -23,6 +23,7 @@ from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalR
 
 log = logging.getLogger(__name__)
 
+PREFIXES = PrefixOptions()
 WELL = 8  # draft tokens accepted in a session, after which it says that its drafter drafts well
 FULL_FOR_S = 1.0  # how long a target that said it is full is left alone
 
@@ -54,11 +55,7 @@ class Assignments(Generic[F]):
     """
 
     def __init__(
-        self,
-        router: str,
-        target_wait_s: float,
-        tell: Callable[[F, Event], None],
-        prefixes: PrefixOptions = PrefixOptions(),  # noqa: B008  # frozen
+        self, router: str, target_wait_s: float, tell: Callable[[F, Event], None], prefixes: PrefixOptions = PREFIXES
     ) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
@@ -92,7 +89,7 @@ class Assignments(Generic[F]):
 
     def are_targets_full(self, now: float) -> bool:
         """Whether there are targets, and each has just said that it is full: who comes now would only wait."""
-        return bool(self.targets) and self.targets.choose(lambda address: self._has_room(address, now)) is None
+        return bool(self.targets) and self.targets.choose(lambda one: self._full_until.get(one, 0.0) <= now) is None
 
     # ------------------------------------------------------------ sessions
 
@@ -138,8 +135,9 @@ class Assignments(Generic[F]):
             self._note_verdict(assignment, message)
         drafter = assignment.session.drafter
         commands = assignment.session.receive(peer, message)
-        if drafter is not None and any(isinstance(command, Ended) for command in commands):
-            self._note_end(assignment, drafter)
+        is_well = drafter != assignment.complained_of and assignment.session.counts.accepted >= WELL
+        if is_well and drafter is not None and any(isinstance(command, Ended) for command in commands):
+            self._breakers.ended_well(drafter)
         return self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
@@ -218,10 +216,6 @@ class Assignments(Generic[F]):
             assignment.complained_of = session.drafter
             self._complaints.append(Complaint(verdict.session, session.drafter, verdict.collapse))
 
-    def _note_end(self, assignment: F, drafter: str) -> None:
-        if drafter != assignment.complained_of and assignment.session.counts.accepted >= WELL:
-            self._breakers.ended_well(drafter)
-
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
         sends: list[Send] = []
@@ -238,17 +232,12 @@ class Assignments(Generic[F]):
         return sends
 
     def _choose_target(self, session: Session, now: float) -> str | None:
-        return self._choice.choose(session, lambda address: self._has_room(address, now))
-
-    def _has_room(self, target: str, now: float) -> bool:
-        return self._full_until.get(target, 0.0) <= now
+        return self._choice.choose(session, lambda one: self._full_until.get(one, 0.0) <= now)
 
     def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
         """By load, and by how near it is to the session's target."""
         worth = self.nearness.worth(session.target)
-        return self.drafters.choose(
-            lambda address: address != avoid and self._breakers.takes(address, now), worth=worth
-        )
+        return self.drafters.choose(lambda one: one != avoid and self._breakers.takes(one, now), worth=worth)
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
         sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
@@ -261,9 +250,11 @@ class Assignments(Generic[F]):
         self._answered = {}
         sends: list[Send] = []
         for assignment in answered:
-            drafter = assignment.session.drafter
-            for answer in assignment.session.take_answers():
-                if drafter is not None and self._is_given_up(drafter, assignment, answer, now):
+            session = assignment.session
+            drafter = session.drafter
+            for answer in session.take_answers():
+                note = self._breakers.note
+                if drafter is not None and note(drafter, assignment.name, answer, session.has_drafted, now):
                     self.given_up[drafter] += 1
                     log.warning("drafter %s is silent; its sessions go to others", drafter)
                     sends += self._move_off(drafter, now)
@@ -296,9 +287,6 @@ class Assignments(Generic[F]):
             self.remedies.given_up(left)
             sends += self._move_off(left, now)
         return sends
-
-    def _is_given_up(self, drafter: str, assignment: F, answer: DraftAnswer, now: float) -> bool:
-        return self._breakers.note(drafter, assignment.name, answer, assignment.session.has_drafted, now)
 
     def _move_off(self, address: str, now: float) -> list[Send]:
         """Gives all sessions of a drafter that was given up to others; where there is none, they stay."""
