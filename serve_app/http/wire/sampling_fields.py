@@ -34,7 +34,7 @@ class SamplingFields(RequestPart):
     logit_bias: Annotated[dict[TokenId, Bias], bounded(lambda most: most.token_ids)] = Field(default_factory=dict)
     bad_words: Annotated[tuple[Word, ...], Field(fail_fast=True), bounded(lambda most: most.words)] = ()
     allowed_token_ids: Annotated[
-        tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.prompt_tokens, least=1)
+        tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.allowed, least=1)
     ] = ()
     min_tokens: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.token_ids)] = ()
