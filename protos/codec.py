@@ -105,7 +105,7 @@ def encoded_bytes(message: Message) -> int:
 
 
 def _rules_bytes(rules: TokenRules) -> int:
-    words = sum([4 * len(word) + 8 for word in rules.bad_words])
+    words = sum([4 * len(word) + 2 for word in rules.bad_words])
     return 12 * len(rules.logit_bias) + 4 * len(rules.allowed) + words
 
 

@@ -10,6 +10,7 @@ from protos.scores import MAX_TOP
 from serve_app.http.wire.field_types import Flag, Integer, Number, RequestPart, bounded
 
 MAX_WORD_CHARS = 256
+MAX_DIGITS = 10  # of a token id
 
 TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
 Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
@@ -21,10 +22,9 @@ def _as_ids(value: Any) -> Any:
     """JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
-    strange = [key for key in value if not (isinstance(key, str) and key.isascii() and key.isdecimal())]
-    if strange:
+    if not all(key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS for key in value):
         raise PydanticCustomError("token_id", "a key is not a token id, expected digits alone")
-    return {int(key): bias for key, bias in value.items() if len(key) <= 10}
+    return {int(key): bias for key, bias in value.items()}
 
 
 class SamplingFields(RequestPart):
