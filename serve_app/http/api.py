@@ -135,18 +135,20 @@ class ApiEndpoint(Generic[RequestT]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.metrics.request(self._dialect.endpoint) as record:
             request = Request(scope, receive)
-            name = _asked_name(request) or f"{self._service.draw():016x}"
-            response = await self._respond(request, name, record)
-            response.headers.setdefault(REQUEST_ID, name)
+            response = await self._respond(request, record)
+            response.headers.setdefault(REQUEST_ID, _asked_name(request) or self._new_name())
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
 
-    async def _respond(self, request: Request, name: str, record: RequestRecord) -> Response:
+    def _new_name(self) -> str:
+        return f"{self._service.draw():016x}"
+
+    async def _respond(self, request: Request, record: RequestRecord) -> Response:
         try:
             self._service.generator.check_room(1)
             _check_name(request)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body, name, is_named=_asked_name(request) is not None)
+                answer = await self._prepare(body, _asked_name(request))
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.request.stream:
                 whole = await while_connected(request.receive, answer.whole())
@@ -160,12 +162,11 @@ class ApiEndpoint(Generic[RequestT]):
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes, name: str, is_named: bool) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes, asked_name: str | None) -> "ApiAnswer[RequestT]":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         self._service.generator.check_room(terms.sessions)
-        if request.request_id is not None and not is_named:
-            name = request.request_id
+        name = asked_name or request.request_id or self._new_name()
         return await self._service.aside(self._resolve, request, terms, name)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
@@ -283,10 +284,10 @@ def _parts(delta: Delta, with_opening: bool) -> Iterator[Part]:
 
 def _asked_name(request: Request) -> str | None:
     """What the client calls the request, in a header."""
-    return request.headers.get(REQUEST_ID)
+    name = request.headers.get(REQUEST_ID, "")
+    return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
 
 
 def _check_name(request: Request) -> None:
-    name = _asked_name(request)
-    if name is not None and not re.fullmatch(REQUEST_ID_PATTERN, name):
+    if REQUEST_ID in request.headers and _asked_name(request) is None:
         raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)

@@ -242,6 +242,7 @@ async def test_every_answer_has_the_name_of_its_request(front: Front) -> None:
     assert (refused.status_code, refused.headers["X-Request-Id"]) == (400, "job-9")
     strange = await front.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "a b"})
     assert (strange.status_code, strange.json()["error"]["param"]) == (400, "X-Request-Id")
+    assert strange.headers["X-Request-Id"] != "a b"
     assert (await front.http.post(COMPLETIONS, json={})).headers["X-Request-Id"]
 
 

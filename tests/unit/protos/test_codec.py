@@ -232,7 +232,11 @@ SIZED = {
     "a verdict": (pb.TargetToDrafter, Verdict("s", 1, 1, 0, tuple(range(4000)), 0, 0)),
     "rules": (
         pb.RouterToTarget,
-        an_open(rules=TokenRules(tuple((id, 1.0) for id in range(900)), tuple(range(900)), ((1, 2),) * 300)),
+        an_open(
+            rules=TokenRules(tuple((id, 1.0) for id in range(900)), tuple(range(900)), ((1, 2),) * 300),
+            stop_ids=tuple(range(4096)),
+            cache_salt="\N{SNOWMAN}" * 256,
+        ),
     ),
     "a scored prompt": (
         pb.TargetToRouter,

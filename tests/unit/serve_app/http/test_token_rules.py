@@ -7,7 +7,6 @@ import pytest
 from cluster.errors import RequestError
 from protos.messages import TokenRules
 from protos.scores import Scoring
-from serve_app.http.generation_defaults import GenerationDefaults
 from serve_app.http.text import TextCodec
 from serve_app.http.token_rules import bad_words_of, check_rules, rules_of, scoring_of, truncated
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
@@ -105,9 +104,3 @@ def test_a_bad_word_is_forbidden_as_it_begins_and_as_it_follows_a_space(codec: T
 )
 def test_a_prompt_is_truncated_as_asked(fields: dict[str, Any], kept: tuple[int, ...]) -> None:
     assert truncated(completion(**fields), (1, 2, 3, 4, 5), context=5) == kept
-
-
-def test_a_checkpoints_defaults_fill_what_is_left_out_alone() -> None:
-    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
-    request = defaults.applied(completion(temperature=1.0))
-    assert (request.temperature, request.top_p, request.repetition_penalty, request.min_p) == (1.0, 0.9, 1.1, 0.0)
