@@ -34,10 +34,10 @@ from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head
 from serve_app.http.generation import Generator
 from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.request_rules import bad_words_of, truncated
 from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
-from serve_app.http.token_rules import bad_words_of, truncated
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage

@@ -11,7 +11,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.http.token_rules import check_rules, rules_of, scoring_of
+from serve_app.http.request_rules import check_rules, rules_of, scoring_of
 from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]

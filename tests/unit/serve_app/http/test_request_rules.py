@@ -7,8 +7,8 @@ import pytest
 from cluster.errors import RequestError
 from protos.messages import TokenRules
 from protos.scores import Scoring
+from serve_app.http.request_rules import bad_words_of, check_rules, rules_of, scoring_of, truncated
 from serve_app.http.text import TextCodec
-from serve_app.http.token_rules import bad_words_of, check_rules, rules_of, scoring_of, truncated
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
 
 VOCABULARY = 100
