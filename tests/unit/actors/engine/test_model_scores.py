@@ -55,7 +55,7 @@ class Plain:
 
 
 def test_scores_of_prompt_and_answer_are_those_of_transformers_along_a_tree_and_under_rules():
-    """The prompt comes in two chunks, the second together with a tree; a bias of the request does not show in scores."""
+    """The prompt comes in two chunks, the second together with a tree; the request's bias does not show in scores."""
     plain = Plain()
     forbidden = plain.greedy(PROMPT, 1, without=0)[0]
     first, second = plain.greedy(PROMPT, 2, without=forbidden)
