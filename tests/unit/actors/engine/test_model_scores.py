@@ -34,6 +34,7 @@ class Plain:
         """Of what comes after each token, (tokens, vocabulary)."""
         return torch.log_softmax(self._model(torch.tensor([text])).logits[0], dim=-1)
 
+    @torch.inference_mode()
     def greedy(self, text: tuple[int, ...], count: int, without: int) -> tuple[int, ...]:
         """What plain decoding says next, had it not this token."""
         found: tuple[int, ...] = ()
