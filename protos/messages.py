@@ -12,6 +12,7 @@ from protos.values import value
 
 PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
+MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # of a ticket
 
 
@@ -118,6 +119,7 @@ class Open:
     rival: int | None = None  # of an audit of one token: whose margin is asked for
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
+    grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
 
     @property
     def takes_trees(self) -> bool:

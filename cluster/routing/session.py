@@ -48,6 +48,7 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    grammar: str = ""  # see `Open`
 
 
 @value
@@ -280,6 +281,7 @@ class Session:
             hash_key=g.hash_key,
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
+            grammar=g.grammar,
             ticket_key=self._ticket_key,
         )
 

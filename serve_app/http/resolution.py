@@ -11,6 +11,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
+from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar
 from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
@@ -31,6 +32,7 @@ class Terms:
     acceptance: Acceptance
     max_draft_tokens: int
     sampling: Sampling
+    grammar: AskedGrammar | None
 
 
 def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> Terms:
@@ -47,6 +49,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
         acceptance=_acceptance(request, config),
         max_draft_tokens=_max_draft_tokens(request, config),
         sampling=_sampling(request),
+        grammar=_grammar(request),
     )
 
 
@@ -79,6 +82,7 @@ def resolve(
                 hash_key=draw(),
                 acceptance=terms.acceptance,
                 max_draft_tokens=terms.max_draft_tokens,
+                grammar=terms.grammar.text if terms.grammar is not None else "",
             )
             for choice in range(request.n)
         ]
@@ -134,6 +138,14 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
             raise RequestError(f"{message} and the prompt has {prompt_len}", field)
     default = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
     return prompt_len + min(request.token_limits.values(), default=default)
+
+
+def _grammar(request: GenerationRequest) -> AskedGrammar | None:
+    asked = asked_grammar(request.response_format, request.structured_outputs)
+    if asked is not None and request.ignore_eos:
+        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
+        raise RequestError(message, "ignore_eos")
+    return asked
 
 
 def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Acceptance:

@@ -134,6 +134,7 @@ class TextCodec:
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
         self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = len(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))

@@ -12,5 +12,6 @@ class RequestBounds:
     messages: int = 4096
     parts: int = 256  # of one message
     stops: int = 4
+    choices: int = 4096  # that an answer may be one of
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body

@@ -33,7 +33,6 @@ class UnservedFields(RequestPart):
     prompt_logprobs: Annotated[Any, unserved()] = None
     repetition_detection: Annotated[Any, unserved()] = None
     repetition_penalty: Annotated[Any, unserved(1)] = None
-    response_format: Annotated[Any, unserved({"type": "text"})] = None
     return_mm_kwargs: Annotated[Any, unserved(True)] = None
     return_token_ids: Annotated[Any, unserved(False)] = None
     return_token_offsets: Annotated[Any, unserved(False)] = None
@@ -43,7 +42,6 @@ class UnservedFields(RequestPart):
     spaces_between_special_tokens: Annotated[Any, unserved(True)] = None
     stop_token_ids: Annotated[Any, unserved([])] = None
     stream_interval: Annotated[Any, unserved(1)] = None
-    structured_outputs: Annotated[Any, unserved()] = None
     thinking_token_budget: Annotated[Any, unserved(-1)] = None
     truncate_prompt_tokens: Annotated[Any, unserved()] = None
     use_beam_search: Annotated[Any, unserved(False)] = None
