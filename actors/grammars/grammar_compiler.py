@@ -7,13 +7,15 @@ import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from actors.grammars.grammar_masking import GrammarMasking
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.grammars.text_grammar import TextGrammar
-from cluster.errors import GrammarError
+from cluster.errors import GrammarError, ModelError
 from protos.messages import Open
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +29,15 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,  # what is never reached is never paid for
     verbose_errors=False,
 )
+
+
+def grammars_of(folder: Path) -> "GrammarCompiler | None":
+    """Over the vocabulary of a checkpoint in this folder; None, and a word in the log, where it takes no grammars."""
+    try:
+        return GrammarCompiler(load_grammar_vocabulary(folder))
+    except ModelError as error:
+        _logger.warning("no structured output: %s", error)
+        return None
 
 
 class GrammarCompiler:
@@ -54,7 +65,14 @@ class GrammarCompiler:
 
     def follow(self, grammar: str) -> TextGrammar:
         """The grammar from its beginning, once it is compiled. Raises GrammarError."""
-        return TextGrammar(self.begin(grammar).result().deep_copy())
+        return TextGrammar(self.begin(grammar).result().deep_copy(), self._tokenizer.eos_tokens)
+
+    def fault(self, grammar: str) -> str | None:
+        """Compiles a grammar; what is wrong with it, if anything is."""
+        error = self.begin(grammar).exception()
+        if error is not None and not isinstance(error, GrammarError):
+            raise error
+        return None if error is None else str(error)
 
     def masking(self, request: Open) -> GrammarMasking | None:
         """A session's logits processor; None where any text will do. What it needs begins to be compiled."""
@@ -76,6 +94,10 @@ class GrammarCompiler:
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise GrammarError(matcher.get_error()[:MAX_MESSAGE_CHARS])
+        trial = matcher.deep_copy()
+        if not matcher.is_error():
+            trial.compute_bitmask()  # what no text meets shows only here
+        if trial.is_error():
+            why, *_ = trial.get_error().split("\n<")  # what follows is for the library's developers
+            raise GrammarError(why[:MAX_MESSAGE_CHARS])
         return matcher

@@ -23,7 +23,9 @@ class GrammarGate:
     def takes(self, stream: str, message: Message) -> bool:
         """Whether it keeps the message for now. A later word on the same session counts alone."""
         if isinstance(message, Open | Close) and message.session in self._held:
-            self._drop(message.session)
+            _, held, _ = self._held[message.session]
+            if message.attempt >= held.attempt:
+                self._drop(message.session)
         if not isinstance(message, Open) or not message.grammar:
             return False
         task = asyncio.create_task(self._pass(stream, message))

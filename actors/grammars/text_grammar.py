@@ -11,28 +11,33 @@ _logger = logging.getLogger(__name__)
 class TextGrammar:
     """A compiled grammar and where a text has got to in it.
 
-    A mask has one bit a token, the lowest of a byte first. The tokens that end a text are in it where the grammar may
-    end, and alone where it must.
+    A mask has one bit a token, the lowest of a byte first. `ends`, the tokens that end a text, are in it where the
+    grammar may end, and alone where it must. Where only one string may follow, it is spelt as the tokenizer would.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
         self._matcher = matcher
-        self._is_broken = False
+        self._ends = frozenset(ends)
+        self._is_over = False  # the text has ended, or has broken its grammar
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The text goes on with these for good."""
-        taken = self._matcher.try_consume_tokens(list(tokens)) if tokens else 0
-        self._is_broken |= taken < len(tokens)
+        if tokens and not self._is_over:
+            self._is_over = not self._ends.isdisjoint(tokens) or self._matcher.try_consume_tokens([*tokens]) < len(tokens)
 
     def masks(self, paths: Sequence[tuple[int, ...]]) -> list[bytes | None]:
-        """After the text and each path of tokens; None where that breaks the grammar.
+        """After the text and each path of tokens; None where that has ended the text or broken the grammar.
 
-        Nothing is asked for there: no such token is decided, so what would come after it decides nothing.
+        Nothing is asked for there: no such token is decided with another after it.
         """
-        if self._is_broken:
+        if self._is_over:
             return [None] * len(paths)
+        was_error = self._matcher.is_error()
         walk = _Walk(self._matcher)
-        return [_mask(self._matcher) if not path else walk.mask(path) for path in paths]
+        found = [None if not self._ends.isdisjoint(path) else walk.mask(path) for path in paths]
+        if self._matcher.is_error() and not was_error:
+            _logger.warning("a grammar takes too much work to go on, so its text ends: %s", self._matcher.get_error())
+        return found
 
 
 class _Walk:
@@ -44,6 +49,8 @@ class _Walk:
         self._taken: tuple[int, ...] = ()
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
+        if not path:
+            return self._start.compute_bitmask()
         shared = _shared(self._taken, path)
         if shared < len(self._taken):
             self._matcher.rollback(len(self._taken) - shared)
@@ -51,18 +58,11 @@ class _Walk:
         self._taken = path[: shared + taken]
         if self._taken != path:
             return None
-        mask = _mask(self._matcher)
+        mask = self._matcher.compute_bitmask()  # the ends alone, where that took more work than is allowed
         if self._matcher.is_error():
             self._matcher = self._start.deep_copy()
             self._taken = ()
         return mask
-
-
-def _mask(matcher: LLMatcher) -> bytes:
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():  # it took more work than is allowed: only the end is left
-        _logger.warning("a grammar takes too much work to go on, so its text ends: %s", matcher.get_error())
-    return mask
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
