@@ -82,6 +82,7 @@ class Sampling:
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     @property
     def greedy(self) -> bool:
@@ -89,7 +90,26 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        additive = self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return additive or self.repetition_penalty != 1.0
+
+    @property
+    def filters(self) -> tuple[float, int, float, float]:
+        """What restricts a distribution once penalties are in it."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+
+@value
+class TokenRules:
+    """Which tokens a request allows, and how much it likes them; the neutral values allow all alike."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token and what is added to its logit, each token once
+    allowed: tuple[int, ...] = ()  # none: all are
+    bad_words: tuple[tuple[int, ...], ...] = ()  # of which the last token is forbidden after those before it
+    min_len: int = 0  # tokens before which no stop id may come, prompt included
+
+
+NO_RULES = TokenRules()
 
 
 @value
@@ -120,6 +140,7 @@ class Open:
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
     grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
+    rules: TokenRules = NO_RULES
 
     @property
     def takes_trees(self) -> bool:

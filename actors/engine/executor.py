@@ -9,6 +9,9 @@ from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.sampling.logits.makers import MAKERS, chain_of
+from actors.sampling.logits.processor import Maker, ProcessorChain
 from actors.sampling.margin import margin
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
@@ -20,13 +23,22 @@ from protos.messages import Open
 class _FedSession:
     open: Open
     tokens: list[int]  # its ledger, then all that was fed and stands
+    chain: ProcessorChain | None
 
 
 class StepExecutor:
     """Runs step plans on a `Runner`; ids from `vocabulary` on are the model's padding and never drawn."""
 
-    def __init__(self, runner: Runner, vocabulary: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        vocabulary: int,
+        makers: tuple[Maker, ...] = MAKERS,
+        grammars: GrammarCompiler | None = None,  # where sessions may have any
+    ) -> None:
         self._runner = runner
+        self._makers = makers if grammars is None else (*makers, grammars.masking)  # of logits processors
+        self._grammars = grammars
         self._vocabulary = vocabulary
         self._sessions: dict[str, _FedSession] = {}
 
@@ -44,11 +56,17 @@ class StepExecutor:
             del self._sessions[name]
         for request in plan.opens:
             assert request.session not in self._sessions, f"session {request.session} is open already"
-            self._sessions[request.session] = _FedSession(request, list(request.tokens))
+            self._sessions[request.session] = _FedSession(
+                request, list(request.tokens), chain_of(request, self._makers)
+            )
         if not plan.rows:
             return []
         output = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies, moves=plan.moves)
         return self._decide(plan, output.logits)
+
+    def prepare(self, grammar: str) -> str | None:
+        """Compiles a grammar for a session to come; what is wrong with it. It may be called while a step is made."""
+        return "this target has none" if self._grammars is None else self._grammars.fault(grammar)
 
     @property
     def is_idle(self) -> bool:
@@ -65,11 +83,11 @@ class StepExecutor:
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]
         logits = logits[:, : self._vocabulary]
-        decisions = decide([self._block(row) for row in rows], logits)
+        blocks = [self._block(row) for row in rows]
         outcomes = []
         at = 0
-        for row, decision in zip(rows, decisions, strict=True):
-            near = self._margin(row, logits[at])
+        for row, block, decision in zip(rows, blocks, decide(blocks, logits), strict=True):
+            near = self._margin(row, block, logits[at])
             at += 1 + row.drafted
             kept = [row.draft.tokens[node] for node in decision.path]
             self._sessions[row.session].tokens[row.base_len :] = kept
@@ -94,22 +112,23 @@ class StepExecutor:
             at = end
         return found
 
-    def _margin(self, row: Row, logits: Tensor) -> float | None:
+    def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
         """Of an audit that names a rival."""
         rival = self._sessions[row.session].open.rival
         if rival is None:
             return None
-        block = self._block(row)
-        return margin(logits, block.sampling, block.generated, block.at, rival)
+        return margin(logits, block.sampling, block.chain, block.at, rival)
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]
         request = session.open
         base_len = row.base_len
+        if session.chain is not None:
+            session.chain.follow(session.tokens, base_len)
         return PendingBlock(
             rule=request.acceptance,
             sampling=request.sampling,
             draft=row.draft,
-            generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
+            chain=session.chain,
             at=DrawAddress(request.seed, request.choice, base_len),
         )

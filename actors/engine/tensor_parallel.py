@@ -171,7 +171,7 @@ class Rank:
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
         grammars = grammars_of(Path(spec.folder)) if self._index == 0 else None
-        self._executor = StepExecutor(self._leading, spec.vocabulary, grammars)
+        self._executor = StepExecutor(self._leading, spec.vocabulary, grammars=grammars)
         self._pages = pages
 
     def _capture(self, pages: int) -> StateCapture | None:
@@ -200,7 +200,8 @@ class Rank:
     def lead(self) -> None:
         """Leader only: computes step plans until the coordinator hangs up."""
         assert self._executor is not None, "allocate first"
-        assert self._listener is not None and self._aside is not None, "listen first"
+        assert self._listener is not None, "listen first"
+        assert self._aside is not None, "listen first"
         Thread(target=self._aside.serve, args=(self._executor.prepare,), daemon=True).start()
         self._listener.serve(self._executor.answer)
 

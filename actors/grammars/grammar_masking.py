@@ -15,8 +15,8 @@ _BITS = 8
 class GrammarMasking:
     """Leaves the tokens that a session's grammar allows.
 
-    The grammar may still be being compiled when this is made; the first row waits for it. Where other processors have left
-    nothing that the grammar allows, all that it allows is equally likely: a text is never anything else.
+    The grammar may still be being compiled when this is made; the first row waits for it. Where other processors have
+    left nothing that the grammar allows, all that it allows is equally likely: a text is never anything else.
     """
 
     def __init__(self, compiled: Callable[[], TextGrammar]) -> None:

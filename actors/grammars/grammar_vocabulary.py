@@ -14,7 +14,7 @@ from cluster.errors import ModelError
 def load_grammar_vocabulary(folder: Path) -> LLTokenizer:
     """Of the checkpoint in this folder. Takes a second, or several of a large vocabulary.
 
-    Raises ModelError where grammars cannot be kept to: no token ends a text, or tokens are not the tokenizers library's.
+    Raises ModelError where grammars cannot be kept to: no token ends a text, or tokens are of another library.
     """
     return grammar_vocabulary(AutoTokenizer.from_pretrained(folder), end_ids(str(folder)))
 

@@ -23,7 +23,9 @@ class TextGrammar:
     def advance(self, tokens: Sequence[int]) -> None:
         """The text goes on with these for good."""
         if tokens and not self._is_over:
-            self._is_over = not self._ends.isdisjoint(tokens) or self._matcher.try_consume_tokens([*tokens]) < len(tokens)
+            self._is_over = not self._ends.isdisjoint(tokens) or self._matcher.try_consume_tokens([*tokens]) < len(
+                tokens
+            )
 
     def masks(self, paths: Sequence[tuple[int, ...]]) -> list[bytes | None]:
         """After the text and each path of tokens; None where that has ended the text or broken the grammar.

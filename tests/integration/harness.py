@@ -113,6 +113,9 @@ class PacedEngine:
     async def read(self, asked: StateRead) -> bytes:
         return await self._engine.read(asked)
 
+    async def prepare(self, grammar: str) -> str | None:
+        return await self._engine.prepare(grammar)
+
     async def close(self) -> None:
         await self._engine.close()
 

@@ -40,7 +40,7 @@ class ResponseFormat(RequestPart):
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> "ResponseFormat":
         if (self.type == "json_schema") is not (self.json_schema is not None):
-            raise PydanticCustomError("json_schema", "json_schema is to be there with the type json_schema, and only then")
+            raise PydanticCustomError("json_schema", "json_schema is for the type json_schema, which needs it")
         return self
 
 
