@@ -1,7 +1,7 @@
 """Tensor-parallel ranks: each its own Ray actor, one torch.distributed group, one engine to the coordinator.
 
 The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
-done for: its replica is replaced as a whole.
+done for: its replica is replaced as a whole. Long because a rank and its coordinator are two ends of one conversation.
 """
 
 import asyncio
@@ -37,6 +37,7 @@ from actors.engine.runner import ModelRunner, Runner
 from actors.engine.step_channel import StepCaller, StepListener
 from actors.engine.step_tensor import from_tensor, to_tensor
 from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.forward_output import ForwardOutput
 from actors.models.weights import LoadReport
@@ -170,7 +171,7 @@ class Rank:
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
-        grammars = grammars_of(Path(spec.folder)) if self._index == 0 else None
+        grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None
         self._executor = StepExecutor(self._leading, spec.vocabulary, grammars=grammars)
         self._pages = pages
 

@@ -5,15 +5,14 @@ Compiling is bounded in work and memory, and so is following what was compiled: 
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from actors.grammars.grammar_masking import GrammarMasking
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.grammars.text_grammar import TextGrammar
 from cluster.errors import GrammarError, ModelError
 from protos.messages import Open
@@ -31,10 +30,10 @@ LIMITS = LLParserLimits(
 )
 
 
-def grammars_of(folder: Path) -> "GrammarCompiler | None":
-    """Over the vocabulary of a checkpoint in this folder; None, and a word in the log, where it takes no grammars."""
+def grammars_of(vocabulary: Callable[[], LLTokenizer]) -> "GrammarCompiler | None":
+    """Over a vocabulary; None, and a word in the log, for a model whose texts cannot have any."""
     try:
-        return GrammarCompiler(load_grammar_vocabulary(folder))
+        return GrammarCompiler(vocabulary())
     except ModelError as error:
         _logger.warning("no structured output: %s", error)
         return None

@@ -58,7 +58,7 @@ def create_api(
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies, GrammarCheck(text))
+    service = Service(generator, text, config, metrics, bodies, GrammarCheck(text.grammars()))
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))

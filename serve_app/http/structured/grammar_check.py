@@ -3,10 +3,8 @@
 import asyncio
 
 from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import grammar_vocabulary
-from cluster.errors import GrammarError, ModelError, RequestError
+from cluster.errors import GrammarError, RequestError
 from serve_app.http.structured.asked_grammar import AskedGrammar
-from serve_app.http.text import TextCodec
 
 COMPILE_S = 5.0  # with those that are compiled before it
 
@@ -14,17 +12,15 @@ COMPILE_S = 5.0  # with those that are compiled before it
 class GrammarCheck:
     """Compiles what is asked for, as the target will; each grammar once."""
 
-    def __init__(self, text: TextCodec) -> None:
-        self._refusal = ""
-        try:
-            self._compiler = GrammarCompiler(grammar_vocabulary(text.tokenizer, text.eos_ids))
-        except ModelError as error:
-            self._refusal = str(error)
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        """Without a compiler, for a model whose texts cannot have any, all is refused."""
+        self._compiler = compiler
 
     async def check(self, asked: AskedGrammar) -> None:
         """Raises RequestError that names the field."""
-        if self._refusal:
-            raise RequestError(f"{asked.field}: {self._refusal}", asked.field)
+        if self._compiler is None:
+            message = f"{asked.field} is not served for this model; the server's log says why at its start"
+            raise RequestError(message, asked.field)
         compiling = asyncio.wrap_future(self._compiler.begin(asked.text))
         try:
             async with asyncio.timeout(COMPILE_S):

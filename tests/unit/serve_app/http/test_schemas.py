@@ -130,7 +130,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         (CHAT, {"logprobs": True}, "logprobs"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format.type"),
         (CHAT, {"prompt": "x"}, "prompt"),
     ],
 )

@@ -51,7 +51,6 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
     "prompt_logprobs": ([None], 0),
     "repetition_detection": ([None], {"min_count": 2}),
     "repetition_penalty": ([None, 1.0, 1], 1.1),
-    "response_format": ([None, {"type": "text"}], {"type": "json_object"}),
     "return_mm_kwargs": ([True], False),
     "return_token_ids": ([None, False], True),
     "return_token_offsets": ([None, False], True),
@@ -62,7 +61,6 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
     "spaces_between_special_tokens": ([True], False),
     "stop_token_ids": ([None, []], [1]),
     "stream_interval": ([None, 1], 2),
-    "structured_outputs": ([None], {"choice": ["a", "b"]}),
     "thinking_token_budget": ([None, -1], 5),
     "truncate_prompt_tokens": ([None], -1),
     "truncation_side": ([None, "left", "right"], "up"),
@@ -186,7 +184,7 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
             "min_p",
         ),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
-        *("ignore_eos", "speculation"),
+        *("ignore_eos", "speculation", "response_format", "structured_outputs"),
     }
     assert CompletionRequest.model_fields.keys() - served == (OF_BOTH | OF_COMPLETIONS).keys()
     assert ChatRequest.model_fields.keys() - served == (OF_BOTH | OF_CHAT).keys()
