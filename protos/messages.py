@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
+from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # of a ticket
@@ -108,6 +109,11 @@ class TokenRules:
     bad_words: tuple[tuple[int, ...], ...] = ()  # of which the last token is forbidden after those before it
     min_len: int = 0  # tokens before which no stop id may come, prompt included
 
+    @property
+    def highest_id(self) -> int:
+        biased = max([token for token, _ in self.logit_bias], default=0)
+        return max(biased, max(self.allowed, default=0), max([max(word) for word in self.bad_words], default=0))
+
 
 NO_RULES = TokenRules()
 
@@ -141,6 +147,9 @@ class Open:
     ticket: Ticket | None = None  # to a drafter: what it is to show
     grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
     rules: TokenRules = NO_RULES
+    scoring: Scoring = NO_SCORING
+    priority: int = 0  # lower numbers are admitted first
+    cache_salt: str = ""
 
     @property
     def takes_trees(self) -> bool:
@@ -211,6 +220,8 @@ class Verdict:
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
     margin: float | None = None  # by which the token was ahead of the rival that the Open names
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open asks for them
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
 
 
 @value

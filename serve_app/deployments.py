@@ -268,6 +268,7 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
         from serve_app.router import Identity, Router, RouterLimits
@@ -278,6 +279,8 @@ class RouterDeployment:
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
         self._text = TextCodec.load(str(folder))
+        uses_defaults = config.server.generation_defaults == "model"
+        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
@@ -289,7 +292,7 @@ class RouterDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health)
+        return create_api(self._router, self._text, self._config, self._metrics, self._health, self._defaults)
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"

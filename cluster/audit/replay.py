@@ -110,6 +110,7 @@ class Replay:
             grammar=generation.grammar,
             audit=True,
             rival=self._rival,
+            rules=generation.rules,
         )
 
     def receive(self, verdict: Verdict) -> Progress:

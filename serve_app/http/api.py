@@ -6,6 +6,7 @@ cancels its sessions. Knows nothing of drafters, targets or Ray.
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -24,12 +25,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
-from serve_app.http.answers import Choice, Delta, Transcript, follow
+from cluster.errors import RequestError
+from cluster.routing.session import Generation
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
 from serve_app.http.bodies import Bodies
 from serve_app.http.failures import failure_of
-from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
+from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part, Telling
 from serve_app.http.generation import Generator
+from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.request_rules import bad_words_of, truncated
 from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
 from serve_app.http.structured.grammar_check import GrammarCheck
@@ -37,9 +42,10 @@ from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
-from serve_app.http.wire.schemas import GenerationRequest
+from serve_app.http.wire.schemas import REQUEST_ID_PATTERN, GenerationRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
+REQUEST_ID = "X-Request-Id"
 HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -53,12 +59,16 @@ def create_api(
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Callable[[], Awaitable[HealthReport]],
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> FastAPI:
-    """The application; `text` is the served model's codec, `health` says how `generator` is."""
+    """The application; `text` is the served model's codec, `health` says how `generator` is.
+
+    `defaults` are taken for what requests leave out.
+    """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies, GrammarCheck(text.grammars()))
+    service = Service(generator, text, config, metrics, bodies, GrammarCheck(text.grammars()), defaults)
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
@@ -99,6 +109,7 @@ class Service:
     metrics: Metrics
     bodies: Bodies
     grammars: GrammarCheck
+    defaults: GenerationDefaults = NO_DEFAULTS
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -125,62 +136,81 @@ class ApiEndpoint(Generic[RequestT]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.metrics.request(self._dialect.endpoint) as record:
-            response = await self._respond(Request(scope, receive), record)
+            request = Request(scope, receive)
+            response = await self._respond(request, record)
+            response.headers.setdefault(REQUEST_ID, _asked_name(request) or self._new_name())
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
+
+    def _new_name(self) -> str:
+        return f"{self._service.draw():016x}"
 
     async def _respond(self, request: Request, record: RequestRecord) -> Response:
         try:
             self._service.generator.check_room(1)
+            _check_name(request)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body)
+                answer = await self._prepare(body, _asked_name(request))
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.request.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
-                return as_json(whole)
+                return as_json(whole, headers={REQUEST_ID: answer.name})
             events = answer.events()
             first = await while_connected(request.receive, anext(events))  # a failure up to here has its own status
-            return EventStream(first, events, record)
+            return EventStream(first, events, record, {REQUEST_ID: answer.name})
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes, asked_name: str | None) -> "ApiAnswer[RequestT]":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         self._service.generator.check_room(terms.sessions)
         if terms.grammar is not None:
             await self._service.grammars.check(terms.grammar)
-        return await self._service.aside(self._resolve, request, terms)
+        name = asked_name or request.request_id or self._new_name()
+        return await self._service.aside(self._resolve, request, terms, name)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
-        request = parse(self._dialect.schema, body, service.bounds)
+        request = service.defaults.applied(parse(self._dialect.schema, body, service.bounds))
         return request, agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
 
-    def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
+    def _resolve(self, request: RequestT, terms: Terms, name: str) -> "ApiAnswer[RequestT]":
         service = self._service
         dialect = self._dialect
-        prompts = dialect.prompts(request, service.text)
+        context = service.config.model.max_context
+        prompts = [truncated(request, prompt, context) for prompt in dialect.prompts(request, service.text)]
         generations = resolve(
             request,
             terms,
             prompts,
-            context=service.config.model.max_context,
+            context=context,
             eos_ids=service.text.eos_ids,
             vocabulary=service.text.vocabulary,
             draw=service.draw,
+            bad_words=bad_words_of(request, service.text),
         )
-        interval = service.config.server.stream_interval
-        choices = [
-            Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
-            for index, generation in enumerate(generations)
-        ]
-        name = request.request_id or f"{service.draw():016x}"
+        choices = [self._choice(request, index, generation) for index, generation in enumerate(generations)]
         head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)))
+        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)), name)
+
+    def _choice(self, request: RequestT, index: int, generation: Generation) -> Choice:
+        text = self._service.text
+        skips = request.skip_special_tokens
+        echoed = generation.prompt if request.is_echoed else ()
+        form = AnswerForm(
+            stop_ids=frozenset(generation.stop_ids),
+            keeps_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            echoed=echoed,
+            echoed_text=text.decode(echoed, skips) if echoed else "",
+        )
+        stops = StopMatcher(request.stop, request.include_stop_str_in_output)
+        interval = self._service.config.server.stream_interval
+        return Choice(generation, Transcript(index, text.detokenizer(skips), stops, interval, form))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +223,30 @@ class ApiAnswer(Generic[RequestT]):
     head: Head
     choices: list[Choice]
     prompt_tokens: int
+    name: str  # of the request
 
     async def whole(self) -> BaseModel:
         """The answer when all choices have ended."""
         async with aclosing(self._deltas()) as deltas:
             async for _ in deltas:
                 pass
-        return self.dialect.whole(self.head, [choice.transcript for choice in self.choices], self._usage())
+        return self.dialect.whole(self.head, self.choices, self._usage(), self._telling)
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; the first comes with the first text."""
+        telling = self._telling
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for part in _parts(delta, self.dialect.has_openings):
-                    yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far()))
+                    yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far(), telling))
         if self.request.stream_options.include_usage:
             yield self._event(self.dialect.closing(self.head, self._usage()))
         yield as_event("[DONE]")
+
+    @property
+    def _telling(self) -> Telling:
+        request = self.request
+        return Telling(request.top_of_tokens, request.prompt_logprobs, self.service.text.token_text)
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
         return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
@@ -242,7 +279,19 @@ def _parts(delta: Delta, with_opening: bool) -> Iterator[Part]:
     trace = Trace(tokens=delta.tokens, accepted=delta.accepted, pieces=delta.pieces)
     if delta.is_first and with_opening:
         yield Part(delta.index, opening=True)
-    if delta.text:
-        yield Part(delta.index, delta.text, trace=trace)
+    if delta.text or delta.scored:
+        yield Part(delta.index, delta.text, trace=trace, offset=delta.offset, scored=delta.scored)
     if delta.finish is not None:
-        yield Part(delta.index, finish=delta.finish, trace=Trace() if delta.text else trace)
+        is_told = bool(delta.text or delta.scored)
+        yield Part(delta.index, finish=delta.finish, trace=Trace() if is_told else trace)
+
+
+def _asked_name(request: Request) -> str | None:
+    """What the client calls the request, in a header."""
+    name = request.headers.get(REQUEST_ID, "")
+    return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
+
+
+def _check_name(request: Request) -> None:
+    if REQUEST_ID in request.headers and _asked_name(request) is None:
+        raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)

@@ -10,7 +10,8 @@ from typing import ClassVar, Generic, Literal, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
-from serve_app.http.answers import Transcript
+from serve_app.http.answers import Choice, Transcript
+from serve_app.http.logprobs import ScoredToken, TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.replies import (
     AnswerMessage,
@@ -18,10 +19,15 @@ from serve_app.http.wire.replies import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
     CompletionChunk,
+    CompletionLogprobs,
     FinishReason,
+    PromptLogprobs,
+    ScoredChatCompletion,
+    ScoredCompletionChoice,
     Trace,
     Usage,
 )
@@ -47,6 +53,17 @@ class Part:
     finish: FinishReason | None = None
     trace: Trace = field(default_factory=Trace)
     opening: bool = False
+    offset: int = 0  # characters before the text
+    scored: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """What is told of tokens beside their text, and by which names."""
+
+    top: int | None  # likeliest ones of each generated token; None: nothing
+    prompt_top: int | None  # the same of the prompt
+    text_of: TokenText
 
 
 class Dialect(ABC, Generic[RequestT]):
@@ -63,11 +80,11 @@ class Dialect(ABC, Generic[RequestT]):
         """The request's prompts as tokens."""
 
     @abstractmethod
-    def whole(self, head: Head, transcripts: Sequence[Transcript], usage: Usage) -> BaseModel:
+    def whole(self, head: Head, choices: Sequence[Choice], usage: Usage, telling: Telling) -> BaseModel:
         """The answer in one piece."""
 
     @abstractmethod
-    def chunk(self, head: Head, part: Part, usage: Usage | None) -> BaseModel:
+    def chunk(self, head: Head, part: Part, usage: Usage | None, telling: Telling) -> BaseModel:
         """One choice's opening, next text or end, and the usage so far where the client asked for it."""
 
     @abstractmethod
@@ -87,15 +104,18 @@ class CompletionDialect(Dialect[CompletionRequest]):
     def prompts(self, request: CompletionRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
 
-    def whole(self, head: Head, transcripts: Sequence[Transcript], usage: Usage) -> Completion:
-        choices = tuple(
-            CompletionChoice(index=choice.index, text=choice.text, finish_reason=choice.finish)
-            for choice in transcripts
+    def whole(self, head: Head, choices: Sequence[Choice], usage: Usage, telling: Telling) -> Completion:
+        return Completion(
+            **head, choices=tuple([_whole_completion(choice, telling) for choice in choices]), usage=usage
         )
-        return Completion(**head, choices=choices, usage=usage)
 
-    def chunk(self, head: Head, part: Part, usage: Usage | None) -> CompletionChunk:
-        choice = CompletionChoice(index=part.index, text=part.text, finish_reason=part.finish)
+    def chunk(self, head: Head, part: Part, usage: Usage | None, telling: Telling) -> CompletionChunk:
+        choice = CompletionChoice(
+            index=part.index,
+            text=part.text,
+            logprobs=_of_completion(part.scored, telling, part.offset),
+            finish_reason=part.finish,
+        )
         return CompletionChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
     def closing(self, head: Head, usage: Usage) -> CompletionChunk:
@@ -114,16 +134,20 @@ class ChatDialect(Dialect[ChatRequest]):
     def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode_chat([{"role": item.role, "content": item.text} for item in request.messages])]
 
-    def whole(self, head: Head, transcripts: Sequence[Transcript], usage: Usage) -> ChatCompletion:
-        choices = []
-        for choice in transcripts:
-            assert choice.finish is not None, "an answer is whole when all its choices have ended"
-            message = AnswerMessage(content=choice.text)
-            choices.append(ChatChoice(index=choice.index, message=message, finish_reason=choice.finish))
-        return ChatCompletion(**head, choices=tuple(choices), usage=usage)
+    def whole(self, head: Head, choices: Sequence[Choice], usage: Usage, telling: Telling) -> ChatCompletion:
+        made = tuple([_whole_chat(choice.transcript, telling) for choice in choices])
+        if telling.prompt_top is None:
+            return ChatCompletion(**head, choices=made, usage=usage)
+        told = _of_prompt(choices[0], telling.prompt_top, telling)
+        return ScoredChatCompletion(**head, choices=made, usage=usage, prompt_logprobs=told)
 
-    def chunk(self, head: Head, part: Part, usage: Usage | None) -> ChatChunk:
-        choice = ChatChunkChoice(index=part.index, delta=_chat_delta(part), finish_reason=part.finish)
+    def chunk(self, head: Head, part: Part, usage: Usage | None, telling: Telling) -> ChatChunk:
+        choice = ChatChunkChoice(
+            index=part.index,
+            delta=_chat_delta(part),
+            logprobs=_of_chat(part.scored, telling),
+            finish_reason=part.finish,
+        )
         return ChatChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
     def closing(self, head: Head, usage: Usage) -> ChatChunk:
@@ -134,3 +158,40 @@ def _chat_delta(part: Part) -> dict[Literal["role", "content"], str]:
     if part.opening:
         return {"role": "assistant", "content": ""}
     return {"content": part.text} if part.finish is None else {}
+
+
+def _whole_completion(choice: Choice, telling: Telling) -> CompletionChoice:
+    transcript = choice.transcript
+    text = transcript.text
+    logprobs = _of_completion(transcript.scored, telling)
+    finish = transcript.finish
+    if telling.prompt_top is None:
+        return CompletionChoice(index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish)
+    told = _of_prompt(choice, telling.prompt_top, telling)
+    return ScoredCompletionChoice(
+        index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish, prompt_logprobs=told
+    )
+
+
+def _whole_chat(transcript: Transcript, telling: Telling) -> ChatChoice:
+    assert transcript.finish is not None, "an answer is whole when all its choices have ended"
+    return ChatChoice(
+        index=transcript.index,
+        message=AnswerMessage(content=transcript.text),
+        logprobs=_of_chat(transcript.scored, telling),
+        finish_reason=transcript.finish,
+    )
+
+
+def _of_completion(scored: Sequence[ScoredToken], telling: Telling, offset: int = 0) -> CompletionLogprobs | None:
+    if telling.top is None or not scored:
+        return None
+    return completion_logprobs(scored, telling.top, telling.text_of, offset)
+
+
+def _of_chat(scored: Sequence[ScoredToken], telling: Telling) -> ChatLogprobs | None:
+    return chat_logprobs(scored, telling.top, telling.text_of) if telling.top is not None and scored else None
+
+
+def _of_prompt(choice: Choice, top: int, telling: Telling) -> PromptLogprobs:
+    return prompt_logprobs(choice.generation.prompt, choice.transcript.prompt_scores, top, telling.text_of)

@@ -1,7 +1,7 @@
 """HTTP beyond routes: event streams, clients that disconnect."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -21,8 +21,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, events: AsyncGenerator[str, None], record: RequestRecord) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self, first: str, events: AsyncGenerator[str, None], record: RequestRecord, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", **headers})
         del self.headers["content-length"]
         self._first = first
         self._events = events
@@ -56,9 +58,9 @@ def as_event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def as_json(body: BaseModel, status: int = 200) -> Response:
+def as_json(body: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response."""
-    return Response(body.model_dump_json(), status, media_type="application/json")
+    return Response(body.model_dump_json(), status, headers, media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -26,11 +26,12 @@ def closed(required: int | None = None, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
+FLAG = {"type": "boolean"}
 PERSON = closed(name=text(), age=whole(0, 120))
 
 ASKED = (
     Asked("Make up a person.", PERSON),
-    Asked("Name a city and its country.", closed(city=text(), country=text(), capital={"type": "boolean"})),
+    Asked("Name a city and its country.", closed(city=text(), country=text(), capital=FLAG)),
     Asked("Is the sky blue?", closed(answer={"enum": ["yes", "no", "unknown"]}, reason=text(60))),
     Asked("List three fruits.", closed(fruits=listed(text(16), 3, 3))),
     Asked("Rate this film: it was wonderful.", closed(stars=whole(1, 5), mood={"enum": ["good", "mixed", "bad"]})),
@@ -55,7 +56,7 @@ ASKED = (
             },
         },
     ),
-    Asked("An order of two items.", closed(items=listed(closed(sku=text(8), n=whole(1, 20)), 2, 2), paid={"type": "boolean"})),
+    Asked("An order of two items.", closed(items=listed(closed(sku=text(8), n=whole(1, 20)), 2, 2), paid=FLAG)),
     Asked("Greet me in Japanese.", closed(greeting=text(20, minLength=1), language={"const": "ja"})),
     Asked("Plan a day.", closed(morning=text(30), noon=text(30), evening=text(30), rest=listed(text(12), 0, 3))),
 )

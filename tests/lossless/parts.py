@@ -27,7 +27,7 @@ from cluster.page_allocator import PageCopy
 from cluster.routing.session import Emit, Generation, Session
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Acceptance, Block, Message, Sampling
+from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
 
 PAGE_SIZE = 2
@@ -64,6 +64,7 @@ class Setting:
     grammar: str = ""  # of every text
     grammars: GrammarCompiler | None = None  # over the vocabulary
     masks_drafts: bool = True  # whether the drafter knows of the grammar
+    rules: TokenRules = NO_RULES
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property
@@ -115,6 +116,7 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
             acceptance=setting.acceptance,
             max_draft_tokens=setting.block_len,
             grammar=setting.grammar,
+            rules=setting.rules,
         )
 
 

@@ -1,4 +1,4 @@
-"""Texts that keep to a grammar are those of plain decoding, or have its distribution, whoever drafts and knows of it."""
+"""Texts that keep to a grammar are plain decoding's, or have its distribution, whoever drafts and knows of it."""
 
 import functools
 import itertools

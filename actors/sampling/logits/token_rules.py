@@ -1,4 +1,4 @@
-"""Which tokens a request allows, and how much it likes them: bias, allowed tokens, bad words, no end before its time."""
+"""Which tokens a request allows, and how much it likes them: allowed tokens, bad words, no early end, bias."""
 
 from collections.abc import Sequence
 

@@ -102,7 +102,9 @@ def test_bad_words_are_those_of_transformers_but_for_the_prompt(generated, tree,
     logits = some_logits(len(tree) + 1)
     chain = a_chain(opened(rules=TokenRules(bad_words=words)), generated)
     padding = (VOCABULARY + 1,)  # it needs a token, and this one begins no word
-    expected = by_transformers(NoBadWordsLogitsProcessor([list(word) for word in words]), logits, padding, generated, tree)
+    expected = by_transformers(
+        NoBadWordsLogitsProcessor([list(word) for word in words]), logits, padding, generated, tree
+    )
     torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
 
 

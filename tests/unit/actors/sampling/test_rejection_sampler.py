@@ -30,7 +30,11 @@ SAMPLINGS = [
     Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05),
     Sampling(temperature=0.8, top_k=5, repetition_penalty=1.3),
 ]
-RULES = [TokenRules(), TokenRules(logit_bias=((3, 2.5),), bad_words=((1,), (2, 4)), min_len=4), TokenRules(allowed=(2, 4, 9))]
+RULES = [
+    TokenRules(),
+    TokenRules(logit_bias=((3, 2.5),), bad_words=((1,), (2, 4)), min_len=4),
+    TokenRules(allowed=(2, 4, 9)),
+]
 tokens = st.integers(0, VOCABULARY - 1)
 
 
