@@ -14,9 +14,7 @@ from tests.lossless.test_grammars import LETTERS, LISTS, compiler
 
 GRAMMARS = compiler(LETTERS[:VOCABULARY])
 END = 0
-LONG = LLMatcher.grammar_from_lark(
-    'start: "(" list ")"\nlist: /[abc]{1,3}/ ("," /[abc]{1,3}/){40}'
-)  # 80 tokens at least
+LONG = LLMatcher.grammar_from_lark('start: "(" list ")"\nlist: /[abc]{1,3}/ ("," /[abc]{1,3}/){40}')
 SAMPLED = Sampling(temperature=1.0)
 
 
@@ -37,8 +35,8 @@ def written(tokens: list[int]) -> str:
 async def test_speculation_changes_no_token_of_many_sessions_at_once():
     seeds = range(6)
     plain = [await plainly(LISTS, seed=seed) for seed in seeds]
-    async with cluster(grammars=GRAMMARS) as c:
-        c.pace.step_s = 0.01
+    async with cluster(grammars=GRAMMARS, lock_step=True) as c:
+        c.hurry()
         found = await asyncio.gather(*(c.tokens(c.generation(**asked(LISTS, seed=seed))) for seed in seeds))
         assert found == plain
         assert sum(target.scheduler.accepted_tokens for target in c.targets.values()) > 0

@@ -13,6 +13,7 @@ from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
+    MAX_GRAMMAR_BYTES,
     PROOF_BYTES,
     Acceptance,
     Attach,
