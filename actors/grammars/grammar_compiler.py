@@ -24,7 +24,8 @@ MAX_MESSAGE_CHARS = 1024
 LIMITS = LLParserLimits(
     max_lexer_states=20_000,  # of 1 to 2 kB
     max_grammar_size=100_000,
-    step_lexer_fuel=100_000,  # 7 ms
+    step_lexer_fuel=100_000,  # of one mask: 7 ms
+    step_max_items=4_000,  # of one mask; the library's own bound of 50 000 may take a second
     precompute_large_lexemes=False,  # what is never reached is never paid for
     verbose_errors=False,
 )

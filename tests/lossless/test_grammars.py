@@ -17,15 +17,17 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value_of
 from tests.lossless.test_distribution import TARGET as FEW_TARGET
-from tests.lossless.test_lock_step import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, texts
+from tests.lossless.test_lock_step import DRAFT, NEW_TOKENS, TARGET, VOCABULARY, texts
 from tests.lossless.test_trees import into_a_tree
 from tests.lossless.world import World, calm, near_patience, stormy
 
 WRITTEN = ["a", "b", "c", "(", ")", ",", *map("".join, itertools.product("abc(),", "abc(),"))]
 LETTERS = ("<end>", *WRITTEN[: VOCABULARY - 1])
 FEW_LETTERS = ("<end>", "a", "b", "ab")
-LISTS = LLMatcher.grammar_from_lark('start: list\nlist: "(" item ("," item)* ")"\nitem: list | /[abc]{1,3}/')
+LISTS = LLMatcher.grammar_from_lark('start: list\nlist: "(" item ("," item){2,} ")"\nitem: list | /[abc]{1,3}/')
 WORDS = r"(a{1,2}|b){2,4}"
+WORLDS = 3
+AT_ONCE = 4
 FEW_PAGES = 24  # of all sessions together, where one may need 14
 
 
@@ -64,7 +66,7 @@ SETTING = Setting(
 
 
 def worlds(setting: Setting) -> list[World]:
-    made = [World(replace(setting, prompt=(1, 7, 8)), AT_ONCE, seed=3)]
+    made = [World(replace(setting, prompt=(1 + seed, 7, 8)), AT_ONCE, seed) for seed in range(WORLDS)]
     for world in made:
         world.run()
     return made
