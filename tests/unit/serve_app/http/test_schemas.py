@@ -126,7 +126,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (COMPLETION, {"logit_bias": {"one": 5}}, "logit_bias"),
         (COMPLETION, {"logit_bias": {"-1": 5}}, "logit_bias"),
         (COMPLETION, {"logit_bias": {"99999999999": 5}}, "logit_bias"),
-        (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias.1"),
+        (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias[1]"),
         (COMPLETION, {"logit_bias": [1]}, "logit_bias"),
         (COMPLETION, {"logit_bias": {str(token): 1 for token in range(4097)}}, "logit_bias"),
         (COMPLETION, {"allowed_token_ids": []}, "allowed_token_ids"),
