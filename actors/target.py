@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from actors.engine.engine import Engine
+from actors.grammars.grammar_gate import GrammarGate
 from actors.transport.streams import Outbox, StatesOutbox
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
@@ -24,7 +25,7 @@ from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded
-from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome
+from protos.messages import Block, Hello, Message, Refusal, RefusalReason, Welcome
 
 TURN_BYTES = 4 << 20  # of hidden states that are read between two steps: as many as a step's chunk of a prompt has
 Computed = TypeVar("Computed")
@@ -55,6 +56,7 @@ class TargetReplica:
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self.failure: EngineError | None = None
         self._engine = engine
+        self._gate = GrammarGate(engine.prepare, self._take, self._refuse)
         self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._outboxes: dict[str, Outbox] = {}  # by stream
@@ -159,10 +161,19 @@ class TargetReplica:
         for message in frame.messages:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
-            self._send(self.scheduler.receive(stream, message, now))
+            if not self._gate.takes(stream, message):
+                self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
 
+    def _take(self, stream: str, message: Message) -> None:
+        self._send(self.scheduler.receive(stream, message, self._clock()))
+        self._changed.set()
+
+    def _refuse(self, stream: str, refusal: Refusal) -> None:
+        self._send([(stream, refusal)])
+
     def stream_down(self, stream: str) -> None:
+        self._gate.gone(stream)
         self.scheduler.gone(stream, self._clock())
         del self._outboxes[stream]
         self._changed.set()
@@ -188,4 +199,4 @@ class TargetReplica:
 
     @property
     def is_idle(self) -> bool:
-        return self.scheduler.is_idle
+        return self.scheduler.is_idle and self._gate.is_empty

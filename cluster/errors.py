@@ -4,6 +4,7 @@ SlipstreamError
 |- ConfigError           the configuration is wrong; nothing was started
 |- ModelError            a checkpoint cannot be used as asked
 |- RequestError          a request is wrong; carries the field at fault
+|- GrammarError          a grammar cannot be kept to; says why
 |- CapacityError         no room now; trying later may help
 |- DrainingError         this server is stopping; another may take the request
 |- TargetLostError       a session's target replicas failed too often, or none is left
@@ -30,6 +31,10 @@ class RequestError(SlipstreamError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class GrammarError(SlipstreamError):
+    """A grammar is malformed, cannot be met by any text, or takes more work than is allowed."""
 
 
 class CapacityError(SlipstreamError):

@@ -13,6 +13,7 @@ import numpy as np
 from protos import speculation_pb2 as pb
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.messages import (
+    MAX_GRAMMAR_BYTES,
     NO_RULES,
     PROOF_BYTES,
     Acceptance,
@@ -185,11 +186,18 @@ def _open_from_pb(m: pb.Open) -> Open:
         rival=rival,
         ticket_key=_ticket_key_from(m.ticket_key),
         ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
+        grammar=_grammar_from(m.grammar),
         rules=_rules_from_pb(m.rules) if m.HasField("rules") else NO_RULES,
         scoring=_scoring_from_pb(m.scoring) if m.HasField("scoring") else NO_SCORING,
         priority=m.priority,
         cache_salt=m.cache_salt,
     )
+
+
+def _grammar_from(grammar: str) -> str:
+    size = len(grammar.encode())
+    require(size <= MAX_GRAMMAR_BYTES, f"grammar has {size} bytes, expected at most {MAX_GRAMMAR_BYTES}")
+    return grammar
 
 
 def _close_from_pb(m: pb.Close) -> Close:

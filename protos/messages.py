@@ -1,6 +1,7 @@
 """Domain messages: what peers say to each other, as frozen values.
 
 `speculation.proto` documents every field; `codec.py` is the only translation. Knows nothing of protobuf.
+Long because all that is said is in one place.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from protos.values import value
 
 PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
+MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # of a ticket
 
 
@@ -144,6 +146,7 @@ class Open:
     rival: int | None = None  # of an audit of one token: whose margin is asked for
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
+    grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0  # lower numbers are admitted first

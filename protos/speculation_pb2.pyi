@@ -140,7 +140,7 @@ class Ticket(_message.Message):
     def __init__(self, assignment: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "rules", "scoring", "priority", "cache_salt")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "grammar", "rules", "scoring", "priority", "cache_salt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class Open(_message.Message):
     RIVAL_FIELD_NUMBER: _ClassVar[int]
     TICKET_KEY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -179,11 +180,12 @@ class Open(_message.Message):
     rival: int
     ticket_key: bytes
     ticket: Ticket
+    grammar: str
     rules: TokenRules
     scoring: Scoring
     priority: int
     cache_salt: str
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")

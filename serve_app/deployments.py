@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ray.util import get_current_placement_group
 from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
 from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
@@ -184,6 +187,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         states = states_format(config.draft, target_folder)
         bounds = state_bounds(config.draft, target_folder)
+        grammars = await loop.run_in_executor(None, grammars_of, partial(load_grammar_vocabulary, target_folder))
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
@@ -191,6 +195,7 @@ class DraftDeployment:
             target_tokens=tokens,
             target=config.model.target,
             states=states,
+            makers=() if grammars is None else (grammars.draft_masking,),
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)

@@ -13,6 +13,7 @@ from torch import Tensor
 from actors.compute.kv_cache import FeedRow
 from actors.compute.to_device import to_device
 from actors.engine.runner import Runner
+from actors.grammars.grammar_compiler import GrammarCompiler
 from actors.sampling.logits.makers import MAKERS, chain_of
 from actors.sampling.logits.processor import Maker, ProcessorChain
 from actors.sampling.margin import margin
@@ -47,9 +48,16 @@ class _FedSession:
 class StepExecutor:
     """Runs step plans on a `Runner`; ids from `vocabulary` on are the model's padding and never drawn."""
 
-    def __init__(self, runner: Runner, vocabulary: int, makers: tuple[Maker, ...] = MAKERS) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        vocabulary: int,
+        makers: tuple[Maker, ...] = MAKERS,
+        grammars: GrammarCompiler | None = None,  # where sessions may have any
+    ) -> None:
         self._runner = runner
-        self._makers = makers  # of logits processors
+        self._makers = makers if grammars is None else (*makers, grammars.masking)  # of logits processors
+        self._grammars = grammars
         self._vocabulary = vocabulary
         self._sessions: dict[str, _FedSession] = {}
 
@@ -79,6 +87,10 @@ class StepExecutor:
         is_begun = len(request.tokens) > request.prompt_len  # then its prompt's scores were told with the first tokens
         scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
         return _FedSession(request, list(request.tokens), chain_of(request, self._makers), scores)
+
+    def prepare(self, grammar: str) -> str | None:
+        """Compiles a grammar for a session to come; what is wrong with it. It may be called while a step is made."""
+        return "this target has none" if self._grammars is None else self._grammars.fault(grammar)
 
     @property
     def is_idle(self) -> bool:

@@ -51,6 +51,7 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    grammar: str = ""  # see `Open`
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0
@@ -291,6 +292,7 @@ class Session:
             hash_key=g.hash_key,
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
+            grammar=g.grammar,
             ticket_key=self._ticket_key,
             rules=g.rules,
             scoring=g.scoring,

@@ -37,6 +37,7 @@ from serve_app.http.metrics import Metrics, RequestRecord
 from serve_app.http.request_rules import bad_words_of, truncated
 from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
+from serve_app.http.structured.grammar_check import GrammarCheck
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
@@ -67,7 +68,7 @@ def create_api(
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies, defaults)
+    service = Service(generator, text, config, metrics, bodies, GrammarCheck(text.grammars()), defaults)
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
@@ -107,6 +108,7 @@ class Service:
     config: SlipstreamConfig
     metrics: Metrics
     bodies: Bodies
+    grammars: GrammarCheck
     defaults: GenerationDefaults = NO_DEFAULTS
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
@@ -166,6 +168,8 @@ class ApiEndpoint(Generic[RequestT]):
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         self._service.generator.check_room(terms.sessions)
+        if terms.grammar is not None:
+            await self._service.grammars.check(terms.grammar)
         name = asked_name or request.request_id or self._new_name()
         return await self._service.aside(self._resolve, request, terms, name)
 

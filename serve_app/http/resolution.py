@@ -12,6 +12,7 @@ from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.http.request_rules import check_rules, rules_of, scoring_of
+from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar
 from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
@@ -32,6 +33,7 @@ class Terms:
     acceptance: Acceptance
     max_draft_tokens: int
     sampling: Sampling
+    grammar: AskedGrammar | None
 
 
 def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> Terms:
@@ -49,6 +51,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
         acceptance=_acceptance(request, config),
         max_draft_tokens=_max_draft_tokens(request, config),
         sampling=_sampling(request),
+        grammar=_grammar(request),
     )
 
 
@@ -85,6 +88,7 @@ def resolve(
                 hash_key=draw(),
                 acceptance=terms.acceptance,
                 max_draft_tokens=terms.max_draft_tokens,
+                grammar=terms.grammar.text if terms.grammar is not None else "",
                 rules=rules,
                 scoring=scoring,
                 priority=request.priority,
@@ -144,6 +148,14 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
             raise RequestError(f"{message} and the prompt has {prompt_len}", field)
     default = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
     return prompt_len + min(request.token_limits.values(), default=default)
+
+
+def _grammar(request: GenerationRequest) -> AskedGrammar | None:
+    asked = asked_grammar(request.response_format, request.structured_outputs)
+    if asked is not None and request.ignore_eos:
+        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
+        raise RequestError(message, "ignore_eos")
+    return asked
 
 
 def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,8 +7,10 @@ from typing import Any, Self
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
+from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
+from actors.grammars.grammar_vocabulary import end_ids, grammar_vocabulary
 from cluster.errors import RequestError
 
 _UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
@@ -168,7 +170,7 @@ class TextCodec:
     @classmethod
     def load(cls, model: str) -> Self:
         """The codec of a Hugging Face model id or folder."""
-        return cls(AutoTokenizer.from_pretrained(model), _eos_ids(model))
+        return cls(AutoTokenizer.from_pretrained(model), end_ids(model))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""
@@ -196,16 +198,9 @@ class TextCodec:
             raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
         return tuple(tokens)
 
+    def grammars(self) -> GrammarCompiler | None:
+        """A compiler of the grammars that answers may have to keep to; None where there are none."""
+        return grammars_of(lambda: grammar_vocabulary(self._tokenizer, self.eos_ids))
+
     def detokenizer(self, skips_special: bool = True) -> Detokenizer:
         return Detokenizer(self._tokenizer.backend_tokenizer, self._special_ids if skips_special else frozenset())
-
-
-def _eos_ids(model: str) -> tuple[int, ...]:
-    """Every token id that ends a generation: several are usual, and few models without a generation config exist."""
-    try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        found = AutoConfig.from_pretrained(model).eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)

@@ -68,7 +68,7 @@ class DraftSampler:
                 self._draw(places)
             elif (chain := self._processors.of(draft.text)) is not None:
                 for place in places:  # each goes on from the one before it
-                    self._offer([self._processed(place, chain)])
+                    self._offer_processed(place, chain)
             else:
                 together += places
         if together:
@@ -115,11 +115,19 @@ class DraftSampler:
             noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
         return log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
-    def _processed(self, place: _Place, chain: ProcessorChain) -> _Place:
-        """As the request's processors have it after what was generated so far, the block's own tokens among it."""
+    def _offer_processed(self, place: _Place, chain: ProcessorChain) -> None:
+        """As the request's processors have it after what was generated so far, the block's own tokens among it.
+
+        The one token that a grammar leaves is certain, though the draft's head may not have it.
+        """
+        draft = place.draft
         whole = self._whole(place.logits).unsqueeze(0)
-        processed = chain.apply(whole, [chain.path(place.draft.whole_text)])[0]
-        return place._replace(logits=processed[self._token_ids[: len(place.logits)]])
+        processed = chain.apply(whole, [chain.path(draft.whole_text)])[0]
+        left = torch.isfinite(processed).nonzero().flatten()
+        if len(left) == 1:
+            draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), place.state)
+        else:
+            self._offer([place._replace(logits=processed[self._token_ids[: len(place.logits)]])])
 
     # ------------------------------------------------------------ draws of its own, for ratio
 

@@ -15,5 +15,6 @@ class RequestBounds:
     words: int = 1024  # in `bad_words`
     token_ids: int = 4096  # in `logit_bias`, and in `stop_token_ids`
     allowed: int = 1 << 18  # token ids
+    choices: int = 4096  # that an answer may be one of
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body

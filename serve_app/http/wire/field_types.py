@@ -32,8 +32,9 @@ class RequestPart(BaseModel):
         """What is given of the known fields, and of the unknown ones as many as a refusal names."""
         if not isinstance(data, dict):
             return data
-        known = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
-        unknown = (name for name in data if name not in cls.model_fields)
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {name: data[name] for name in names if data.get(name) is not None}
+        unknown = (name for name in data if name not in names)
         return known | dict.fromkeys(islice(unknown, MAX_FAULTS))
 
 

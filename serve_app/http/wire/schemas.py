@@ -21,6 +21,7 @@ from serve_app.http.wire.field_types import (
     is_text,
     unserved,
 )
+from serve_app.http.wire.grammar_fields import ResponseFormat, StructuredOutputs
 from serve_app.http.wire.sampling_fields import SamplingFields, Top
 from serve_app.http.wire.unserved_fields import (
     UnservedChatFields,
@@ -89,6 +90,8 @@ class GenerationRequest(SamplingFields, UnservedFields):
     stream_options: StreamOptions = StreamOptions()
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: in the answer's id
     ignore_eos: Flag = False  # vLLM's: go on to max_tokens
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
     speculation: SpeculationOptions = SpeculationOptions()  # extension
 
     @property

@@ -22,7 +22,6 @@ class UnservedFields(RequestPart):
     length_penalty: Annotated[Any, unserved(1)] = None
     logprob_token_ids: Annotated[Any, unserved()] = None
     repetition_detection: Annotated[Any, unserved()] = None
-    response_format: Annotated[Any, unserved({"type": "text"})] = None
     return_mm_kwargs: Annotated[Any, unserved(True)] = None
     return_token_ids: Annotated[Any, unserved(False)] = None
     return_token_offsets: Annotated[Any, unserved(False)] = None
@@ -30,7 +29,6 @@ class UnservedFields(RequestPart):
     routed_experts_prompt_start: Annotated[Any, unserved(0)] = None
     spaces_between_special_tokens: Annotated[Any, unserved(True)] = None
     stream_interval: Annotated[Any, unserved(1)] = None
-    structured_outputs: Annotated[Any, unserved()] = None
     thinking_token_budget: Annotated[Any, unserved(-1)] = None
     use_beam_search: Annotated[Any, unserved(False)] = None
     vllm_xargs: Annotated[Any, unserved({})] = None

@@ -13,6 +13,7 @@ from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
+    MAX_GRAMMAR_BYTES,
     PROOF_BYTES,
     Acceptance,
     Attach,
@@ -109,6 +110,7 @@ def opens(draw: st.DrawFn) -> Open:
         scoring=draw(SCORINGS),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         cache_salt=draw(st.text(max_size=8)),
+        grammar=draw(st.text(max_size=8)),
     )
 
 
@@ -391,6 +393,7 @@ BAD_OPENS = {
     "negative id in a bad word": (with_rules(bad_words=[ids(3, -1)]), "bad_words holds a negative"),
     "many likeliest tokens": (with_scoring(top=MAX_TOP + 1), "likeliest tokens"),
     "many likeliest tokens of a prompt": (with_scoring(prompt_top=2**32 - 1), "likeliest tokens"),
+    "a long grammar": (with_fields(grammar="x" * (MAX_GRAMMAR_BYTES + 1)), "grammar has 65537 bytes"),
     "a long salt": (with_fields(cache_salt="x" * 257), "cache_salt"),
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),

@@ -157,7 +157,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"echo": True}, "echo"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format.type"),
         (CHAT, {"prompt": "x"}, "prompt"),
     ],
 )

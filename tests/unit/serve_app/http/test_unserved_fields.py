@@ -42,7 +42,6 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
     "length_penalty": ([1.0, 1], 0.9),
     "logprob_token_ids": ([None], [1]),
     "repetition_detection": ([None], {"min_count": 2}),
-    "response_format": ([None, {"type": "text"}], {"type": "json_object"}),
     "return_mm_kwargs": ([True], False),
     "return_token_ids": ([None, False], True),
     "return_token_offsets": ([None, False], True),
@@ -51,7 +50,6 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
     "session_id": ([None, "conversation 7"], 7),
     "spaces_between_special_tokens": ([True], False),
     "stream_interval": ([None, 1], 2),
-    "structured_outputs": ([None], {"choice": ["a", "b"]}),
     "thinking_token_budget": ([None, -1], 5),
     "use_beam_search": ([False], True),
     "user": ([None, "me"], 1),
@@ -171,7 +169,7 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
             "min_p",
         ),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
-        *("ignore_eos", "speculation", "logprobs", "top_logprobs"),
+        *("ignore_eos", "speculation", "response_format", "structured_outputs", "logprobs", "top_logprobs"),
         *SamplingFields.model_fields,
     }
     assert CompletionRequest.model_fields.keys() - served - {"echo"} == (OF_BOTH | OF_COMPLETIONS).keys()
