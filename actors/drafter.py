@@ -71,6 +71,7 @@ class Drafter:
         self._targets: dict[str, Link] = {}  # by address
         self._feeds: dict[str, Link] = {}  # of hidden states, by their streams' names; of a method that reads them
         self._changed = asyncio.Event()
+        self._left = asyncio.Event()  # nobody is drafted for any more, as planned
         self._wanted = threading.Event()  # what interrupts drafting ahead
         self._streams = 0
 
@@ -82,6 +83,8 @@ class Drafter:
         while True:
             drafting = self.scheduler.next_pass(limit, limit)
             if drafting.is_empty:
+                if self.scheduler.has_left:
+                    self._left.set()
                 self._changed.clear()
                 await self._changed.wait()
                 continue
@@ -114,6 +117,16 @@ class Drafter:
             if not all(proposal.is_at_once for proposal in proposals):
                 self.timing = self.timing.after(names, longest, took_s)
         return proposals
+
+    async def leave(self, within_s: float) -> None:
+        """Takes no more sessions, and drafts for those that it has until routers have moved them, or time is up."""
+        self._send(self.scheduler.leave())
+        self._changed.set()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._left.wait()
+        except TimeoutError:
+            return  # its sessions go on plainly
 
     async def close(self) -> None:
         for link in [*self._targets.values(), *self._feeds.values()]:

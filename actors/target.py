@@ -59,6 +59,7 @@ class TargetReplica:
         self._clock = clock
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
+        self._left = asyncio.Event()  # nobody is served any more, as planned
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
@@ -71,6 +72,8 @@ class TargetReplica:
             if plan is not None:
                 await self._step(plan)
             elif is_fed:
+                if self.scheduler.departure.is_complete:
+                    self._left.set()
                 await self._wait_until(self.scheduler.next_due())
 
     async def _step(self, plan: StepPlan) -> None:
@@ -115,6 +118,21 @@ class TargetReplica:
                 await self._changed.wait()
         except TimeoutError:
             return  # the patience with some block is over
+
+    async def leave(self, within_s: float) -> None:
+        """Takes no more sessions, and goes on with those that it has until routers have moved them elsewhere.
+
+        What is left after `within_s` is given back; routers open it again wherever there is room.
+        """
+        departure = self.scheduler.departure
+        self._send(departure.begin())
+        self._changed.set()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._left.wait()
+        except TimeoutError:
+            self._send(departure.end())
+            self._changed.set()
 
     def _send(self, sends: list[Send]) -> None:
         for stream, message in sends:

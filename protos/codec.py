@@ -18,6 +18,7 @@ from protos.messages import (
     DraftRequest,
     Frame,
     Hello,
+    Leaving,
     Message,
     NoDraft,
     Open,
@@ -67,6 +68,7 @@ _FIELD: dict[type, str] = {
     DraftRequest: "draft_requests",
     Resync: "resyncs",
     Refusal: "refusals",
+    Leaving: "leaving",
 }
 
 
@@ -80,7 +82,7 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     for message in messages:
         name = _FIELD[type(message)]
         value = TO_PB[type(message)](message)
-        if name in ("hello", "welcome"):
+        if name in ("hello", "welcome", "leaving"):
             fields[name] = value
         else:
             fields.setdefault(name, []).append(value)

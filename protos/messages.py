@@ -10,7 +10,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 PROOF_BYTES = 16  # of a ticket
 
@@ -248,6 +248,11 @@ class Refusal:
     message: str
 
 
+@value
+class Leaving:
+    """The sender ends soon, as planned: it takes no new sessions, and those that it has are to be given to others."""
+
+
 Message = (
     Hello
     | Welcome
@@ -263,6 +268,7 @@ Message = (
     | DraftRequest
     | Resync
     | Refusal
+    | Leaving
 )
 Frame = Sequence[Message]
 """Everything due for one peer, in order within each kind."""

@@ -16,7 +16,7 @@ from cluster.drafting.method import tell
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.forward_time import ForwardTime
-from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
+from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire, end
 from cluster.simulation.oracle import OracleMethod
 from protos.messages import DraftRequest, Hello, Open
 from protos.values import value
@@ -84,6 +84,7 @@ class SimulatedDrafter:
         self._targets: dict[str, SimulatedLink] = {}  # by address
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
+        self._is_leaving = False
         self._forward_time = ForwardTime()  # of those ahead
         self.door = Door(process, self._router_up, self.receive, self._router_down)
 
@@ -91,6 +92,13 @@ class SimulatedDrafter:
         """From now on, for so long."""
         self._method.is_noise = True
         self.process.after(seconds, self._recover)
+
+    def leave(self, within_s: float, over: Callable[[], None]) -> None:
+        """Ends as planned after `within_s`; `over` is called then."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._send(self.scheduler.leave())
+            self.process.after(within_s, partial(end, self.process, over))
 
     def _recover(self) -> None:
         self._method.is_noise = False

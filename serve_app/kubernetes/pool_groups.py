@@ -62,7 +62,7 @@ def scales(config: SlipstreamConfig) -> bool:
 
 def drain_s(config: SlipstreamConfig) -> int:
     """How long Ray lets replicas finish on a node whose pod is asked to end."""
-    return math.ceil(config.server.drain_s) + SERVE_NOTICES_S
+    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + SERVE_NOTICES_S
 
 
 def grace_s(config: SlipstreamConfig) -> int:
