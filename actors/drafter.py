@@ -25,6 +25,7 @@ from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.pass_timing import DraftTiming
+from cluster.progress import Patience, ProgressWatch
 from cluster.telemetry import Timeline
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
@@ -61,6 +62,7 @@ class Drafter:
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self._reporter = DraftReporter(profile)
+        self._progress = ProgressWatch(Patience())
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self._credentials = credentials or NoCredentials()
         self._method = method
@@ -107,7 +109,9 @@ class Drafter:
             self.timeline.record("draft ahead" if drafting.ahead else "draft", *names)
         self._wanted.clear()
         make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
+        self._progress.works(self._expected_s(drafting), began)
         proposals = await loop.run_in_executor(self._thread, make)
+        self._progress.rests()
         if names:
             self.timeline.record("drafted", *names)
         if drafting.requests:
@@ -128,12 +132,20 @@ class Drafter:
         except TimeoutError:
             return  # its sessions go on plainly
 
+    def _expected_s(self, drafting: DraftingPass) -> float | None:
+        """By what passes were measured to cost; None where that is not known, or prompts are read."""
+        names = drafting.sessions
+        if not self.timing.read.issuperset(names):
+            return None
+        longest = max((request.max_tokens for request in (*drafting.requests, *drafting.ahead)), default=0)
+        return self.timing.cost.seconds(len(names), longest) or None
+
     async def close(self) -> None:
         for link in [*self._targets.values(), *self._feeds.values()]:
             await link.close()
         self._targets.clear()
         self._feeds.clear()
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=self.stuck_s is None)  # nobody waits for a pass that never ends
 
     def _offer(self, proposals: list[Proposal]) -> None:
         """Sends blocks, unless the verdict has overtaken them."""
@@ -255,6 +267,11 @@ class Drafter:
     def refusals(self) -> Refusals:
         """Of who may not do what it wanted."""
         return self.scheduler.refusals
+
+    @property
+    def stuck_s(self) -> float | None:
+        """How long the pass at hand has taken, where that is longer than it may take."""
+        return self._progress.stuck_s(self._clock())
 
     @property
     def is_idle(self) -> bool:

@@ -144,6 +144,8 @@ class TargetDeployment:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        if (stuck_s := self._replica.stuck_s) is not None:
+            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -240,6 +242,8 @@ class DraftDeployment:
         """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        if (stuck_s := self._drafter.stuck_s) is not None:
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -265,7 +269,8 @@ class DraftDeployment:
 
     async def __del__(self) -> None:
         """As a target's."""
-        await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+        if self._drafter.stuck_s is None:
+            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
         await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
