@@ -159,12 +159,6 @@ class Wire:
             self._to.hear(partial(self._hear, frame))
 
 
-def end(process: Process, over: Happening) -> None:
-    """The planned end of a process."""
-    process.die()
-    over()
-
-
 class SimulatedLink:
     """A stream that is dialled again whenever it breaks, until it is closed."""
 

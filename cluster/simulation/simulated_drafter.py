@@ -16,7 +16,7 @@ from cluster.drafting.method import tell
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.forward_time import ForwardTime
-from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire, end
+from cluster.simulation.network import Door, Frame, Process, SimulatedLink, Wire
 from cluster.simulation.oracle import OracleMethod
 from protos.messages import DraftRequest, Hello, Open
 from protos.values import value
@@ -98,7 +98,8 @@ class SimulatedDrafter:
         if not self._is_leaving:
             self._is_leaving = True
             self._send(self.scheduler.leave())
-            self.process.after(within_s, partial(end, self.process, over))
+            self.process.after(within_s, self.process.die)
+            self.process.clock.after(within_s, over)
 
     def _recover(self) -> None:
         self._method.is_noise = False

@@ -9,7 +9,7 @@ from functools import partial
 
 from cluster.costs import CostModel
 from cluster.dispatch import Send, stream_name
-from cluster.simulation.network import Door, Frame, Process, Wire, end
+from cluster.simulation.network import Door, Frame, Process, Wire
 from cluster.simulation.oracle import Script
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -151,7 +151,8 @@ class SimulatedTarget:
     def _end(self) -> None:
         if self._over is not None:
             self._send(self.scheduler.departure.end())
-            self.process.after(ENDS_S, partial(end, self.process, self._over))
+            self.process.after(ENDS_S, self.process.die)
+            self.process.clock.after(ENDS_S, self._over)
             self._over = None
 
     def _send(self, sends: Sequence[Send]) -> None:

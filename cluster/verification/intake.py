@@ -7,10 +7,9 @@ from cluster.dispatch import Send, peer_of
 from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer
 from cluster.trust.refusals import Refusals, not_permitted
-from cluster.verification.admission import Admission
+from cluster.verification.admission import Admission, Departure
 from cluster.verification.block_buffer import BlockBuffer, BlockCounts
 from cluster.verification.bounds import VerificationLimits
-from cluster.verification.departure import Departure
 from cluster.verification.early_messages import EarlyMessages
 from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession

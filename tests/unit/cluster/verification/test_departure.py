@@ -1,7 +1,7 @@
 """A target that leaves as planned takes nothing more, tells routers, and in the end gives back what they left it."""
 
+from cluster.verification.admission import LEAVES
 from cluster.verification.bounds import VerificationLimits
-from cluster.verification.departure import WHY
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome
 from protos.messages import Close, Leaving, Refusal, RefusalReason, Verdict
@@ -13,7 +13,7 @@ THERE = "other#1"
 
 
 def refusal(session: str, attempt: int = 1) -> Refusal:
-    return Refusal(session, attempt, RefusalReason.OVERLOADED, WHY)
+    return Refusal(session, attempt, RefusalReason.OVERLOADED, LEAVES)
 
 
 def serving() -> VerificationScheduler:

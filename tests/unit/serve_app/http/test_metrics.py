@@ -60,6 +60,6 @@ def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() ->
 def test_sessions_that_went_elsewhere_are_counted_as_the_router_has_them():
     handovers = {("target", "planned"): 3, ("drafter", "lost"): 1}
     metrics = Metrics(handovers=lambda: handovers)
-    for (pool, cause), count in handovers.items():
+    for (pool, cause), sessions in handovers.items():
         labels = {"pool": pool, "cause": cause}
-        assert metrics.registry.get_sample_value("slipstream_handovers_total", labels) == count
+        assert metrics.registry.get_sample_value("slipstream_handovers_total", labels) == sessions
