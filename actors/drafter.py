@@ -133,12 +133,12 @@ class Drafter:
             return  # its sessions go on plainly
 
     def _expected_s(self, drafting: DraftingPass) -> float | None:
-        """By what passes were measured to cost; None where that is not known, or prompts are read."""
-        names = drafting.sessions
-        if not self.timing.read.issuperset(names):
-            return None
-        longest = max((request.max_tokens for request in (*drafting.requests, *drafting.ahead)), default=0)
-        return self.timing.cost.seconds(len(names), longest) or None
+        """By what passes were measured to cost, each token of a prompt as a row; None where nothing is known."""
+        cost = self.timing.cost
+        asked = [*drafting.requests, *drafting.ahead]
+        longest = max((request.max_tokens for request in asked), default=0)
+        unread = sum(request.base_len for request in asked if request.session not in self.timing.read)
+        return cost.seconds(len(asked), longest) + cost.forward.seconds(unread, unread) or None
 
     async def close(self) -> None:
         for link in [*self._targets.values(), *self._feeds.values()]:

@@ -7,8 +7,9 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,24 +26,25 @@ from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
 from serve_app.operations.deploying import deploy
 from serve_app.operations.local import serving
+from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served
 from tests.integration.test_serving import assert_nothing_left, eventually
 
 MODEL = "SmolLM2-135M-Instruct"
-TOKENS = 48
+TOKENS = 200
 TOPICS = ("rivers", "trains", "bread", "the moon")
 GREEDY: dict[str, object] = {"temperature": 0.0}
-REQUESTS = [(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
+Request = tuple[str, dict[str, object]]  # a prompt, and how its answer is sampled
+REQUESTS: list[Request] = [(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
     (f"Tell me a story about {topic}.", {"temperature": 0.8, "seed": seed}) for seed, topic in enumerate(TOPICS)
 ]
-SMALL = "resources_per_rank={num_cpus: 0.1}"
 POOLS = (
-    f"target.{SMALL}",
+    "target.resources_per_rank={num_cpus: 0.1, labels: {models: 'yes'}}",
     "target.cache_per_rank.gib=0.1",
     "target.drain_s=20",
-    "draft.resources={num_cpus: 0.1}",
-    "draft.replicas={min: 2, max: 2}",
     "model.max_context=512",
+    f"model.served_name={MODEL}",
+    "speculation.pacing=lock_step",
     "server.drain_s=300",
 )
 NODES = 2  # beside the head, which runs no model
@@ -70,15 +72,26 @@ def nodes() -> Iterator[Cluster]:
     made.shutdown()
 
 
-def config_with(replicas: int, *overrides: str) -> SlipstreamConfig:
-    labels = ("target.resources_per_rank.labels={models: 'yes'}", "draft.resources.labels={models: 'yes'}")
+def draft(max_sessions: int) -> str:
+    """Two drafters: lookups, which start within seconds and find what a small target repeats."""
+    where = "resources: {num_cpus: 0.1, labels: {models: 'yes'}}"
+    pool = f"method: prompt_lookup, model: null, max_sessions: {max_sessions}, replicas: {{min: 2, max: 2}}, {where}"
+    return f"draft={{{pool}}}"
+
+
+def config_with(target: str, replicas: int, *overrides: str, draft_sessions: int = 64) -> SlipstreamConfig:
     sizes = f"target.replicas={{min: {replicas}, max: {replicas}}}"
-    return demo_config([*EXACT, *POOLS, *labels, sizes, *overrides])
+    return demo_config([*EXACT, f"model.target={target}", *POOLS, draft(draft_sessions), sizes, *overrides])
 
 
 @pytest.fixture(scope="module")
-def served(nodes: Cluster) -> Iterator[Served]:
-    config = config_with(3)
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_small_target(tmp_path_factory.mktemp("target"), Path(demo_config([]).model.target))
+
+
+@pytest.fixture(scope="module")
+def served(nodes: Cluster, target: str) -> Iterator[Served]:
+    config = config_with(target, 3)
     with serving(config, Console(quiet=True), address=nodes.address) as url:
         yield Served(url, config)
 
@@ -97,13 +110,15 @@ def undisturbed(served: Served) -> list[str]:
     return texts
 
 
-async def under_load(served: Served, load: Load, disturb: Callable[[], None]) -> None:
+async def under_load(
+    served: Served, load: Load, disturb: Callable[[], None], requests: Sequence[Request] = REQUESTS
+) -> None:
     """Every request again and again, at least once, until `disturb` has returned."""
     client = served.async_client
     disturbing = asyncio.create_task(asyncio.to_thread(disturb))
 
     async def one(index: int) -> None:
-        prompt, sampling = REQUESTS[index]
+        prompt, sampling = requests[index]
         while not (disturbing.done() and index in load.texts):
             text = ""
             heard_s = None
@@ -126,7 +141,7 @@ async def under_load(served: Served, load: Load, disturb: Callable[[], None]) ->
                 return
             load.texts.setdefault(index, Counter())[text] += 1
 
-    await asyncio.gather(*(one(index) for index in range(len(REQUESTS))), disturbing)
+    await asyncio.gather(*(one(index) for index in range(len(requests))), disturbing)
 
 
 def are_settled(targets: int) -> bool:
@@ -160,12 +175,14 @@ def check(what: str, served: Served, undisturbed: list[str], disturb: Callable[[
     return counted
 
 
-def test_scale_down_a_rolling_update_and_a_drained_node(nodes: Cluster, served: Served, undisturbed: list[str]) -> None:
+def test_scale_down_a_rolling_update_and_a_drained_node(
+    nodes: Cluster, target: str, served: Served, undisturbed: list[str]
+) -> None:
     eventually(lambda: are_settled(3), "all replicas run", seconds=180)
 
     def update() -> None:
         """Other values that change nothing of what is answered: every replica is replaced."""
-        changed = config_with(3, "target.max_sessions=12", "draft.max_sessions=48")
+        changed = config_with(target, 3, "target.max_sessions=12", draft_sessions=48)
         deploy(changed, APPLICATION)
         time.sleep(5)
         eventually(lambda: are_settled(3), "the update is done", seconds=600)
@@ -173,7 +190,7 @@ def test_scale_down_a_rolling_update_and_a_drained_node(nodes: Cluster, served: 
     check("rolling update of targets, drafters and router", served, undisturbed, update)
 
     def scale_down() -> None:
-        deploy(config_with(1, "target.max_sessions=12", "draft.max_sessions=48"), APPLICATION)
+        deploy(config_with(target, 1, "target.max_sessions=12", draft_sessions=48), APPLICATION)
         eventually(lambda: are_settled(1), "there is one target", seconds=300)
 
     counted = check("scale-down of three targets to one", served, undisturbed, scale_down)
