@@ -22,7 +22,7 @@ from cluster.dispatch import Send, states_stream, stream_name
 from cluster.drafting.draft_reporter import DraftReporter
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
-from cluster.drafting.requests import Proposal
+from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.pass_timing import DraftTiming
 from cluster.progress import Patience, ProgressWatch
@@ -31,7 +31,7 @@ from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Block, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
+from protos.messages import Block, DraftRequest, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Drafter:
     def _expected_s(self, drafting: DraftingPass) -> float | None:
         """By what passes were measured to cost, each token of a prompt as a row; None where nothing is known."""
         cost = self.timing.cost
-        asked = [*drafting.requests, *drafting.ahead]
+        asked: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
         longest = max((request.max_tokens for request in asked), default=0)
         unread = sum(request.base_len for request in asked if request.session not in self.timing.read)
         return cost.seconds(len(asked), longest) + cost.forward.seconds(unread, unread) or None
