@@ -138,7 +138,8 @@ class Drafter:
         asked: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
         longest = max((request.max_tokens for request in asked), default=0)
         unread = sum(request.base_len for request in asked if request.session not in self.timing.read)
-        return cost.seconds(len(asked), longest) + cost.forward.seconds(unread, unread) or None
+        read_s = cost.forward.seconds(unread, unread) if unread else 0.0
+        return cost.seconds(len(asked), longest) + read_s or None
 
     async def close(self) -> None:
         for link in [*self._targets.values(), *self._feeds.values()]:
