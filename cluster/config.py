@@ -142,7 +142,14 @@ class TargetPool(_Frozen):
     cache_per_rank: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(16, description="sessions in a replica's cache at once; further ones queue")
     max_step_tokens: Positive = Field(512, description="most tokens of one forward; long prompts are fed in chunks")
-    step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
+    step_timeout_s: Seconds = Field(
+        60,
+        description="a step that takes longer ends the replica, as does one that takes thirty times as long as steps"
+        " of its size were measured to, but not before ten seconds",
+    )
+    drain_s: Seconds = Field(
+        30, description="how long a replica that stops goes on with sessions that no other replica has room for"
+    )
 
     @model_validator(mode="after")
     def _has_places(self) -> Self:

@@ -19,6 +19,7 @@ from protos.messages import (
     DraftRequest,
     Frame,
     Hello,
+    Leaving,
     Message,
     NoDraft,
     Open,
@@ -70,6 +71,7 @@ _FIELD: dict[type, str] = {
     DraftRequest: "draft_requests",
     Resync: "resyncs",
     Refusal: "refusals",
+    Leaving: "leaving",
 }
 
 
@@ -83,7 +85,7 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     for message in messages:
         name = _FIELD[type(message)]
         value = TO_PB[type(message)](message)
-        if name in ("hello", "welcome"):
+        if name in ("hello", "welcome", "leaving"):
             fields[name] = value
         else:
             fields.setdefault(name, []).append(value)

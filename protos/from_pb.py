@@ -26,6 +26,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Leaving,
     LiveSession,
     Message,
     NoDraft,
@@ -308,6 +309,10 @@ def _refusal_from_pb(m: pb.Refusal) -> Refusal:
     return Refusal(m.session, m.attempt, RefusalReason(m.reason), m.message)
 
 
+def _leaving_from_pb(m: pb.Leaving) -> Leaving:
+    return Leaving()
+
+
 FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.Hello: _hello_from_pb,
     pb.Welcome: _welcome_from_pb,
@@ -323,4 +328,5 @@ FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.DraftRequest: _draft_request_from_pb,
     pb.Resync: _resync_from_pb,
     pb.Refusal: _refusal_from_pb,
+    pb.Leaving: _leaving_from_pb,
 }

@@ -283,6 +283,11 @@ class Refusal:
     message: str
 
 
+@value
+class Leaving:
+    """The sender ends soon, as planned: it takes no new sessions, and those that it has are to be given to others."""
+
+
 Message = (
     Hello
     | Welcome
@@ -298,6 +303,7 @@ Message = (
     | DraftRequest
     | Resync
     | Refusal
+    | Leaving
 )
 Frame = Sequence[Message]
 """Everything due for one peer, in order within each kind."""

@@ -371,6 +371,10 @@ class Refusal(_message.Message):
     message: str
     def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RouterToDrafter(_message.Message):
     __slots__ = ("hello", "opens", "closes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -382,14 +386,16 @@ class RouterToDrafter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
 
 class DrafterToRouter(_message.Message):
-    __slots__ = ("welcome", "resyncs", "refusals")
+    __slots__ = ("welcome", "resyncs", "refusals", "leaving")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class RouterToTarget(_message.Message):
     __slots__ = ("hello", "opens", "closes")
@@ -402,14 +408,16 @@ class RouterToTarget(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
 
 class TargetToRouter(_message.Message):
-    __slots__ = ("welcome", "verdicts", "refusals")
+    __slots__ = ("welcome", "verdicts", "refusals", "leaving")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class DrafterToTarget(_message.Message):
     __slots__ = ("hello", "detaches", "attaches", "blocks", "no_drafts")

@@ -17,6 +17,7 @@ from protos.messages import (
     Detach,
     DraftRequest,
     Hello,
+    Leaving,
     NoDraft,
     Open,
     Refusal,
@@ -211,6 +212,10 @@ def _refusal_to_pb(m: Refusal) -> pb.Refusal:
     return pb.Refusal(session=m.session, attempt=m.attempt, reason=reason, message=m.message)
 
 
+def _leaving_to_pb(m: Leaving) -> pb.Leaving:
+    return pb.Leaving()
+
+
 TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     Hello: _hello_to_pb,
     Welcome: _welcome_to_pb,
@@ -226,4 +231,5 @@ TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     DraftRequest: _draft_request_to_pb,
     Resync: _resync_to_pb,
     Refusal: _refusal_to_pb,
+    Leaving: _leaving_to_pb,
 }

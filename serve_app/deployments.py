@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -53,10 +54,20 @@ from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_
 
 log = logging.getLogger("ray.serve")
 
+DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
+
 
 def pacing_of(speculation: SpeculationConfig) -> Pacing:
     """The policy that the configuration names."""
     return LockStep() if speculation.is_lock_step else Adaptive()
+
+
+async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
+    """Until the replica has left, or its work has failed."""
+    task = asyncio.create_task(leaving)
+    await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 class TargetDeployment:
@@ -105,6 +116,7 @@ class TargetDeployment:
         self._report = TargetReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
+        self._drain_s = pool.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 
@@ -135,6 +147,8 @@ class TargetDeployment:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        if (stuck_s := self._replica.stuck_s) is not None:
+            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -172,6 +186,9 @@ class TargetDeployment:
         return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
     async def __del__(self) -> None:
+        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        await _while_working(self._work, self._replica.leave(self._drain_s))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
@@ -230,6 +247,8 @@ class DraftDeployment:
         """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        if (stuck_s := self._drafter.stuck_s) is not None:
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -254,9 +273,12 @@ class DraftDeployment:
         return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
     async def __del__(self) -> None:
+        """As a target's."""
+        if self._drafter.stuck_s is None:
+            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._server.stop()
         await self._drafter.close()
 
 
@@ -285,7 +307,7 @@ class RouterDeployment:
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
-        self._metrics = Metrics(remedies=lambda: self._router.remedies)
+        self._metrics = Metrics(remedies=lambda: self._router.remedies, handovers=lambda: self._router.handovers)
         self._counters = ReplicaCounters(lambda: audit_counts(audits))
         self._work = asyncio.create_task(self._router.run())
 
@@ -318,6 +340,7 @@ class RouterDeployment:
             },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
+            "handovers": self._router.handovers,
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,
@@ -326,3 +349,9 @@ class RouterDeployment:
     def trace(self) -> bytes:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
+
+    async def __del__(self) -> None:
+        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._router.close()

@@ -4,7 +4,8 @@ Events in, commands out; nothing here waits, sends or looks at a clock. The rule
 
 * only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
 * what is committed is never taken back, and is all that is needed to open the session anywhere;
-* a lost drafter costs speed; a lost target costs a new attempt, twice at most.
+* a lost drafter costs speed; a lost target costs a new attempt, twice at most;
+* a target that leaves as planned is no loss: that costs a new attempt too, however often.
 
 Knows nothing of text, of streams, or of how a peer was chosen. Long because the rules are together, whoever fails.
 """
@@ -177,6 +178,15 @@ class Session:
         self.drafter = None
         return [ToDrafter(left, Close(self.generation.session, self.attempt))]
 
+    def leave_target(self) -> list[Command]:
+        """Frees the target, which lives and is to end; another is to be assigned."""
+        assert self.phase is Phase.RUNNING
+        assert self.target is not None
+        left = self.target
+        self.phase = Phase.SEEKING
+        self.target = None
+        return [ToTarget(left, Close(self.generation.session, self.attempt))]
+
     def take_answers(self) -> list[DraftAnswer]:
         """What came of the blocks that its drafter was asked for since this was last called."""
         answers = self._answers
@@ -238,12 +248,14 @@ class Session:
             return []
         return self.leave_drafter()  # it may have taken a later Open, which crossed its refusal
 
-    def on_target_gone(self, source: str) -> list[Command]:
-        """The target is lost: seek another, or give up."""
+    def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
+        """The target has ended: seek another. One that was lost is avoided from now on, and too many are the end."""
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
         self.phase = Phase.SEEKING
         self.target = None
+        if is_planned:
+            return []
         self.failed_targets |= {source}
         self.failures += 1
         if self.failures <= MAX_REOPENS:

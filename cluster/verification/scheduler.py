@@ -58,6 +58,7 @@ class VerificationScheduler:
         )
         self._reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
+        self.departure = self._intake.departure
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
@@ -180,9 +181,8 @@ class VerificationScheduler:
     def wasted_tokens(self) -> int:
         """Draft tokens that came in well-formed blocks and that no verdict took over.
 
-        They were rejected, or never verified: because fewer tokens paid by then, because their block was dropped or
-        replaced by a better version, because the target had decided them itself when a late block came, or because
-        their session ended. Those whose verdict is still to come are not counted yet.
+        They were rejected, or never verified: fewer tokens paid by then, their block was dropped or replaced by a
+        better version, a late block came after the target's own tokens, or their session ended.
         """
         return self._counts.wasted_tokens
 

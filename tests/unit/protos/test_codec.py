@@ -25,6 +25,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Leaving,
     LiveSession,
     NoDraft,
     Open,
@@ -226,6 +227,16 @@ def test_every_message_of_every_frame_arrives_as_it_was_sent(frame_type, data):
         messages += data.draw(st.lists(kind, max_size=2))
     wire = encode(frame_type, messages).SerializeToString()
     assert decode(frame_type.FromString(wire)) == Decoded(tuple(messages))
+
+
+@pytest.mark.parametrize(
+    ("frame_type", "before"),
+    [(pb.TargetToRouter, Verdict("s", 1, 1, 0, (1,), 0, 0)), (pb.DrafterToRouter, Resync("s", 1, 0))],
+)
+def test_that_a_peer_leaves_is_read_after_all_that_it_said_before(frame_type, before):
+    """A verdict that is in the same frame is of the attempt that the router is about to give up."""
+    wire = encode(frame_type, [Leaving(), before]).SerializeToString()
+    assert decode(frame_type.FromString(wire)) == Decoded((before, Leaving()))
 
 
 CHAIN = DraftTree.chain(tuple(range(100)))
