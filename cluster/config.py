@@ -277,6 +277,14 @@ class ServerConfig(_Frozen):
         " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
     )
     target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
+    allow_special_tokens_in_text: bool = Field(
+        False, description="control tokens that are spelled in a chat's messages are taken as tokens, not as text"
+    )
+    response_template: Literal["auto", "none"] | dict[str, Any] = Field(
+        "auto",
+        description="how the target writes reasoning and tool calls, as a response template of transformers; auto: the"
+        " checkpoint's own, or what transformers knows of its architecture; none: all of an answer is content",
+    )
     audit: AuditConfig = AuditConfig()
 
 

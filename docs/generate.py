@@ -83,6 +83,8 @@ def _kind(field: Json) -> str:
         return " or ".join(_kind(part) for part in field["anyOf"] if part != {"type": "null"})
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if field["type"] == "object" and field["additionalProperties"] is True:
+        return "mapping"
     if field["type"] == "object":
         return f"mapping of names to {_kind(field['additionalProperties'])}s"
     if field["type"] == "array":

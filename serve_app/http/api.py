@@ -8,7 +8,7 @@ cancels its sessions. Knows nothing of drafters, targets or Ray.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -26,8 +26,9 @@ from starlette.types import Receive, Scope, Send
 from cluster.config import SlipstreamConfig
 from serve_app.http.answers import Choice, Delta, Transcript, follow
 from serve_app.http.bodies import Bodies
+from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
-from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
+from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics, RequestRecord
 from serve_app.http.resolution import Draw, Terms, agree, resolve
@@ -35,7 +36,7 @@ from serve_app.http.streaming import EventStream, as_event, as_json, while_conne
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
+from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Usage
 from serve_app.http.wire.schemas import GenerationRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
@@ -154,7 +155,9 @@ class ApiEndpoint(Generic[RequestT]):
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
         request = parse(self._dialect.schema, body, service.bounds)
-        return request, agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
+        terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
+        self._dialect.check(request, service.text)
+        return request, terms
 
     def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
         service = self._service
@@ -170,13 +173,22 @@ class ApiEndpoint(Generic[RequestT]):
             draw=service.draw,
         )
         interval = service.config.server.stream_interval
+        special = dialect.reads_parts(service.text)
         choices = [
-            Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
+            Choice(
+                generation,
+                Transcript(index, service.text.detokenizer(with_special=special), StopMatcher(request.stop), interval),
+            )
+            for index, generation in enumerate(generations)
+        ]
+        options = dialect.telling(request)
+        tellings = [
+            Telling(index, dialect.reader(request, service.text, generation.prompt), options, service.draw)
             for index, generation in enumerate(generations)
         ]
         name = request.request_id or f"{service.draw():016x}"
         head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)))
+        return ApiAnswer(dialect, service, request, head, choices, tellings, sum(map(len, prompts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +200,21 @@ class ApiAnswer(Generic[RequestT]):
     request: RequestT
     head: Head
     choices: list[Choice]
+    tellings: list[Telling]  # of the choices
     prompt_tokens: int
 
     async def whole(self) -> BaseModel:
         """The answer when all choices have ended."""
         async with aclosing(self._deltas()) as deltas:
-            async for _ in deltas:
-                pass
-        return self.dialect.whole(self.head, [choice.transcript for choice in self.choices], self._usage())
+            async for delta in deltas:
+                self.tellings[delta.index].parts(delta)
+        return self.dialect.whole(self.head, self.tellings, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; the first comes with the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                for part in _parts(delta, self.dialect.has_openings):
+                for part in self.tellings[delta.index].parts(delta):
                     yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far()))
         if self.request.stream_options.include_usage:
             yield self._event(self.dialect.closing(self.head, self._usage()))
@@ -231,14 +244,3 @@ class ApiAnswer(Generic[RequestT]):
             total_tokens=self.prompt_tokens + completion_tokens,
             completion_tokens_details=details,
         )
-
-
-def _parts(delta: Delta, with_opening: bool) -> Iterator[Part]:
-    """A delta as chunks: an opening in the first, the text, the end in the last."""
-    trace = Trace(tokens=delta.tokens, accepted=delta.accepted, pieces=delta.pieces)
-    if delta.is_first and with_opening:
-        yield Part(delta.index, opening=True)
-    if delta.text:
-        yield Part(delta.index, delta.text, trace=trace)
-    if delta.finish is not None:
-        yield Part(delta.index, finish=delta.finish, trace=Trace() if delta.text else trace)

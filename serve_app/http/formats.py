@@ -5,12 +5,13 @@ A dialect knows its request's schema and how deltas and transcripts look on the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypedDict, TypeVar
+from typing import ClassVar, Generic, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
-from serve_app.http.answers import Transcript
+from serve_app.http.conversation.reading import PlainReader, Reader
+from serve_app.http.conversation.requests import check_talk, messages_for, options_for
+from serve_app.http.conversation.telling import Part, Telling, TellingOptions
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.replies import (
     AnswerMessage,
@@ -18,11 +19,11 @@ from serve_app.http.wire.replies import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatDelta,
     Completion,
     CompletionChoice,
     CompletionChunk,
-    FinishReason,
-    Trace,
+    ToolCallDelta,
     Usage,
 )
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -38,32 +39,39 @@ class Head(TypedDict):
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One choice's share in a chunk."""
-
-    index: int
-    text: str = ""
-    finish: FinishReason | None = None
-    trace: Trace = field(default_factory=Trace)
-    opening: bool = False
-
-
 class Dialect(ABC, Generic[RequestT]):
     """One endpoint's wire format."""
 
     endpoint: ClassVar[str]
     path: ClassVar[str]
     id_prefix: ClassVar[str]
-    has_openings: ClassVar[bool]  # whether each choice's stream begins with a chunk without text
     schema: type[RequestT]
+
+    def check(self, request: RequestT, codec: TextCodec) -> None:
+        """Refuses what the model cannot do, before anything becomes tokens."""
+        del request, codec
+
+    def reads_parts(self, codec: TextCodec) -> bool:
+        """Whether answers are told apart into their parts, and text is to have the special tokens that mark them."""
+        del codec
+        return False
+
+    def reader(self, request: RequestT, codec: TextCodec, prompt: Sequence[int]) -> Reader:
+        """What tells an answer's parts apart."""
+        del request, codec, prompt
+        return PlainReader()
+
+    def telling(self, request: RequestT) -> TellingOptions:
+        """What of an answer is told."""
+        del request
+        return TellingOptions()
 
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
         """The request's prompts as tokens."""
 
     @abstractmethod
-    def whole(self, head: Head, transcripts: Sequence[Transcript], usage: Usage) -> BaseModel:
+    def whole(self, head: Head, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
         """The answer in one piece."""
 
     @abstractmethod
@@ -81,16 +89,15 @@ class CompletionDialect(Dialect[CompletionRequest]):
     endpoint = "completions"
     path = "/v1/completions"
     id_prefix = "cmpl-"
-    has_openings = False
     schema = CompletionRequest
 
     def prompts(self, request: CompletionRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
 
-    def whole(self, head: Head, transcripts: Sequence[Transcript], usage: Usage) -> Completion:
+    def whole(self, head: Head, tellings: Sequence[Telling], usage: Usage) -> Completion:
         choices = tuple(
-            CompletionChoice(index=choice.index, text=choice.text, finish_reason=choice.finish)
-            for choice in transcripts
+            CompletionChoice(index=choice.index, text=choice.content, finish_reason=choice.finish)
+            for choice in tellings
         )
         return Completion(**head, choices=choices, usage=usage)
 
@@ -108,17 +115,34 @@ class ChatDialect(Dialect[ChatRequest]):
     endpoint = "chat"
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
-    has_openings = True
     schema = ChatRequest
 
-    def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
-        return [codec.encode_chat([{"role": item.role, "content": item.text} for item in request.messages])]
+    def check(self, request: ChatRequest, codec: TextCodec) -> None:
+        check_talk(request, codec.template, reads_answers=codec.readers.tells_parts)
 
-    def whole(self, head: Head, transcripts: Sequence[Transcript], usage: Usage) -> ChatCompletion:
+    def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
+        return [codec.encode_chat(messages_for(request, codec.template), options_for(request))]
+
+    def reads_parts(self, codec: TextCodec) -> bool:
+        return codec.readers.tells_parts
+
+    def reader(self, request: ChatRequest, codec: TextCodec, prompt: Sequence[int]) -> Reader:
+        return codec.readers.reader(prompt, [tool.model_dump() for tool in request.offered])
+
+    def telling(self, request: ChatRequest) -> TellingOptions:
+        most_calls = None if request.parallel_tool_calls else 1
+        return TellingOptions(request.include_reasoning, most_calls, opening=True)
+
+    def whole(self, head: Head, tellings: Sequence[Telling], usage: Usage) -> ChatCompletion:
         choices = []
-        for choice in transcripts:
+        for choice in tellings:
             assert choice.finish is not None, "an answer is whole when all its choices have ended"
-            message = AnswerMessage(content=choice.text)
+            message = AnswerMessage(
+                content=choice.content or (None if choice.calls else ""),
+                reasoning=choice.reasoning or None,
+                reasoning_content=choice.reasoning or None,
+                tool_calls=tuple(choice.calls) or None,
+            )
             choices.append(ChatChoice(index=choice.index, message=message, finish_reason=choice.finish))
         return ChatCompletion(**head, choices=tuple(choices), usage=usage)
 
@@ -130,7 +154,11 @@ class ChatDialect(Dialect[ChatRequest]):
         return ChatChunk(**head, choices=(), usage=usage)
 
 
-def _chat_delta(part: Part) -> dict[Literal["role", "content"], str]:
+def _chat_delta(part: Part) -> ChatDelta:
     if part.opening:
-        return {"role": "assistant", "content": ""}
-    return {"content": part.text} if part.finish is None else {}
+        return ChatDelta(role="assistant", content="")
+    if part.call is not None:
+        return ChatDelta(tool_calls=(ToolCallDelta(index=part.call_index, **part.call.model_dump()),))
+    if part.reasoning:
+        return ChatDelta(reasoning=part.reasoning, reasoning_content=part.reasoning)
+    return ChatDelta(content=part.text) if part.finish is None else ChatDelta()

@@ -1,14 +1,16 @@
 """Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-from cluster.errors import RequestError
+from cluster.config import ServerConfig
+from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
+from serve_app.http.conversation.response_templates import ResponseReaders, find_template
 
 _UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
 _MOST_TOKENS_OF_A_CHARACTER = 4  # one for each of its bytes
@@ -131,36 +133,44 @@ class StopMatcher:
 class TextCodec:
     """The served model's tokenizer, as the API uses it."""
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        response_template: ResponseTemplate | None = None,
+        *,
+        special_tokens_in_text: bool = False,
+    ) -> None:
         """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
         self._tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = len(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
+        self.template = ChatTemplate(tokenizer, special_tokens_in_text=special_tokens_in_text)
+        self.readers = ResponseReaders(tokenizer, response_template)
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
-    def load(cls, model: str) -> Self:
+    def load(cls, model: str, server: ServerConfig | None = None) -> Self:
         """The codec of a Hugging Face model id or folder."""
-        return cls(AutoTokenizer.from_pretrained(model), _eos_ids(model))
+        options = server or ServerConfig()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        response = find_template(options.response_template, tokenizer, AutoConfig.from_pretrained(model).model_type)
+        special = options.allow_special_tokens_in_text
+        return cls(tokenizer, _eos_ids(model), response, special_tokens_in_text=special)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""
         return tuple(self._tokenizer(text).input_ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
         """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
-        if self._tokenizer.chat_template is None:
-            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
-        try:
-            tokens = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
-        return tuple(tokens)
+        return self.template.encode(messages, options or TemplateOptions())
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer.backend_tokenizer, self._special_ids)
+    def detokenizer(self, *, with_special: bool = False) -> Detokenizer:
+        """For one answer; `with_special`: for a reader, which knows its parts by such tokens."""
+        return Detokenizer(self._tokenizer.backend_tokenizer, frozenset() if with_special else self._special_ids)
 
 
 def _eos_ids(model: str) -> tuple[int, ...]:

@@ -364,7 +364,7 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
         (CHAT, {"messages": USER, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
-        (CHAT, {"messages": USER, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": USER, "tools": [{}]}, "tools[0].type"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

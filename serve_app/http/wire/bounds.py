@@ -11,6 +11,8 @@ class RequestBounds:
     prompt_tokens: int = 1 << 20  # of one prompt that is given as tokens
     messages: int = 4096
     parts: int = 256  # of one message
+    tools: int = 128
+    variables: int = 64  # for a chat template
     stops: int = 4
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body

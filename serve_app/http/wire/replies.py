@@ -1,10 +1,10 @@
 """The wire format of answers: OpenAI's completions and chat completions, models, health and errors."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class _Body(BaseModel):
@@ -57,10 +57,55 @@ class CompletionChunk(Completion):
     slipstream: Trace = Trace()
 
 
+class FunctionReply(_Body):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCallReply(_Body):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionReply
+
+
 class AnswerMessage(_Body):
+    """What the model said; where it only calls tools, `content` is null."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | None = None  # under both of its names
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCallReply, ...] | None = None
+
+    @model_serializer(mode="wrap")
+    def _of_what_there_is(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Clients take a message without these fields for one of content alone."""
+        fields: dict[str, Any] = serialize(self)
+        left_out = {name for name in ("reasoning", "reasoning_content", "tool_calls") if fields[name] is None}
+        return {name: value for name, value in fields.items() if name not in left_out}
+
+
+class ToolCallDelta(ToolCallReply):
+    """A call in a stream: the parser knows one when it is whole, so it comes in one piece."""
+
+    index: int
+
+
+class ChatDelta(_Body):
+    """What is new in a chunk; dumped without what is unset."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _of_what_is_new(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
 
 class ChatChoice(_Body):
@@ -78,7 +123,7 @@ class ChatCompletion(_Reply):
 
 class ChatChunkChoice(_Body):
     index: int
-    delta: dict[Literal["role", "content"], str]  # holds what is new, and nothing else
+    delta: ChatDelta
     logprobs: None = None
     finish_reason: FinishReason | None
 

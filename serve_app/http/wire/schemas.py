@@ -6,7 +6,7 @@ Requests are strict: an unknown field, a wrong type or a feature that is not ser
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from protos.draft_tree import MAX_BLOCK_TOKENS
@@ -21,16 +21,17 @@ from serve_app.http.wire.field_types import (
     is_text,
     unserved,
 )
+from serve_app.http.wire.messages import ChatMessage, Tool, ToolChoice
 from serve_app.http.wire.unserved_fields import (
     UnservedChatFields,
     UnservedCompletionFields,
     UnservedFields,
-    UnservedMessageFields,
 )
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
+MAX_EFFORT_CHARS = 32
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],
@@ -140,27 +141,6 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
         return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
 
 
-class TextPart(RequestPart):
-    type: Literal["text"]
-    text: str
-
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and not used
-
-
-class ChatMessage(UnservedMessageFields):
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[
-        tuple[TextPart, ...],
-        Field(fail_fast=True),
-        bounded(lambda most: most.parts),
-        BeforeValidator(lambda value: [{"type": "text", "text": value}] if is_text(value) else value),
-    ]
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
-
 class ChatRequest(UnservedChatFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -169,6 +149,27 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), bounded(lambda most: most.messages, least=1)]
     max_completion_tokens: Count | None = None
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: Flag = True
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # what the template makes of it
+    include_reasoning: Flag = True  # vLLM's
+    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's
+    add_generation_prompt: Flag | None = None  # vLLM's: unless the final message is continued
+    continue_final_message: Flag = False  # vLLM's
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _begins_no_message(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("add_generation_prompt"):
+            message = "a message is continued, or another begun: add_generation_prompt is true, expected false"
+            raise PydanticCustomError("two_beginnings", message)
+        return value
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else self.tools
 
     @property
     def prompt_count(self) -> int:
@@ -176,7 +177,7 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     @property
     def prompt_chars(self) -> int:
-        return sum(len(message.text) for message in self.messages)
+        return sum(message.chars for message in self.messages) + sum(tool.chars for tool in self.tools)
 
     @property
     def token_limits(self) -> dict[str, int]:

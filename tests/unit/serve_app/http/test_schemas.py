@@ -129,7 +129,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         (CHAT, {"logprobs": True}, "logprobs"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"prompt": "x"}, "prompt"),
     ],
