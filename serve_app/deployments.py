@@ -272,6 +272,7 @@ class RouterDeployment:
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
+        self._checkpoint = identity.target_model
         self._text = TextCodec.load(str(folder), config.server)
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
@@ -284,7 +285,9 @@ class RouterDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health)
+        return create_api(
+            self._router, self._text, self._config, self._metrics, self._health, checkpoint=self._checkpoint
+        )
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"

@@ -18,31 +18,45 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
+from cluster.errors import RequestError
+from serve_app.http.access.callers import Caller, Callers, Exchange
+from serve_app.http.access.guard import CALLER, KeyGuard
 from serve_app.http.answers import Choice, Delta, Transcript, follow
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
-from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head
+from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, EventWriter, Head, ResponsesDialect
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.plain.plain_routes import add_plain_routes
+from serve_app.http.plain.served_model import fingerprint
+from serve_app.http.plain.tokenizing import Tokenizing
 from serve_app.http.resolution import Draw, Terms, agree, resolve
-from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
+from serve_app.http.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Usage
+from serve_app.http.wire.replies import (
+    CompletionTokensDetails,
+    HealthReport,
+    Usage,
+)
 from serve_app.http.wire.schemas import GenerationRequest
+from serve_app.http.wire.tokenizing import DetokenizeRequest, TokenizeRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
 HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+PartT = TypeVar("PartT", bound=RequestPart)
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
@@ -53,25 +67,26 @@ def create_api(
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Callable[[], Awaitable[HealthReport]],
+    checkpoint: str = "",
 ) -> FastAPI:
-    """The application; `text` is the served model's codec, `health` says how `generator` is."""
+    """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is."""
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies)
-    for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
+    service = Service(generator, text, config, metrics, bodies, fingerprint(config, checkpoint))
+    for endpoint in (
+        ApiEndpoint(CompletionDialect(), service),
+        ApiEndpoint(ChatDialect(), service),
+        ApiEndpoint(ResponsesDialect(), service),
+    ):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
-    models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
-
-    @api.get("/v1/models")
-    async def list_models() -> ModelList:
-        return models
-
-    @api.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> ModelCard:
-        if name != models.data[0].id:
-            raise HTTPException(404, f"the model '{name}' does not exist; this server has '{models.data[0].id}'")
-        return models.data[0]
+    tokenizing = Tokenizing(text.tokenizer, text.template, config, text.max_token_chars)
+    for plain in (
+        PlainEndpoint("/tokenize", TokenizeRequest, tokenizing.tokenize, service),
+        PlainEndpoint("/detokenize", DetokenizeRequest, tokenizing.detokenize, service),
+    ):
+        api.router.routes.append(Route(plain.path, plain, methods=["POST"]))
+    add_plain_routes(api, config)
 
     @api.get("/health")
     async def report_health() -> Response:
@@ -82,8 +97,15 @@ def create_api(
     async def expose_metrics() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
+    api.add_middleware(KeyGuard, callers=Callers.of(server.keys))
+    if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
+        api.add_middleware(
+            CORSMiddleware, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+        )
+
     @api.exception_handler(HTTPException)
-    async def refuse(_: Request, error: HTTPException) -> Response:
+    @api.exception_handler(RequestError)
+    async def refuse(_: Request, error: HTTPException | RequestError) -> Response:
         return failure_of(error).response
 
     return api
@@ -98,6 +120,7 @@ class Service:
     config: SlipstreamConfig
     metrics: Metrics
     bodies: Bodies
+    fingerprint: str
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -123,54 +146,60 @@ class ApiEndpoint(Generic[RequestT]):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.metrics.request(self._dialect.endpoint) as record:
-            response = await self._respond(Request(scope, receive), record)
+        caller: Caller = scope[CALLER]
+        with self._service.metrics.request(self._dialect.endpoint) as record, caller.exchange() as exchange:
+            response = await self._respond(Request(scope, receive), record, exchange)
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
 
-    async def _respond(self, request: Request, record: RequestRecord) -> Response:
+    async def _respond(self, request: Request, record: RequestRecord, exchange: Exchange) -> Response:
         try:
             self._service.generator.check_room(1)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body)
+                answer = await self._prepare(body, exchange)
             self._service.metrics.prompt(answer.prompt_tokens)
-            if not answer.request.stream:
+            if not answer.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
                 return as_json(whole)
             events = answer.events()
-            first = await while_connected(request.receive, anext(events))  # a failure up to here has its own status
-            return EventStream(first, events, record)
+            keep_alive_s = self._service.config.server.stream_keep_alive_s
+            first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
+            return EventStream(first, events, record, keep_alive_s, answer.writer.failed)
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes, exchange: Exchange) -> "ApiAnswer":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
+        exchange.caller.check(request)
         self._service.generator.check_room(terms.sessions)
-        return await self._service.aside(self._resolve, request, terms)
+        exchange.take(terms.sessions)
+        return await self._service.aside(self._resolve, request, terms, exchange.caller)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
-        request = parse(self._dialect.schema, body, service.bounds)
+        request = self._dialect.parse(body, service.bounds)
         terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
         self._dialect.check(request, service.text)
         return request, terms
 
-    def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
+    def _resolve(self, request: RequestT, terms: Terms, caller: Caller) -> "ApiAnswer":
         service = self._service
         dialect = self._dialect
         prompts = dialect.prompts(request, service.text)
-        generations = resolve(
-            request,
-            terms,
-            prompts,
-            context=service.config.model.max_context,
-            eos_ids=service.text.eos_ids,
-            vocabulary=service.text.vocabulary,
-            draw=service.draw,
+        generations = caller.bounded(
+            resolve(
+                request,
+                terms,
+                prompts,
+                context=service.config.model.max_context,
+                eos_ids=service.text.eos_ids,
+                vocabulary=service.text.vocabulary,
+                draw=service.draw,
+            )
         )
         interval = service.config.server.stream_interval
         special = dialect.reads_parts(service.text)
@@ -187,18 +216,48 @@ class ApiEndpoint(Generic[RequestT]):
             for index, generation in enumerate(generations)
         ]
         name = request.request_id or f"{service.draw():016x}"
-        head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, tellings, sum(map(len, prompts)))
+        head = Head(
+            id=f"{dialect.id_prefix}{name}",
+            created=int(time.time()),
+            model=request.model,
+            system_fingerprint=service.fingerprint,
+        )
+        writer = dialect.writer(request, head)
+        return ApiAnswer(writer, service, request.stream, choices, tellings, sum(map(len, prompts)))
 
 
 @dataclass(frozen=True, slots=True)
-class ApiAnswer(Generic[RequestT]):
+class PlainEndpoint(Generic[PartT]):
+    """One endpoint that answers at once, from its body alone; `work` is done beside the event loop."""
+
+    path: str
+    schema: type[PartT]
+    work: Callable[[PartT], BaseModel]
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            response = await self._respond(Request(scope, receive))
+            await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response:
+        try:
+            async with self.service.bodies.read(request) as body:
+                return as_json(await self.service.aside(self._answer, body))
+        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
+            return failure_of(error).response
+
+    def _answer(self, body: bytes) -> BaseModel:
+        return self.work(parse(self.schema, body, self.service.bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAnswer:
     """The answer to one request, to be had whole or as events, once."""
 
-    dialect: Dialect[RequestT]
+    writer: EventWriter
     service: Service
-    request: RequestT
-    head: Head
+    stream: bool
     choices: list[Choice]
     tellings: list[Telling]  # of the choices
     prompt_tokens: int
@@ -208,28 +267,20 @@ class ApiAnswer(Generic[RequestT]):
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 self.tellings[delta.index].parts(delta)
-        return self.dialect.whole(self.head, self.tellings, self._usage())
+        return self.writer.whole(self.tellings, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; the first comes with the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for part in self.tellings[delta.index].parts(delta):
-                    yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far()))
-        if self.request.stream_options.include_usage:
-            yield self._event(self.dialect.closing(self.head, self._usage()))
-        yield as_event("[DONE]")
+                    for event in self.writer.part(part, self._usage):
+                        yield event
+        for event in self.writer.closing(self._usage()):
+            yield event
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
         return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
-
-    def _event(self, chunk: BaseModel) -> str:
-        options = self.request.stream_options.include_usage, self.request.speculation.trace
-        left_out = {name for name, wanted in zip(("usage", "slipstream"), options, strict=True) if not wanted}
-        return as_event(chunk.model_dump_json(exclude=left_out))
-
-    def _usage_so_far(self) -> Usage | None:
-        return self._usage() if self.request.stream_options.continuous_usage_stats else None
 
     def _usage(self) -> Usage:
         transcripts = [choice.transcript for choice in self.choices]
@@ -237,6 +288,7 @@ class ApiAnswer(Generic[RequestT]):
         details = CompletionTokensDetails(
             accepted_prediction_tokens=sum(transcript.accepted for transcript in transcripts),
             rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
+            reasoning_tokens=sum(telling.reasoning_tokens for telling in self.tellings),
         )
         return Usage(
             prompt_tokens=self.prompt_tokens,

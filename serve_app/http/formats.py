@@ -1,18 +1,24 @@
-"""The two formats of requests and answers: completions and chat completions.
+"""The formats of requests and answers: completions, chat completions and responses.
 
 A dialect knows its request's schema and how deltas and transcripts look on the wire; nothing of how they come about.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Generic, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Generic, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
 from serve_app.http.conversation.reading import PlainReader, Reader
 from serve_app.http.conversation.requests import check_talk, messages_for, options_for
 from serve_app.http.conversation.telling import Part, Telling, TellingOptions
+from serve_app.http.failures import Failure
+from serve_app.http.responses.as_chat import ResponsesChat, as_chat
+from serve_app.http.responses.response_writer import ResponseWriter, begun
+from serve_app.http.streaming import as_event
 from serve_app.http.text import TextCodec
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import (
     AnswerMessage,
     ChatChoice,
@@ -26,6 +32,7 @@ from serve_app.http.wire.replies import (
     ToolCallDelta,
     Usage,
 )
+from serve_app.http.wire.responses_input import ResponsesRequest
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -37,6 +44,27 @@ class Head(TypedDict):
     id: str
     created: int
     model: str
+    system_fingerprint: str
+
+
+class EventWriter(Protocol):
+    """Tells one answer."""
+
+    def whole(self, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
+        """The answer in one piece."""
+        ...
+
+    def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
+        """Events of one choice's opening, next text, call or end; `usage` says what was used so far."""
+        ...
+
+    def closing(self, usage: Usage) -> Iterable[str]:
+        """The last events."""
+        ...
+
+    def failed(self, failure: Failure) -> str:
+        """What ends a stream that fails."""
+        ...
 
 
 class Dialect(ABC, Generic[RequestT]):
@@ -66,6 +94,14 @@ class Dialect(ABC, Generic[RequestT]):
         del request
         return TellingOptions()
 
+    def parse(self, body: bytes, bounds: RequestBounds) -> RequestT:
+        """The request in a body."""
+        return parse(self.schema, body, bounds)
+
+    def writer(self, request: RequestT, head: Head) -> EventWriter:
+        """What tells the answer."""
+        return ChunkWriter(self, request, head)
+
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
         """The request's prompts as tokens."""
@@ -81,6 +117,34 @@ class Dialect(ABC, Generic[RequestT]):
     @abstractmethod
     def closing(self, head: Head, usage: Usage) -> BaseModel:
         """The chunk that tells the usage."""
+
+
+class ChunkWriter(Generic[RequestT]):
+    """Tells an answer in chunks, each of which is an event."""
+
+    def __init__(self, dialect: Dialect[RequestT], request: RequestT, head: Head) -> None:
+        self._dialect = dialect
+        self._head = head
+        self._options = request.stream_options
+        wanted = {"usage": request.stream_options.include_usage, "slipstream": request.speculation.trace}
+        self._left_out = {name for name, is_wanted in wanted.items() if not is_wanted}
+
+    def whole(self, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
+        return self._dialect.whole(self._head, tellings, usage)
+
+    def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
+        so_far = usage() if self._options.continuous_usage_stats else None
+        return (self._event(self._dialect.chunk(self._head, part, so_far)),)
+
+    def closing(self, usage: Usage) -> Iterable[str]:
+        told = (self._event(self._dialect.closing(self._head, usage)),) if self._options.include_usage else ()
+        return (*told, as_event("[DONE]"))
+
+    def failed(self, failure: Failure) -> str:
+        return as_event(failure.body)
+
+    def _event(self, chunk: BaseModel) -> str:
+        return as_event(chunk.model_dump_json(exclude=self._left_out))
 
 
 class CompletionDialect(Dialect[CompletionRequest]):
@@ -141,7 +205,7 @@ class ChatDialect(Dialect[ChatRequest]):
                 content=choice.content or (None if choice.calls else ""),
                 reasoning=choice.reasoning or None,
                 reasoning_content=choice.reasoning or None,
-                tool_calls=tuple(choice.calls) or None,
+                tool_calls=choice.calls or None,
             )
             choices.append(ChatChoice(index=choice.index, message=message, finish_reason=choice.finish))
         return ChatCompletion(**head, choices=tuple(choices), usage=usage)
@@ -152,6 +216,43 @@ class ChatDialect(Dialect[ChatRequest]):
 
     def closing(self, head: Head, usage: Usage) -> ChatChunk:
         return ChatChunk(**head, choices=(), usage=usage)
+
+
+class ResponsesDialect(ChatDialect):
+    """/v1/responses: a chat that is told in another way."""
+
+    endpoint = "responses"
+    path = "/v1/responses"
+    id_prefix = "resp_"
+
+    def parse(self, body: bytes, bounds: RequestBounds) -> ResponsesChat:
+        return as_chat(parse(ResponsesRequest, body, bounds), bounds)
+
+    def writer(self, request: ChatRequest, head: Head) -> EventWriter:
+        assert isinstance(request, ResponsesChat), "it was parsed here"
+        return _ResponseEvents(ResponseWriter(begun(request.asked, head["id"], head["created"])))
+
+
+class _ResponseEvents:
+    """A writer of responses, as writers of all answers are used."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+
+    def whole(self, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
+        (telling,) = tellings
+        assert telling.finish is not None, "an answer is whole when its choice has ended"
+        return self._writer.whole(telling.told, telling.finish, usage)
+
+    def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
+        del usage
+        return self._writer.part(part)
+
+    def closing(self, usage: Usage) -> Iterable[str]:
+        return self._writer.closing(usage)
+
+    def failed(self, failure: Failure) -> str:
+        return self._writer.failed(failure.detail)
 
 
 def _chat_delta(part: Part) -> ChatDelta:

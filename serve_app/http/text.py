@@ -142,7 +142,7 @@ class TextCodec:
         special_tokens_in_text: bool = False,
     ) -> None:
         """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = len(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
@@ -162,7 +162,7 @@ class TextCodec:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""
-        return tuple(self._tokenizer(text).input_ids)
+        return tuple(self.tokenizer(text).input_ids)
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
         """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
@@ -170,7 +170,7 @@ class TextCodec:
 
     def detokenizer(self, *, with_special: bool = False) -> Detokenizer:
         """For one answer; `with_special`: for a reader, which knows its parts by such tokens."""
-        return Detokenizer(self._tokenizer.backend_tokenizer, frozenset() if with_special else self._special_ids)
+        return Detokenizer(self.tokenizer.backend_tokenizer, frozenset() if with_special else self._special_ids)
 
 
 def _eos_ids(model: str) -> tuple[int, ...]:

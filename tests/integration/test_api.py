@@ -441,7 +441,7 @@ async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Fr
         return (1, 2)
 
     front.plays([Ended(Finish.STOP)])
-    with patch.object(front.codec, "encode", encode), patch("serve_app.http.api.parse", wraps=parse) as parsing:
+    with patch.object(front.codec, "encode", encode), patch("serve_app.http.formats.parse", wraps=parse) as parsing:
         parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
         await front.openai.completions.create(model="toy", prompt="hi")
     assert threads

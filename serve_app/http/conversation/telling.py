@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from serve_app.http.conversation.reading import Call, Content, Reader, Reasoning, Saying
 from serve_app.http.wire.replies import FinishReason, FunctionReply, ToolCallReply, Trace
@@ -53,24 +53,43 @@ class TellingOptions:
     opening: bool = False  # whether the first part has nothing in it
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Text of one kind, with nothing of another in it."""
+
+    kind: Literal["content", "reasoning"]
+    text: str
+
+
 class Telling:
     """One choice: takes what it has gained and gives its parts."""
 
     def __init__(self, index: int, reader: Reader, options: TellingOptions, draw: Callable[[], int]) -> None:
         """`draw` gives 64 random bits, for the ids of calls."""
         self.index = index
-        self.content = ""
-        self.reasoning = ""
-        self.calls: list[ToolCallReply] = []
+        self.told: list[Stretch | ToolCallReply] = []  # in the order in which it was said
+        self.reasoning_tokens = 0  # of which the text was read as reasoning
         self.finish: FinishReason | None = None
         self._reader = reader
         self._options = options
         self._draw = draw
         self._untold = Trace()  # of text that the reader holds back
 
+    @property
+    def content(self) -> str:
+        return self._text("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def calls(self) -> tuple[ToolCallReply, ...]:
+        return tuple(one for one in self.told if isinstance(one, ToolCallReply))
+
     def parts(self, gain: Gain) -> list[Part]:
         """What is to be told now."""
-        sayings = [saying for text, _ in gain.pieces for saying in self._reader.push(text)]
+        sayings = [saying for text, _ in gain.pieces for saying in self._push(text)]
         if gain.finish is not None:
             sayings += self._reader.finish()
         parts = [part for saying in _joined(sayings) for part in self._part(saying)]
@@ -80,14 +99,21 @@ class Telling:
         opening = [Part(self.index, opening=True)] if gain.is_first and self._options.opening else []
         return opening + self._traced(parts, gain)
 
+    def _push(self, text: str) -> list[Saying]:
+        sayings = self._reader.push(text)
+        self.reasoning_tokens += any(isinstance(saying, Reasoning) for saying in sayings)
+        return sayings
+
     def _part(self, saying: Saying) -> list[Part]:
         match saying:
             case Content(text):
-                self.content += text
+                self._tell(Stretch("content", text))
                 return [Part(self.index, text)]
             case Reasoning(text):
-                self.reasoning += text if self._options.reasoning else ""
-                return [Part(self.index, reasoning=text)] if self._options.reasoning else []
+                if not self._options.reasoning:
+                    return []
+                self._tell(Stretch("reasoning", text))
+                return [Part(self.index, reasoning=text)]
             case Call(name, arguments):
                 return self._called(FunctionReply(name=name, arguments=arguments))
 
@@ -95,8 +121,19 @@ class Telling:
         if self._options.most_calls is not None and len(self.calls) >= self._options.most_calls:
             return []
         call = ToolCallReply(id=f"call_{self._draw():016x}", function=function)
-        self.calls.append(call)
-        return [Part(self.index, call=call, call_index=len(self.calls) - 1)]
+        index = len(self.calls)
+        self.told.append(call)
+        return [Part(self.index, call=call, call_index=index)]
+
+    def _tell(self, new: Stretch) -> None:
+        last = self.told[-1] if self.told else None
+        if isinstance(last, Stretch) and last.kind == new.kind:
+            self.told[-1] = Stretch(new.kind, last.text + new.text)
+        else:
+            self.told.append(new)
+
+    def _text(self, kind: str) -> str:
+        return "".join(one.text for one in self.told if isinstance(one, Stretch) and one.kind == kind)
 
     def _traced(self, parts: list[Part], gain: Gain) -> list[Part]:
         """The first part tells what all of the gain came from; where there is none, a later one does."""

@@ -47,7 +47,10 @@ class ChatMessage(UnservedMessageFields):
         tuple[TextPart, ...] | None,
         Field(fail_fast=True, validate_default=True),
         bounded(lambda most: most.parts),
-        BeforeValidator(lambda value: [{"type": "text", "text": value}] if is_text(value) else value),
+        BeforeValidator(
+            lambda value: [{"type": "text", "text": value}] if is_text(value) else value,
+            json_schema_input_type=str | list[TextPart] | None,
+        ),
     ] = None
     tool_calls: Annotated[
         tuple[ToolCall, ...], Field(fail_fast=True), bounded(lambda most: most.parts)

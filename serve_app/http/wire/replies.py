@@ -11,7 +11,12 @@ class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class PromptTokensDetails(_Body):
+    cached_tokens: int = 0  # of the first prompt's tokens, those that the target had computed before
+
+
 class CompletionTokensDetails(_Body):
+    reasoning_tokens: int = 0
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -20,6 +25,7 @@ class Usage(_Body):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
     completion_tokens_details: CompletionTokensDetails
 
 
@@ -37,7 +43,7 @@ class _Reply(_Body):
     id: str
     created: int
     model: str
-    system_fingerprint: None = None
+    system_fingerprint: str
 
 
 class CompletionChoice(_Body):
@@ -140,11 +146,19 @@ class ModelCard(_Body):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
+    root: str | None = None  # vLLM's: what the name stands for
+    max_model_len: int  # vLLM's: tokens of prompt and answer
 
 
 class ModelList(_Body):
     object: Literal["list"] = "list"
     data: tuple[ModelCard, ...]
+
+
+class VersionReport(_Body):
+    """GET /version."""
+
+    version: str
 
 
 class HealthReport(_Body):

@@ -81,7 +81,10 @@ class GenerationRequest(UnservedFields):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Integer | None = None
     stop: Annotated[
-        tuple[StopString, ...], Field(fail_fast=True), bounded(lambda most: most.stops), as_list(is_text)
+        tuple[StopString, ...],
+        Field(fail_fast=True),
+        bounded(lambda most: most.stops),
+        as_list(is_text, StopString | list[StopString]),
     ] = ()
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
@@ -129,7 +132,7 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
         tuple[Prompt, ...],
         Field(fail_fast=True),
         bounded(lambda most: most.prompts, least=1),
-        as_list(_is_prompt),
+        as_list(_is_prompt, Prompt | list[Prompt]),
     ]
 
     @property

@@ -16,8 +16,6 @@ from serve_app.http.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
-pytestmark = pytest.mark.asyncio
-
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
