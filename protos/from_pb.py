@@ -204,6 +204,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         answer=DraftAnswer(m.answer),
         collapse=_collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
         margin=margin,
+        prefix_cached=m.prefix_cached,
     )
 
 

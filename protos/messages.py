@@ -188,6 +188,7 @@ class Verdict:
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
     margin: float | None = None  # by which the token was ahead of the rival that the Open names
+    prefix_cached: int = 0  # tokens of the Open that were in the target's cache when it came
 
 
 @value

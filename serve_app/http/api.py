@@ -28,7 +28,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
-from serve_app.http.answers import Choice, Delta, Transcript, follow
+from serve_app.http.answers import Choice, Delta, Transcript, follow, usage_of
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
@@ -45,7 +45,6 @@ from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import (
-    CompletionTokensDetails,
     HealthReport,
     Usage,
 )
@@ -283,16 +282,4 @@ class ApiAnswer:
         return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
 
     def _usage(self) -> Usage:
-        transcripts = [choice.transcript for choice in self.choices]
-        completion_tokens = sum(transcript.tokens for transcript in transcripts)
-        details = CompletionTokensDetails(
-            accepted_prediction_tokens=sum(transcript.accepted for transcript in transcripts),
-            rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
-            reasoning_tokens=sum(telling.reasoning_tokens for telling in self.tellings),
-        )
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=self.prompt_tokens + completion_tokens,
-            completion_tokens_details=details,
-        )
+        return usage_of(self.choices, self.prompt_tokens, sum(telling.reasoning_tokens for telling in self.tellings))

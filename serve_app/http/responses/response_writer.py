@@ -82,14 +82,14 @@ class ResponseWriter:
             if new.kind == "content":
                 yield from self._at_part("response.content_part.added", part=OutputText().model_dump())
         self._open = Stretch(new.kind, self._open.text + new.text)
-        more = {"logprobs": []} if new.kind == "content" else {}
+        more: Event = {"logprobs": []} if new.kind == "content" else {}
         yield from self._at_part(f"response.{_named(new)}.delta", delta=new.text, **more)
 
     def _close(self, status: Status) -> Iterator[str]:
         stretch = self._open
         if stretch is None:
             return
-        more = {"logprobs": []} if stretch.kind == "content" else {}
+        more: Event = {"logprobs": []} if stretch.kind == "content" else {}
         yield from self._at_part(f"response.{_named(stretch)}.done", text=stretch.text, **more)
         item = self._item(stretch, len(self._items), status)
         if isinstance(item, MessageItem):

@@ -12,7 +12,7 @@ class _Body(BaseModel):
 
 
 class PromptTokensDetails(_Body):
-    cached_tokens: int = 0  # of the first prompt's tokens, those that the target had computed before
+    cached_tokens: int = 0  # which the target had computed before
 
 
 class CompletionTokensDetails(_Body):

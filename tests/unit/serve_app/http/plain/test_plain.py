@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_a_fingerprint_is_of_what_decides_answers() -> None:
     assert fingerprint(config, "a") != fingerprint(config, "b")
     other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
     assert fingerprint(other, "a") != fingerprint(config, "a")
+
+
+async def test_the_usage_tells_what_of_each_prompt_was_cached(front: AsgiFront) -> None:
+    (emit,) = front.emits("a")
+    front.plays([replace(emit, cached=3), emit, Ended(Finish.STOP)])
+    answer = await front.openai.completions.create(model=MODEL, prompt=["one", "two"], n=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 6
 
 
 async def test_the_version(front: AsgiFront) -> None:
