@@ -271,6 +271,11 @@ class ServerConfig(_Frozen):
     max_request_sessions: Positive = Field(
         128, description="sessions that one request may have: its prompts, times n; more get 400"
     )
+    generation_defaults: Literal["model", "none"] = Field(
+        "model",
+        description="where sampling parameters come from that a request leaves out: `model`: the checkpoint's"
+        " generation_config.json, as far as it has them; `none`: OpenAI's defaults alone",
+    )
     drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
     stream_interval: Positive = Field(
         1,

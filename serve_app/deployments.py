@@ -263,6 +263,7 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
         from serve_app.router import Identity, Router, RouterLimits
@@ -274,6 +275,8 @@ class RouterDeployment:
         self._config = config
         self._checkpoint = identity.target_model
         self._text = TextCodec.load(str(folder), config.server)
+        uses_defaults = config.server.generation_defaults == "model"
+        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
@@ -286,7 +289,7 @@ class RouterDeployment:
         from serve_app.http.api import create_api
 
         return create_api(
-            self._router, self._text, self._config, self._metrics, self._health, checkpoint=self._checkpoint
+            self._router, self._text, self._config, self._metrics, self._health, self._defaults, self._checkpoint
         )
 
     async def _health(self) -> HealthReport:

@@ -154,7 +154,7 @@ class DraftModel:
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         first = 0 if self._feed is None else self._feed.first_of(request.session)
-        branch = self._cache.resume(request.session, tokens, first)
+        branch = self._cache.resume(request.session, tokens, first, text.open.cache_salt)
         if self._feed is not None:
             self._feed.rewind(self._cache, branch)
         return CachedDraft(

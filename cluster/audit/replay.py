@@ -109,6 +109,7 @@ class Replay:
             max_draft_tokens=0,
             audit=True,
             rival=self._rival,
+            rules=generation.rules,
         )
 
     def receive(self, verdict: Verdict) -> Progress:

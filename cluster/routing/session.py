@@ -15,6 +15,7 @@ from enum import Enum
 from cluster.errors import RequestError, SlipstreamError, TargetLostError
 from cluster.trust.tickets import issue
 from protos.messages import (
+    NO_RULES,
     Acceptance,
     Close,
     DraftAnswer,
@@ -25,9 +26,11 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    TokenRules,
     Verdict,
 )
 from protos.prefix import Prefix
+from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.values import value
 
 MAX_REOPENS = 2  # a request that kills targets must not kill them all
@@ -48,6 +51,10 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    rules: TokenRules = NO_RULES
+    scoring: Scoring = NO_SCORING
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @value
@@ -73,6 +80,8 @@ class Emit:
     tokens: tuple[int, ...]
     accepted: int
     drafted: int  # tokens in the block that was verified
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if they were asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
     cached: int = 0  # tokens of the prompt that the target had computed before; with the first tokens alone
 
 
@@ -207,7 +216,9 @@ class Session:
             self._answers.append(verdict.answer)
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
         cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
-        commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted, cached=cached)]
+        commands: list[Command] = [
+            Emit(verdict.tokens, verdict.accepted, verdict.drafted, verdict.scores, verdict.prompt_scores, cached)
+        ]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]
         return commands
@@ -285,6 +296,10 @@ class Session:
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
             ticket_key=self._ticket_key,
+            rules=g.rules,
+            scoring=g.scoring,
+            priority=g.priority,
+            cache_salt=g.cache_salt,
         )
 
     def _open_drafter(self) -> list[Command]:
@@ -293,7 +308,15 @@ class Session:
         g = self.generation
         seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
         ticket = issue(self._ticket_key, g.session, self._drafters) if self._ticket_key else None
-        said = replace(self._open(), seed=seed, target_address=self.target, ticket_key=b"", ticket=ticket)
+        said = replace(
+            self._open(),
+            seed=seed,
+            target_address=self.target,
+            ticket_key=b"",
+            ticket=ticket,
+            scoring=NO_SCORING,
+            priority=0,
+        )
         return [ToDrafter(self.drafter, said)]
 
     def _release(self) -> list[Command]:

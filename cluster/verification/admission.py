@@ -44,11 +44,14 @@ class Admission:
     # ------------------------------------------------------------ coming and going
 
     def admit(self) -> Iterator[TargetSession]:
-        """Lets queued sessions into the cache, first come first served, as long as there is room; names each."""
+        """Lets queued sessions into the cache as long as there is room; names each.
+
+        Those of the lowest number of priority come first, and among them who came first.
+        """
         while self.waiting and len(self.running) < self._limit:
-            name, session = next(iter(self.waiting.items()))
-            # An audit is to find out whether those who computed pages computed them right.
-            session.cached_len = self.pages.open(name, () if session.open.audit else session.prefix.tokens)
+            name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
+            shared = session.prefix.tokens if session.may_share else ()
+            session.cached_len = self.pages.open(name, shared, session.open.cache_salt.encode())
             if not session.in_engine:  # else it was preempted, and finds its own pages
                 session.is_prefix_cached = session.cached_len > 0
                 session.prefix_cached = session.cached_len

@@ -10,6 +10,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
@@ -286,7 +287,14 @@ class VerificationScheduler:
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._intake.forget(request.session)
-        return sends, (session.router, verdict)
+        return sends, (session.router, _with_scores(verdict, outcome))
+
+
+def _with_scores(verdict: Verdict, outcome: Outcome) -> Verdict:
+    """With what only its router is told."""
+    if not (outcome.scores or outcome.prompt_scores):
+        return verdict
+    return replace(verdict, scores=outcome.scores[: len(verdict.tokens)], prompt_scores=outcome.prompt_scores)
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:

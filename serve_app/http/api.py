@@ -2,10 +2,12 @@
 
 The way of a request: its body is read and parsed, its prompts become tokens, each choice becomes a session, the
 sessions' committed tokens become text, and the text goes out whole or as server-sent events. A client that leaves
-cancels its sessions. Knows nothing of drafters, targets or Ray.
+cancels its sessions. Knows nothing of drafters, targets or Ray. Long because an exchange is told from its first byte to
+its last in one place.
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -26,32 +28,41 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
+from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
-from serve_app.http.answers import Choice, Delta, Transcript, follow, usage_of
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, usage_of
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
-from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, EventWriter, Head, ResponsesDialect
+from serve_app.http.formats import (
+    ChatDialect,
+    CompletionDialect,
+    Dialect,
+    EventWriter,
+    Head,
+    ResponsesDialect,
+    ToldChoice,
+)
 from serve_app.http.generation import Generator
+from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.http.metrics import Metrics, RequestRecord
 from serve_app.http.plain.plain_routes import add_plain_routes
 from serve_app.http.plain.served_model import fingerprint
 from serve_app.http.plain.tokenizing import Tokenizing
+from serve_app.http.request_rules import bad_words_of, truncated
 from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import (
-    HealthReport,
-    Usage,
-)
-from serve_app.http.wire.schemas import GenerationRequest
+from serve_app.http.wire.replies import HealthReport, Usage
+from serve_app.http.wire.schemas import REQUEST_ID_PATTERN, GenerationRequest
 from serve_app.http.wire.tokenizing import DetokenizeRequest, TokenizeRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
+REQUEST_ID = "X-Request-Id"
 HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -66,13 +77,17 @@ def create_api(
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Callable[[], Awaitable[HealthReport]],
+    defaults: GenerationDefaults = NO_DEFAULTS,
     checkpoint: str = "",
 ) -> FastAPI:
-    """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is."""
+    """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is.
+
+    `defaults` are taken for what requests leave out.
+    """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies, fingerprint(config, checkpoint))
+    service = Service(generator, text, config, metrics, bodies, fingerprint(config, checkpoint), defaults)
     for endpoint in (
         ApiEndpoint(CompletionDialect(), service),
         ApiEndpoint(ChatDialect(), service),
@@ -120,6 +135,7 @@ class Service:
     metrics: Metrics
     bodies: Bodies
     fingerprint: str
+    defaults: GenerationDefaults = NO_DEFAULTS
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -147,82 +163,96 @@ class ApiEndpoint(Generic[RequestT]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]
         with self._service.metrics.request(self._dialect.endpoint) as record, caller.exchange() as exchange:
-            response = await self._respond(Request(scope, receive), record, exchange)
+            request = Request(scope, receive)
+            response = await self._respond(request, record, exchange)
+            response.headers.setdefault(REQUEST_ID, _asked_name(request) or self._new_name())
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
+
+    def _new_name(self) -> str:
+        return f"{self._service.draw():016x}"
 
     async def _respond(self, request: Request, record: RequestRecord, exchange: Exchange) -> Response:
         try:
             self._service.generator.check_room(1)
+            _check_name(request)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body, exchange)
+                answer = await self._prepare(body, exchange, _asked_name(request))
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
-                return as_json(whole)
+                return as_json(whole, headers={REQUEST_ID: answer.name})
             events = answer.events()
             keep_alive_s = self._service.config.server.stream_keep_alive_s
             first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
-            return EventStream(first, events, record, keep_alive_s, answer.writer.failed)
+            headers = {REQUEST_ID: answer.name}
+            return EventStream(first, events, record, keep_alive_s, answer.writer.failed, headers)
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes, exchange: Exchange) -> "ApiAnswer":
+    async def _prepare(self, body: bytes, exchange: Exchange, asked_name: str | None) -> "ApiAnswer":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         exchange.caller.check(request)
         self._service.generator.check_room(terms.sessions)
         exchange.take(terms.sessions)
-        return await self._service.aside(self._resolve, request, terms, exchange.caller)
+        name = asked_name or request.request_id or self._new_name()
+        return await self._service.aside(self._resolve, request, terms, exchange.caller, name)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
-        request = self._dialect.parse(body, service.bounds)
+        request = service.defaults.applied(self._dialect.parse(body, service.bounds))
         terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
         self._dialect.check(request, service.text)
         return request, terms
 
-    def _resolve(self, request: RequestT, terms: Terms, caller: Caller) -> "ApiAnswer":
+    def _resolve(self, request: RequestT, terms: Terms, caller: Caller, name: str) -> "ApiAnswer":
         service = self._service
         dialect = self._dialect
-        prompts = dialect.prompts(request, service.text)
-        generations = caller.bounded(
-            resolve(
-                request,
-                terms,
-                prompts,
-                context=service.config.model.max_context,
-                eos_ids=service.text.eos_ids,
-                vocabulary=service.text.vocabulary,
-                draw=service.draw,
-            )
+        context = service.config.model.max_context
+        prompts = [truncated(request, prompt, context) for prompt in dialect.prompts(request, service.text)]
+        resolved = resolve(
+            request,
+            terms,
+            prompts,
+            context=context,
+            eos_ids=service.text.eos_ids,
+            vocabulary=service.text.vocabulary,
+            draw=service.draw,
+            bad_words=bad_words_of(request, service.text),
         )
-        interval = service.config.server.stream_interval
-        special = dialect.reads_parts(service.text)
-        choices = [
-            Choice(
-                generation,
-                Transcript(index, service.text.detokenizer(with_special=special), StopMatcher(request.stop), interval),
-            )
-            for index, generation in enumerate(generations)
-        ]
-        options = dialect.telling(request)
-        tellings = [
-            Telling(index, dialect.reader(request, service.text, generation.prompt), options, service.draw)
-            for index, generation in enumerate(generations)
-        ]
-        name = request.request_id or f"{service.draw():016x}"
+        generations = caller.bounded(resolved)
         head = Head(
             id=f"{dialect.id_prefix}{name}",
             created=int(time.time()),
             model=request.model,
             system_fingerprint=service.fingerprint,
         )
-        writer = dialect.writer(request, head)
-        return ApiAnswer(writer, service, request.stream, choices, tellings, sum(map(len, prompts)))
+        told = [self._choice(request, index, generation) for index, generation in enumerate(generations)]
+        writer = dialect.writer(request, head, service.text)
+        return ApiAnswer(writer, service, request.stream, told, sum(map(len, prompts)), name)
+
+    def _choice(self, request: RequestT, index: int, generation: Generation) -> ToldChoice:
+        text = self._service.text
+        dialect = self._dialect
+        skips = request.skip_special_tokens and not dialect.reads_parts(text)
+        echoed = generation.prompt if request.is_echoed else ()
+        form = AnswerForm(
+            stop_ids=frozenset(generation.stop_ids),
+            keeps_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            echoed=echoed,
+            echoed_text=text.decode(echoed, skips) if echoed else "",
+        )
+        stops = StopMatcher(request.stop, request.include_stop_str_in_output)
+        interval = self._service.config.server.stream_interval
+        transcript = Transcript(index, text.detokenizer(skips), stops, interval, form)
+        reader = dialect.reader(request, text, generation.prompt)
+        telling = Telling(index, reader, dialect.telling(request), self._service.draw)
+        return ToldChoice(Choice(generation, transcript), telling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,29 +287,42 @@ class ApiAnswer:
     writer: EventWriter
     service: Service
     stream: bool
-    choices: list[Choice]
-    tellings: list[Telling]  # of the choices
+    told: list[ToldChoice]
     prompt_tokens: int
+    name: str  # of the request
 
     async def whole(self) -> BaseModel:
         """The answer when all choices have ended."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                self.tellings[delta.index].parts(delta)
-        return self.writer.whole(self.tellings, self._usage())
+                self.told[delta.index].telling.parts(delta)
+        return self.writer.whole(self.told, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; the first comes with the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                for part in self.tellings[delta.index].parts(delta):
+                for part in self.told[delta.index].telling.parts(delta):
                     for event in self.writer.part(part, self._usage):
                         yield event
         for event in self.writer.closing(self._usage()):
             yield event
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
-        return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
+        choices = [choice for choice, _ in self.told]
+        return follow(self.service.generator, choices, self.service.metrics, self.service.clock)
 
     def _usage(self) -> Usage:
-        return usage_of(self.choices, self.prompt_tokens, sum(telling.reasoning_tokens for telling in self.tellings))
+        reasoning_tokens = sum(telling.reasoning_tokens for _, telling in self.told)
+        return usage_of([choice for choice, _ in self.told], self.prompt_tokens, reasoning_tokens)
+
+
+def _asked_name(request: Request) -> str | None:
+    """What the client calls the request, in a header."""
+    name = request.headers.get(REQUEST_ID, "")
+    return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
+
+
+def _check_name(request: Request) -> None:
+    if REQUEST_ID in request.headers and _asked_name(request) is None:
+        raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)

@@ -1,14 +1,24 @@
 """The formats of requests and answers: completions, chat completions and responses.
 
 A dialect knows its request's schema and how deltas and transcripts look on the wire; nothing of how they come about.
+Long because what one format has is compared with the others'.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Generic, Protocol, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
+from serve_app.http.answers import Choice
+from serve_app.http.conversation.logprobs import (
+    ScoredToken,
+    TokenText,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from serve_app.http.conversation.reading import PlainReader, Reader
 from serve_app.http.conversation.requests import check_talk, messages_for, options_for
 from serve_app.http.conversation.telling import Part, Telling, TellingOptions
@@ -26,9 +36,14 @@ from serve_app.http.wire.replies import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
     CompletionChunk,
+    CompletionLogprobs,
+    PromptLogprobs,
+    ScoredChatCompletion,
+    ScoredCompletionChoice,
     ToolCallDelta,
     Usage,
 )
@@ -47,10 +62,26 @@ class Head(TypedDict):
     system_fingerprint: str
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreForm:
+    """What is told of tokens beside their text, and by which names."""
+
+    top: int | None  # likeliest ones of each generated token; None: nothing
+    prompt_top: int | None  # the same of the prompt
+    text_of: TokenText
+
+
+class ToldChoice(NamedTuple):
+    """A choice, and how it is told."""
+
+    choice: Choice
+    telling: Telling
+
+
 class EventWriter(Protocol):
     """Tells one answer."""
 
-    def whole(self, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
+    def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
         """The answer in one piece."""
         ...
 
@@ -98,20 +129,20 @@ class Dialect(ABC, Generic[RequestT]):
         """The request in a body."""
         return parse(self.schema, body, bounds)
 
-    def writer(self, request: RequestT, head: Head) -> EventWriter:
+    def writer(self, request: RequestT, head: Head, codec: TextCodec) -> EventWriter:
         """What tells the answer."""
-        return ChunkWriter(self, request, head)
+        return ChunkWriter(self, request, head, codec.token_text)
 
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
         """The request's prompts as tokens."""
 
     @abstractmethod
-    def whole(self, head: Head, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
+    def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> BaseModel:
         """The answer in one piece."""
 
     @abstractmethod
-    def chunk(self, head: Head, part: Part, usage: Usage | None) -> BaseModel:
+    def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> BaseModel:
         """One choice's opening, next text or end, and the usage so far where the client asked for it."""
 
     @abstractmethod
@@ -122,19 +153,20 @@ class Dialect(ABC, Generic[RequestT]):
 class ChunkWriter(Generic[RequestT]):
     """Tells an answer in chunks, each of which is an event."""
 
-    def __init__(self, dialect: Dialect[RequestT], request: RequestT, head: Head) -> None:
+    def __init__(self, dialect: Dialect[RequestT], request: RequestT, head: Head, text_of: TokenText) -> None:
         self._dialect = dialect
+        self._scores = ScoreForm(request.top_of_tokens, request.prompt_logprobs, text_of)
         self._head = head
         self._options = request.stream_options
         wanted = {"usage": request.stream_options.include_usage, "slipstream": request.speculation.trace}
         self._left_out = {name for name, is_wanted in wanted.items() if not is_wanted}
 
-    def whole(self, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
-        return self._dialect.whole(self._head, tellings, usage)
+    def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
+        return self._dialect.whole(self._head, told, usage, self._scores)
 
     def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
         so_far = usage() if self._options.continuous_usage_stats else None
-        return (self._event(self._dialect.chunk(self._head, part, so_far)),)
+        return (self._event(self._dialect.chunk(self._head, part, so_far, self._scores)),)
 
     def closing(self, usage: Usage) -> Iterable[str]:
         told = (self._event(self._dialect.closing(self._head, usage)),) if self._options.include_usage else ()
@@ -158,15 +190,16 @@ class CompletionDialect(Dialect[CompletionRequest]):
     def prompts(self, request: CompletionRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
 
-    def whole(self, head: Head, tellings: Sequence[Telling], usage: Usage) -> Completion:
-        choices = tuple(
-            CompletionChoice(index=choice.index, text=choice.content, finish_reason=choice.finish)
-            for choice in tellings
-        )
-        return Completion(**head, choices=choices, usage=usage)
+    def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> Completion:
+        return Completion(**head, choices=tuple([_whole_completion(one, scores) for one in told]), usage=usage)
 
-    def chunk(self, head: Head, part: Part, usage: Usage | None) -> CompletionChunk:
-        choice = CompletionChoice(index=part.index, text=part.text, finish_reason=part.finish)
+    def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> CompletionChunk:
+        choice = CompletionChoice(
+            index=part.index,
+            text=part.text,
+            logprobs=_of_completion(part.scored, scores, part.offset),
+            finish_reason=part.finish,
+        )
         return CompletionChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
     def closing(self, head: Head, usage: Usage) -> CompletionChunk:
@@ -197,21 +230,20 @@ class ChatDialect(Dialect[ChatRequest]):
         most_calls = None if request.parallel_tool_calls else 1
         return TellingOptions(request.include_reasoning, most_calls, opening=True)
 
-    def whole(self, head: Head, tellings: Sequence[Telling], usage: Usage) -> ChatCompletion:
-        choices = []
-        for choice in tellings:
-            assert choice.finish is not None, "an answer is whole when all its choices have ended"
-            message = AnswerMessage(
-                content=choice.content or (None if choice.calls else ""),
-                reasoning=choice.reasoning or None,
-                reasoning_content=choice.reasoning or None,
-                tool_calls=choice.calls or None,
-            )
-            choices.append(ChatChoice(index=choice.index, message=message, finish_reason=choice.finish))
-        return ChatCompletion(**head, choices=tuple(choices), usage=usage)
+    def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> ChatCompletion:
+        made = tuple([_whole_chat(one, scores) for one in told])
+        if scores.prompt_top is None:
+            return ChatCompletion(**head, choices=made, usage=usage)
+        of_prompt = _of_prompt(told[0].choice, scores.prompt_top, scores)
+        return ScoredChatCompletion(**head, choices=made, usage=usage, prompt_logprobs=of_prompt)
 
-    def chunk(self, head: Head, part: Part, usage: Usage | None) -> ChatChunk:
-        choice = ChatChunkChoice(index=part.index, delta=_chat_delta(part), finish_reason=part.finish)
+    def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> ChatChunk:
+        choice = ChatChunkChoice(
+            index=part.index,
+            delta=_chat_delta(part),
+            logprobs=_of_chat(part.scored, scores),
+            finish_reason=part.finish,
+        )
         return ChatChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
     def closing(self, head: Head, usage: Usage) -> ChatChunk:
@@ -228,7 +260,8 @@ class ResponsesDialect(ChatDialect):
     def parse(self, body: bytes, bounds: RequestBounds) -> ResponsesChat:
         return as_chat(parse(ResponsesRequest, body, bounds), bounds)
 
-    def writer(self, request: ChatRequest, head: Head) -> EventWriter:
+    def writer(self, request: ChatRequest, head: Head, codec: TextCodec) -> EventWriter:
+        del codec
         assert isinstance(request, ResponsesChat), "it was parsed here"
         return _ResponseEvents(ResponseWriter(begun(request.asked, head["id"], head["created"])))
 
@@ -239,8 +272,8 @@ class _ResponseEvents:
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
 
-    def whole(self, tellings: Sequence[Telling], usage: Usage) -> BaseModel:
-        (telling,) = tellings
+    def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
+        ((_, telling),) = told
         assert telling.finish is not None, "an answer is whole when its choice has ended"
         return self._writer.whole(telling.told, telling.finish, usage)
 
@@ -263,3 +296,43 @@ def _chat_delta(part: Part) -> ChatDelta:
     if part.reasoning:
         return ChatDelta(reasoning=part.reasoning, reasoning_content=part.reasoning)
     return ChatDelta(content=part.text) if part.finish is None else ChatDelta()
+
+
+def _whole_completion(told: ToldChoice, scores: ScoreForm) -> CompletionChoice:
+    transcript = told.choice.transcript
+    text = transcript.text
+    logprobs = _of_completion(transcript.scored, scores)
+    finish = transcript.finish
+    if scores.prompt_top is None:
+        return CompletionChoice(index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish)
+    of_prompt = _of_prompt(told.choice, scores.prompt_top, scores)
+    return ScoredCompletionChoice(
+        index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish, prompt_logprobs=of_prompt
+    )
+
+
+def _whole_chat(told: ToldChoice, scores: ScoreForm) -> ChatChoice:
+    telling = told.telling
+    assert telling.finish is not None, "an answer is whole when all its choices have ended"
+    message = AnswerMessage(
+        content=telling.content or (None if telling.calls else ""),
+        reasoning=telling.reasoning or None,
+        reasoning_content=telling.reasoning or None,
+        tool_calls=telling.calls or None,
+    )
+    logprobs = _of_chat(told.choice.transcript.scored, scores)
+    return ChatChoice(index=telling.index, message=message, logprobs=logprobs, finish_reason=telling.finish)
+
+
+def _of_completion(scored: Sequence[ScoredToken], scores: ScoreForm, offset: int = 0) -> CompletionLogprobs | None:
+    if scores.top is None or not scored:
+        return None
+    return completion_logprobs(scored, scores.top, scores.text_of, offset)
+
+
+def _of_chat(scored: Sequence[ScoredToken], scores: ScoreForm) -> ChatLogprobs | None:
+    return chat_logprobs(scored, scores.top, scores.text_of) if scores.top is not None and scored else None
+
+
+def _of_prompt(choice: Choice, top: int, scores: ScoreForm) -> PromptLogprobs:
+    return prompt_logprobs(choice.generation.prompt, choice.transcript.prompt_scores, top, scores.text_of)

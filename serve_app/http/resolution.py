@@ -12,6 +12,7 @@ from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.http.plain.served_model import check_model
+from serve_app.http.request_rules import check_rules, rules_of, scoring_of
 from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
@@ -40,6 +41,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
     _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
+    check_rules(request)
     return Terms(
         sessions=request.prompt_count * request.n,
         acceptance=_acceptance(request, config),
@@ -57,19 +59,23 @@ def resolve(
     eos_ids: tuple[int, ...],
     vocabulary: int,
     draw: Draw,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[Generation]:
     """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
     generations = []
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
-        max_len = _max_len(request, len(prompt), context)
+        prompt_len = len(prompt)
+        max_len = _max_len(request, prompt_len, context)
+        rules = rules_of(request, prompt_len, bad_words, vocabulary)
+        scoring = scoring_of(request, prompt_len)
         seed = draw() if request.seed is None else request.seed & _SEED_MASK
         generations += [
             Generation(
                 session=f"{draw():016x}{draw():016x}",
                 prompt=prompt,
                 max_len=max_len,
-                stop_ids=() if request.ignore_eos else eos_ids,
+                stop_ids=_stop_ids(request, eos_ids),
                 sampling=terms.sampling,
                 seed=seed,
                 draft_seed=draw(),
@@ -77,6 +83,10 @@ def resolve(
                 hash_key=draw(),
                 acceptance=terms.acceptance,
                 max_draft_tokens=terms.max_draft_tokens,
+                rules=rules,
+                scoring=scoring,
+                priority=request.priority,
+                cache_salt=request.cache_salt or "",
             )
             for choice in range(request.n)
         ]
@@ -131,6 +141,11 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
     return prompt_len + min(request.token_limits.values(), default=default)
 
 
+def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids)))
+
+
 def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Acceptance:
     asked = request.speculation.acceptance
     if request.seed is not None and asked == "ratio":
@@ -162,4 +177,5 @@ def _sampling(request: GenerationRequest) -> Sampling:
         min_p=request.min_p,
         frequency_penalty=request.frequency_penalty,
         presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
     )

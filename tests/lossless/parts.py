@@ -26,7 +26,7 @@ from cluster.page_allocator import PageCopy
 from cluster.routing.session import Emit, Generation, Session
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Acceptance, Block, Message, Sampling
+from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
 
 PAGE_SIZE = 2
@@ -60,6 +60,7 @@ class Setting:
     reads_states: bool = False  # whether the method reads the target's hidden states
     keeps_states: bool = True  # whether the target keeps them beside its cache
     enough_states: int | None = None  # of a text's latest, to begin with where earlier ones would be computed again
+    rules: TokenRules = NO_RULES
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property
@@ -110,6 +111,7 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
             hash_key=rng.getrandbits(64),
             acceptance=setting.acceptance,
             max_draft_tokens=setting.block_len,
+            rules=setting.rules,
         )
 
 

@@ -43,10 +43,12 @@ class Caller:
 
     def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
         """The sessions with what this key allows them."""
-        most = self.max_tokens
-        if most is None:
-            return list(generations)
-        return [replace(one, max_len=min(one.max_len, len(one.prompt) + most)) for one in generations]
+        return [self._bounded(one) for one in generations]
+
+    def _bounded(self, one: Generation) -> Generation:
+        most = one.max_len if self.max_tokens is None else len(one.prompt) + self.max_tokens
+        salt = _both(self.cache_salt, one.cache_salt) if self.cache_salt else one.cache_salt
+        return replace(one, max_len=min(one.max_len, most), cache_salt=salt)
 
 
 @dataclass(eq=False)
@@ -91,3 +93,8 @@ class Callers:
 def _caller(name: str, key: ApiKey) -> Caller:
     salt = f"key {name}" if key.cache_salt is None else f"salt {key.cache_salt}"
     return Caller(name, key.max_sessions, key.max_tokens, salt)
+
+
+def _both(salt: str, asked: str) -> str:
+    """One salt of a key's and a request's, which tells of neither and is no longer than one may be."""
+    return hashlib.sha256(f"{salt}\n{asked}".encode()).hexdigest()

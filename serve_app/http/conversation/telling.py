@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.conversation.reading import Call, Content, Reader, Reasoning, Saying
 from serve_app.http.wire.replies import FinishReason, FunctionReply, ToolCallReply, Trace
 
@@ -27,6 +28,12 @@ class Gain(Protocol):
     def is_first(self) -> bool: ...
 
     @property
+    def offset(self) -> int: ...
+
+    @property
+    def scored(self) -> tuple[ScoredToken, ...]: ...
+
+    @property
     def finish(self) -> FinishReason | None: ...
 
 
@@ -42,6 +49,8 @@ class Part:
     reasoning: str = ""
     call: ToolCallReply | None = None
     call_index: int = 0
+    offset: int = 0  # characters before the text
+    scored: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,8 @@ class Telling:
         if gain.finish is not None:
             sayings += self._reader.finish()
         parts = [part for saying in _joined(sayings) for part in self._part(saying)]
+        if gain.scored and not parts:
+            parts = [Part(self.index)]
         if gain.finish is not None:
             self.finish = "tool_calls" if self.calls and gain.finish == "stop" else gain.finish
             parts.append(Part(self.index, finish=self.finish))
@@ -144,7 +155,7 @@ class Telling:
             pieces=untold.pieces + gain.pieces,
         )
         self._untold = Trace() if parts else trace
-        return [replace(parts[0], trace=trace), *parts[1:]] if parts else []
+        return [replace(parts[0], trace=trace, offset=gain.offset, scored=gain.scored), *parts[1:]] if parts else []
 
 
 def _joined(sayings: Iterable[Saying]) -> list[Saying]:

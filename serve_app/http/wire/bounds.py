@@ -13,6 +13,9 @@ class RequestBounds:
     parts: int = 256  # of one message
     tools: int = 128
     variables: int = 64  # for a chat template
-    stops: int = 4
+    stops: int = 4096
+    words: int = 1024  # in `bad_words`
+    token_ids: int = 4096  # in `logit_bias`, and in `stop_token_ids`
+    allowed: int = 1 << 18  # token ids
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body

@@ -46,16 +46,54 @@ class _Reply(_Body):
     system_fingerprint: str
 
 
+class TokenLogprob(_Body):
+    """One of the likeliest tokens of a place."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: tuple[TokenLogprob, ...]
+
+
+class ChatLogprobs(_Body):
+    content: tuple[ChatTokenLogprob, ...]
+    refusal: None = None
+
+
+class CompletionLogprobs(_Body):
+    text_offset: tuple[int, ...]
+    token_logprobs: tuple[float | None, ...]  # None: of a prompt's first token
+    tokens: tuple[str, ...]
+    top_logprobs: tuple[dict[str, float] | None, ...]
+
+
+class PromptLogprob(_Body):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = tuple[dict[int, PromptLogprob] | None, ...]
+"""vLLM's: for each token of a prompt, itself and the likeliest in its place; None for the first."""
+
+
 class CompletionChoice(_Body):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+
+
+class ScoredCompletionChoice(CompletionChoice):
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(_Reply):
     object: Literal["text_completion"] = "text_completion"
-    choices: tuple[CompletionChoice, ...]
+    choices: tuple[ScoredCompletionChoice | CompletionChoice, ...]
     usage: Usage | None = None
 
 
@@ -117,7 +155,7 @@ class ChatDelta(_Body):
 class ChatChoice(_Body):
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -127,10 +165,14 @@ class ChatCompletion(_Reply):
     usage: Usage
 
 
+class ScoredChatCompletion(ChatCompletion):
+    prompt_logprobs: PromptLogprobs
+
+
 class ChatChunkChoice(_Body):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
 
 

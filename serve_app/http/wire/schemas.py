@@ -22,6 +22,7 @@ from serve_app.http.wire.field_types import (
     unserved,
 )
 from serve_app.http.wire.messages import ChatMessage, Tool, ToolChoice
+from serve_app.http.wire.sampling_fields import SamplingFields, Top
 from serve_app.http.wire.unserved_fields import (
     UnservedChatFields,
     UnservedCompletionFields,
@@ -32,6 +33,7 @@ MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
 MAX_EFFORT_CHARS = 32
+REQUEST_ID_PATTERN = r"^[\w.:-]{1,128}$"
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],
@@ -65,7 +67,7 @@ class SpeculationOptions(RequestPart):
     trace: Flag = False  # streamed chunks tell drafted tokens from the target's own
 
 
-class GenerationRequest(UnservedFields):
+class GenerationRequest(SamplingFields, UnservedFields):
     """What both endpoints take."""
 
     prompt_field: ClassVar[str]
@@ -89,7 +91,7 @@ class GenerationRequest(UnservedFields):
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
-    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None  # vLLM's: in the answer's id
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: in the answer's id
     ignore_eos: Flag = False  # vLLM's: go on to max_tokens
     speculation: SpeculationOptions = SpeculationOptions()  # extension
 
@@ -106,6 +108,23 @@ class GenerationRequest(UnservedFields):
     def token_limits(self) -> dict[str, int]:
         """The limits on generated tokens that the client gave, by field."""
         return {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        """How many likeliest tokens are told beside each generated one; None: nothing is told of them."""
+        raise NotImplementedError
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """The same as `top_of_tokens`, of the prompt's tokens."""
+        echoed = self.top_of_tokens if self.is_echoed else None
+        asked = [top for top in (self.prompt_logprobs, echoed) if top is not None]
+        return max(asked, default=None)
 
     @field_validator("stream_options")
     @classmethod
@@ -134,6 +153,17 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
         bounded(lambda most: most.prompts, least=1),
         as_list(_is_prompt, Prompt | list[Prompt]),
     ]
+
+    echo: Flag = False
+    logprobs: Top | None = None
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def is_echoed(self) -> bool:
+        return self.echo
 
     @property
     def prompt_count(self) -> int:
@@ -173,6 +203,20 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     def offered(self) -> tuple[Tool, ...]:
         """The tools that the model may call."""
         return () if self.tool_choice == "none" else self.tools
+
+    logprobs: Flag = False
+    top_logprobs: Top | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and info.data.get("logprobs") is False:
+            raise PydanticCustomError("no_logprobs", "this is only allowed when logprobs is true")
+        return value
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def prompt_count(self) -> int:

@@ -30,6 +30,7 @@ from cluster.errors import RequestError
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.messages import CalledFunction, ChatMessage, Function, NamedTool, TextPart, Tool, ToolCall
 from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.sampling_fields import SamplingFields
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
@@ -37,21 +38,11 @@ CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 API_PAGE = Path(__file__).parents[4] / "docs" / "api.md"
 
 OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one that asks for something
-    "allowed_token_ids": ([None], [1]),
-    "bad_words": ([None, []], ["a"]),
-    "cache_salt": ([None], "x"),
     "ec_transfer_params": ([None], {}),
-    "echo": ([None, False], True),
-    "include_stop_str_in_output": ([False], True),
     "kv_transfer_params": ([None], {"a": 1}),
     "length_penalty": ([1.0, 1], 0.9),
-    "logit_bias": ([None, {}], {"1": 5}),
     "logprob_token_ids": ([None], [1]),
-    "min_tokens": ([0], 1),
-    "priority": ([0], -1),
-    "prompt_logprobs": ([None], 0),
     "repetition_detection": ([None], {"min_count": 2}),
-    "repetition_penalty": ([None, 1.0, 1], 1.1),
     "response_format": ([None, {"type": "text"}], {"type": "json_object"}),
     "return_mm_kwargs": ([True], False),
     "return_token_ids": ([None, False], True),
@@ -59,14 +50,10 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
     "return_tokens_as_token_ids": ([None, False], True),
     "routed_experts_prompt_start": ([0], 1),
     "session_id": ([None, "conversation 7"], 7),
-    "skip_special_tokens": ([True], False),
     "spaces_between_special_tokens": ([True], False),
-    "stop_token_ids": ([None, []], [1]),
     "stream_interval": ([None, 1], 2),
     "structured_outputs": ([None], {"choice": ["a", "b"]}),
     "thinking_token_budget": ([None, -1], 5),
-    "truncate_prompt_tokens": ([None], -1),
-    "truncation_side": ([None, "left", "right"], "up"),
     "use_beam_search": ([False], True),
     "user": ([None, "me"], 1),
     "vllm_xargs": ([None, {}], {"a": 1}),
@@ -75,7 +62,6 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
 OF_COMPLETIONS = {
     "add_special_tokens": ([True], False),
     "best_of": ([None, 1], 2),
-    "logprobs": ([None], 0),
     "prompt_embeds": ([None], "AAAA"),
     "suffix": ([None, ""], "x"),
 }
@@ -84,9 +70,9 @@ OF_CHAT = {
     "audio": ([None], {"voice": "x"}),
     "chat_template": ([None], "{{ messages }}"),
     "documents": ([None, []], [{"text": "x"}]),
+    "echo": ([None, False], True),
     "function_call": ([None, "none"], "auto"),
     "functions": ([None, []], [{"name": "f"}]),
-    "logprobs": ([None, False], True),
     "media_io_kwargs": ([None, {}], {"image": {}}),
     "metadata": ([None, {}, {"prompt": "v7"}], {"prompt": 7}),
     "mm_processor_kwargs": ([None, {}], {"a": 1}),
@@ -100,7 +86,6 @@ OF_CHAT = {
     "safety_identifier": ([None, "someone"], 1),
     "service_tier": ([None, "auto", "default", "flex", "priority"], 1),
     "store": ([None, True, False], "yes"),
-    "top_logprobs": ([None, 0], 3),
     "verbosity": ([None, "low", "medium", "high"], "loud"),
     "web_search_options": ([None], {}),
 }
@@ -139,7 +124,7 @@ def test_a_value_that_asks_for_something_is_refused_by_name(
 @pytest.mark.parametrize("neutral", [True, 0, "1", [1]])
 def test_a_neutral_value_of_another_type_is_not_neutral(neutral: object) -> None:
     with pytest.raises(RequestError):
-        parsed(COMPLETION | {"repetition_penalty": neutral})
+        parsed(COMPLETION | {"length_penalty": neutral})
 
 
 def fields_of(params: object) -> set[str]:
@@ -188,8 +173,10 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
         *("ignore_eos", "speculation", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
         *("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *("logprobs", "top_logprobs"),
+        *SamplingFields.model_fields,
     }
-    assert CompletionRequest.model_fields.keys() - served == (OF_BOTH | OF_COMPLETIONS).keys()
+    assert CompletionRequest.model_fields.keys() - served - {"echo"} == (OF_BOTH | OF_COMPLETIONS).keys()
     assert ChatRequest.model_fields.keys() - served == (OF_BOTH | OF_CHAT).keys()
 
 

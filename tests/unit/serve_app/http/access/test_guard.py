@@ -36,6 +36,17 @@ async def test_who_shows_the_key_is_served_within_its_bounds(front: AsgiFront) -
         await front.openai.completions.create(**ASKED, n=3)
 
 
+async def test_whoever_shows_a_key_finds_nothing_that_others_had_cached(front: AsgiFront, codec: TextCodec) -> None:
+    await front.openai.completions.create(**ASKED)
+    await front.openai.completions.create(**ASKED, extra_body={"cache_salt": "mine"})
+    plain, salted = [one.cache_salt for one in front.generator.generations]
+    assert "" != plain != salted != "mine"
+    async with asgi_front(codec) as anybody:
+        anybody.plays([Ended(Finish.STOP)])
+        await anybody.openai.completions.create(**ASKED, extra_body={"cache_salt": "mine"})
+        assert anybody.generator.generations[0].cache_salt == "mine"
+
+
 @pytest.mark.parametrize(
     "headers",
     [{}, {"Authorization": "Bearer sk-bob"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer "}],
