@@ -26,11 +26,12 @@ class ModelError(SlipstreamError):
 
 
 class RequestError(SlipstreamError):
-    """A request cannot be served as asked; `field` names what is wrong in it."""
+    """A request cannot be served as asked; `field` names what is wrong in it, and `code` in which way."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
 
 
 class GrammarError(SlipstreamError):

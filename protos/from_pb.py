@@ -271,6 +271,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         margin=margin,
         scores=scores,
         prompt_scores=_scores_from_pb(m.prompt_scores) if m.HasField("prompt_scores") else (),
+        prefix_cached=m.prefix_cached,
     )
 
 

@@ -223,6 +223,7 @@ class Verdict:
     margin: float | None = None  # by which the token was ahead of the rival that the Open names
     scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open asks for them
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
+    prefix_cached: int = 0  # tokens of the Open that were in the target's cache when it came
 
 
 @value

@@ -159,6 +159,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         answer=pb.DraftAnswer.Name(m.answer),
         collapse=_collapse_to_pb(m.collapse) if m.collapse is not None else None,
         margin=m.margin,
+        prefix_cached=m.prefix_cached,
         scores=_scores_to_pb(m.scores),
         prompt_scores=_scores_to_pb(m.prompt_scores),
     )

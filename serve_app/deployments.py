@@ -300,7 +300,8 @@ class RouterDeployment:
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
-        self._text = TextCodec.load(str(folder))
+        self._checkpoint = identity.target_model
+        self._text = TextCodec.load(str(folder), config.server)
         uses_defaults = config.server.generation_defaults == "model"
         self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
@@ -314,7 +315,9 @@ class RouterDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health, self._defaults)
+        return create_api(
+            self._router, self._text, self._config, self._metrics, self._health, self._defaults, self._checkpoint
+        )
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"

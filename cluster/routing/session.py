@@ -84,6 +84,7 @@ class Emit:
     drafted: int  # tokens in the block that was verified
     scores: tuple[TokenScore, ...] = ()  # of the tokens, if they were asked for
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
+    cached: int = 0  # tokens of the prompt that the target had computed before; with the first tokens alone
 
 
 @value
@@ -215,6 +216,8 @@ class Session:
         if not (current and here and verdict.tokens):
             self.counts.void += 1
             return []
+        prompt_len = len(self.generation.prompt)
+        is_first = self._prefix.length == prompt_len
         self._prefix.extend(verdict.tokens)
         self.counts.verifies += 1
         self.counts.blocks += verdict.drafted > 0
@@ -223,8 +226,9 @@ class Session:
         if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
             self._answers.append(verdict.answer)
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
+        cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
         commands: list[Command] = [
-            Emit(verdict.tokens, verdict.accepted, verdict.drafted, verdict.scores, verdict.prompt_scores)
+            Emit(verdict.tokens, verdict.accepted, verdict.drafted, verdict.scores, verdict.prompt_scores, cached)
         ]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]

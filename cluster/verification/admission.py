@@ -58,6 +58,7 @@ class Admission:
             session.cached_len = self.pages.open(name, shared, session.open.cache_salt.encode())
             if not session.in_engine:  # else it was preempted, and finds its own pages
                 session.is_prefix_cached = session.cached_len > 0
+                session.prefix_cached = session.cached_len
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:

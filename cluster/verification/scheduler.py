@@ -275,6 +275,7 @@ class VerificationScheduler:
             session.answer,
             collapse,
             outcome.margin,
+            prefix_cached=session.prefix_cached,
         )
         sends: list[Send] = []
         drafter = session.drafter

@@ -80,6 +80,7 @@ class TargetSession:
     decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
     stats: SessionStats = field(default_factory=SessionStats)
     is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
+    prefix_cached: int = 0  # tokens on these pages
     watch: CollapseWatch = CollapseWatch()
     feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
     ticket: Ticket | None = None  # the latest assignment's that was presented

@@ -10,11 +10,11 @@ from cluster.errors import SlipstreamError
 from cluster.routing.session import Emit, Generation
 from protos.messages import Finish
 from protos.scores import TokenScore
+from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.generation import Generator
-from serve_app.http.logprobs import ScoredToken
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import Detokenizer, StopMatcher
-from serve_app.http.wire.replies import FinishReason
+from serve_app.http.wire.replies import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
@@ -69,6 +69,7 @@ class Transcript:
         self.tokens = 0
         self.accepted = 0
         self.rejected = 0
+        self.cached = 0  # tokens of the prompt that had been computed before
         self.finish: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stops = stops
@@ -81,6 +82,7 @@ class Transcript:
     def extend(self, emit: Emit) -> Delta | None:
         """Adds committed tokens; None while there is no text that is to be given out."""
         self.rejected += emit.drafted - emit.accepted
+        self.cached += emit.cached
         if emit.prompt_scores:
             self._take_prompt_scores(emit.prompt_scores)
         for position, token in enumerate(emit.tokens):
@@ -158,6 +160,25 @@ class Choice:
 
     generation: Generation
     transcript: Transcript
+
+
+def usage_of(choices: Sequence[Choice], prompt_tokens: int, reasoning_tokens: int) -> Usage:
+    """What they have cost so far; of each prompt once, however many choices it has."""
+    transcripts = [choice.transcript for choice in choices]
+    completion_tokens = sum(transcript.tokens for transcript in transcripts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(choice.transcript.cached for choice in choices if choice.generation.choice == 0)
+        ),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(transcript.accepted for transcript in transcripts),
+            rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
+            reasoning_tokens=reasoning_tokens,
+        ),
+    )
 
 
 async def follow(

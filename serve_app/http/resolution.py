@@ -11,6 +11,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
+from serve_app.http.plain.served_model import check_model
 from serve_app.http.request_rules import check_rules, rules_of, scoring_of
 from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar
 from serve_app.http.wire.schemas import GenerationRequest
@@ -18,11 +19,8 @@ from serve_app.http.wire.schemas import GenerationRequest
 Draw = Callable[[], int]
 """Gives 64 random bits."""
 
+TOO_LONG = "context_length_exceeded"
 _SEED_MASK = (1 << 64) - 1
-
-
-class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
-    _check_model(request, config)
+    check_model(request.model, config.served_names)
     _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
@@ -99,11 +97,6 @@ def resolve(
     return generations
 
 
-def _check_model(request: GenerationRequest, config: SlipstreamConfig) -> None:
-    if request.model != config.model.name:
-        raise UnknownModelError(f"model '{request.model}' does not exist; '{config.model.name}' is served", "model")
-
-
 def _check_count(request: GenerationRequest, most: int) -> None:
     count = request.prompt_count
     if count * request.n > most:
@@ -117,7 +110,7 @@ def _check_limits(request: GenerationRequest, context: int) -> None:
     for field, limit in request.token_limits.items():
         if limit >= context:
             message = f"{field} is {limit}, expected less than {context}: the context holds the prompt too"
-            raise RequestError(message, field)
+            raise RequestError(message, field, TOO_LONG)
 
 
 def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
@@ -126,7 +119,8 @@ def _check_text(request: GenerationRequest, context: int, max_token_chars: int) 
     if request.prompt_chars > most:
         field = request.prompt_field
         message = f"{field} has {request.prompt_chars} characters, expected at most {most}: "
-        raise RequestError(f"{message}the context holds {context} tokens of up to {max_token_chars}", field)
+        message += f"the context holds {context} tokens of up to {max_token_chars}"
+        raise RequestError(message, field, TOO_LONG)
 
 
 def _check_prompt(request: GenerationRequest, prompt: tuple[int, ...], vocabulary: int) -> None:
@@ -141,11 +135,12 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
     room = context - prompt_len
     if room < 1:
         message = f"{request.prompt_field} has {prompt_len} tokens, expected at most {context - 1}: "
-        raise RequestError(f"{message}the context of {context} must hold the answer too", request.prompt_field)
+        message += f"the context of {context} must hold the answer too"
+        raise RequestError(message, request.prompt_field, TOO_LONG)
     for field, limit in request.token_limits.items():
         if limit > room:
             message = f"{field} is {limit}, expected at most {room}: the context holds {context} tokens"
-            raise RequestError(f"{message} and the prompt has {prompt_len}", field)
+            raise RequestError(f"{message} and the prompt has {prompt_len}", field, TOO_LONG)
     default = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
     return prompt_len + min(request.token_limits.values(), default=default)
 

@@ -2,16 +2,18 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
 from actors.grammars.grammar_vocabulary import end_ids, grammar_vocabulary
-from cluster.errors import RequestError
+from cluster.config import ServerConfig
+from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
+from serve_app.http.conversation.response_templates import ResponseReaders, find_template
 
 _UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
 _MOST_TOKENS_OF_A_CHARACTER = 4  # one for each of its bytes
@@ -158,49 +160,57 @@ class StopMatcher:
 class TextCodec:
     """The served model's tokenizer, as the API uses it."""
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        response_template: ResponseTemplate | None = None,
+        *,
+        special_tokens_in_text: bool = False,
+    ) -> None:
         """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = len(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
+        self.template = ChatTemplate(tokenizer, special_tokens_in_text=special_tokens_in_text)
+        self.readers = ResponseReaders(tokenizer, response_template)
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
-    def load(cls, model: str) -> Self:
+    def load(cls, model: str, server: ServerConfig | None = None) -> Self:
         """The codec of a Hugging Face model id or folder."""
-        return cls(AutoTokenizer.from_pretrained(model), end_ids(model))
+        options = server or ServerConfig()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        response = find_template(options.response_template, tokenizer, AutoConfig.from_pretrained(model).model_type)
+        special = options.allow_special_tokens_in_text
+        return cls(tokenizer, end_ids(model), response, special_tokens_in_text=special)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""
-        return tuple(self._tokenizer(text).input_ids)
+        return tuple(self.tokenizer(text).input_ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Tokens of a piece of text, with nothing around it."""
-        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def token_text(self, token: int) -> str:
         """Of one token by itself."""
-        return str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+        return str(self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
 
     def decode(self, tokens: Sequence[int], skips_special: bool = True) -> str:
         """Text of all tokens at once."""
-        return str(self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
+        return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
         """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
-        if self._tokenizer.chat_template is None:
-            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
-        try:
-            tokens = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
-        return tuple(tokens)
+        return self.template.encode(messages, options or TemplateOptions())
 
     def grammars(self) -> GrammarCompiler | None:
         """A compiler of the grammars that answers may have to keep to; None where there are none."""
-        return grammars_of(lambda: grammar_vocabulary(self._tokenizer, self.eos_ids))
+        return grammars_of(lambda: grammar_vocabulary(self.tokenizer, self.eos_ids))
 
     def detokenizer(self, skips_special: bool = True) -> Detokenizer:
-        return Detokenizer(self._tokenizer.backend_tokenizer, self._special_ids if skips_special else frozenset())
+        """For one answer; a reader knows its parts by special tokens, and is to have them."""
+        return Detokenizer(self.tokenizer.backend_tokenizer, self._special_ids if skips_special else frozenset())

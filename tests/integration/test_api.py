@@ -477,7 +477,7 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
         (CHAT, {"messages": USER, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
-        (CHAT, {"messages": USER, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": USER, "tools": [{}]}, "tools[0].type"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -554,7 +554,7 @@ async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Fr
         return (1, 2)
 
     front.plays([Ended(Finish.STOP)])
-    with patch.object(front.codec, "encode", encode), patch("serve_app.http.api.parse", wraps=parse) as parsing:
+    with patch.object(front.codec, "encode", encode), patch("serve_app.http.formats.parse", wraps=parse) as parsing:
         parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
         await front.openai.completions.create(model="toy", prompt="hi")
     assert threads

@@ -11,6 +11,8 @@ class RequestBounds:
     prompt_tokens: int = 1 << 20  # of one prompt that is given as tokens
     messages: int = 4096
     parts: int = 256  # of one message
+    tools: int = 128
+    variables: int = 64  # for a chat template
     stops: int = 4096
     words: int = 1024  # in `bad_words`
     token_ids: int = 4096  # in `logit_bias`, and in `stop_token_ids`

@@ -56,27 +56,19 @@ class UnservedChatFields(UnservedFields):
     store: Flag | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
-    add_generation_prompt: Annotated[Any, unserved(True)] = None
     add_special_tokens: Annotated[Any, unserved(False)] = None
     audio: Annotated[Any, unserved()] = None
     chat_template: Annotated[Any, unserved()] = None
-    chat_template_kwargs: Annotated[Any, unserved({})] = None
-    continue_final_message: Annotated[Any, unserved(False)] = None
     documents: Annotated[Any, unserved([])] = None
     echo: Annotated[Any, unserved(False)] = None
     function_call: Annotated[Any, unserved("none")] = None
     functions: Annotated[Any, unserved([])] = None
-    include_reasoning: Annotated[Any, unserved(True)] = None
     media_io_kwargs: Annotated[Any, unserved({})] = None
     mm_processor_kwargs: Annotated[Any, unserved({})] = None
     modalities: Annotated[Any, unserved(["text"])] = None
     moderation: Annotated[Any, unserved()] = None
-    parallel_tool_calls: Annotated[Any, unserved(True, False)] = None
     prediction: Annotated[Any, unserved()] = None
-    reasoning_effort: Annotated[Any, unserved("none")] = None
     return_prompt_text: Annotated[Any, unserved(False)] = None
-    tool_choice: Annotated[Any, unserved("none", "auto")] = None
-    tools: Annotated[Any, unserved([])] = None
     web_search_options: Annotated[Any, unserved()] = None
 
 
@@ -84,11 +76,9 @@ class UnservedMessageFields(RequestPart):
     """Of a chat's message; clients send an answer's message back as it was."""
 
     name: str | None = None
+    parsed: Any = None  # OpenAI's client sends its own reading back
 
     annotations: Annotated[Any, unserved([])] = None
     audio: Annotated[Any, unserved()] = None
     function_call: Annotated[Any, unserved()] = None
-    reasoning: Annotated[Any, unserved("")] = None
-    reasoning_content: Annotated[Any, unserved("")] = None
     refusal: Annotated[Any, unserved()] = None
-    tool_calls: Annotated[Any, unserved([])] = None

@@ -155,6 +155,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         answer=draw(st.sampled_from(DraftAnswer)),
         collapse=draw(st.none() | st.builds(Collapse, floats(0, 1), floats(0, 1), st.booleans())),
         margin=draw(st.none() | st.floats(0, 1e9)),
+        prefix_cached=draw(U32),
         scores=draw(st.just(()) | scores(len(tokens))),
         prompt_scores=draw(st.just(()) | scores(draw(st.integers(1, 4)))),
     )

@@ -156,7 +156,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"echo": True}, "echo"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format.type"),
         (CHAT, {"prompt": "x"}, "prompt"),
     ],

@@ -10,27 +10,28 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionContentPartTextParam,
+    ChatCompletionDeveloperMessageParam,
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageFunctionToolCallParam,
+    ChatCompletionNamedToolChoiceParam,
     ChatCompletionStreamOptionsParam,
     ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import (
     completion_create_params as chat_params,
 )
+from openai.types.chat.chat_completion_message_function_tool_call_param import Function as CalledFunctionParam
+from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
 from cluster.errors import RequestError
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.messages import CalledFunction, ChatMessage, Function, NamedTool, TextPart, Tool, ToolCall
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.sampling_fields import SamplingFields
-from serve_app.http.wire.schemas import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    StreamOptions,
-    TextPart,
-)
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
@@ -63,34 +64,26 @@ OF_COMPLETIONS = {
     "suffix": ([None, ""], "x"),
 }
 OF_CHAT = {
-    "add_generation_prompt": ([True], False),
     "add_special_tokens": ([False], True),
     "audio": ([None], {"voice": "x"}),
     "chat_template": ([None], "{{ messages }}"),
-    "chat_template_kwargs": ([None, {}], {"enable_thinking": False}),
-    "continue_final_message": ([False], True),
     "documents": ([None, []], [{"text": "x"}]),
     "echo": ([None, False], True),
     "function_call": ([None, "none"], "auto"),
     "functions": ([None, []], [{"name": "f"}]),
-    "include_reasoning": ([True], False),
     "media_io_kwargs": ([None, {}], {"image": {}}),
     "metadata": ([None, {}, {"prompt": "v7"}], {"prompt": 7}),
     "mm_processor_kwargs": ([None, {}], {"a": 1}),
     "modalities": ([None, ["text"]], ["audio"]),
     "moderation": ([None], {"model": "x"}),
-    "parallel_tool_calls": ([None, True, False], 1),
     "prediction": ([None], {"type": "content", "content": "x"}),
     "prompt_cache_key": ([None, "k"], 1),
     "prompt_cache_options": ([None, {"mode": "explicit"}], "explicit"),
     "prompt_cache_retention": ([None, "24h"], 24),
-    "reasoning_effort": ([None, "none"], "high"),
     "return_prompt_text": ([None, False], True),
     "safety_identifier": ([None, "someone"], 1),
     "service_tier": ([None, "auto", "default", "flex", "priority"], 1),
     "store": ([None, True, False], "yes"),
-    "tool_choice": ([None, "none", "auto"], "required"),
-    "tools": ([None, []], [{"type": "function"}]),
     "verbosity": ([None, "low", "medium", "high"], "loud"),
     "web_search_options": ([None], {}),
 }
@@ -145,7 +138,14 @@ def fields_of(params: object) -> set[str]:
         (StreamOptions, ChatCompletionStreamOptionsParam),
         (ChatMessage, ChatCompletionSystemMessageParam),
         (ChatMessage, ChatCompletionUserMessageParam),
+        (ChatMessage, ChatCompletionDeveloperMessageParam),
         (ChatMessage, ChatCompletionAssistantMessageParam),
+        (ChatMessage, ChatCompletionToolMessageParam),
+        (Tool, ChatCompletionFunctionToolParam),
+        (Function, FunctionDefinition),
+        (ToolCall, ChatCompletionMessageFunctionToolCallParam),
+        (CalledFunction, CalledFunctionParam),
+        (NamedTool, ChatCompletionNamedToolChoiceParam),
         (TextPart, ChatCompletionContentPartTextParam),
     ],
 )
@@ -169,7 +169,9 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
             "min_p",
         ),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
-        *("ignore_eos", "speculation", "response_format", "structured_outputs", "logprobs", "top_logprobs"),
+        *("ignore_eos", "speculation", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+        *("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *("response_format", "structured_outputs", "logprobs", "top_logprobs"),
         *SamplingFields.model_fields,
     }
     assert CompletionRequest.model_fields.keys() - served - {"echo"} == (OF_BOTH | OF_COMPLETIONS).keys()

@@ -3,7 +3,7 @@
 import math
 
 from protos.scores import TokenScore
-from serve_app.http.logprobs import LEAST, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from serve_app.http.conversation.logprobs import LEAST, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
 
 TEXTS = {1: "a", 2: "bc", 3: "\N{SNOWMAN}", 4: "a"}
 SCORED = [
