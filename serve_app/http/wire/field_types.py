@@ -48,7 +48,7 @@ class RequestPart(BaseModel):
         return known | dict.fromkeys(islice(unknown, MAX_FAULTS))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # True and 1 are equal, and Annotated would keep one for both
 class Unserved:
     """Of a field: only these values pass."""
 
