@@ -6,7 +6,9 @@
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from ray.util import get_current_placement_group
 from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
 from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
@@ -59,11 +63,20 @@ from serve_app.replica_counters import (
 log = logging.getLogger("ray.serve")
 
 MOST_AHEAD = 0.25  # of its places, by which a target may be ahead of others for what its cache holds
+DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
 
 
 def pacing_of(speculation: SpeculationConfig) -> Pacing:
     """The policy that the configuration names."""
     return LockStep() if speculation.is_lock_step else Adaptive()
+
+
+async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
+    """Until the replica has left, or its work has failed."""
+    task = asyncio.create_task(leaving)
+    await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 class TargetDeployment:
@@ -112,6 +125,7 @@ class TargetDeployment:
         self._report = TargetReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
+        self._drain_s = pool.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 
@@ -142,6 +156,8 @@ class TargetDeployment:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        if (stuck_s := self._replica.stuck_s) is not None:
+            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -179,6 +195,9 @@ class TargetDeployment:
         return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
     async def __del__(self) -> None:
+        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        await _while_working(self._work, self._replica.leave(self._drain_s))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
@@ -194,6 +213,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         states = states_format(config.draft, target_folder)
         bounds = state_bounds(config.draft, target_folder)
+        grammars = await loop.run_in_executor(None, grammars_of, partial(load_grammar_vocabulary, target_folder))
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
@@ -201,6 +221,7 @@ class DraftDeployment:
             target_tokens=tokens,
             target=config.model.target,
             states=states,
+            makers=() if grammars is None else (grammars.draft_masking,),
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
@@ -235,6 +256,8 @@ class DraftDeployment:
         """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        if (stuck_s := self._drafter.stuck_s) is not None:
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -259,9 +282,12 @@ class DraftDeployment:
         return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
     async def __del__(self) -> None:
+        """As a target's."""
+        if self._drafter.stuck_s is None:
+            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._server.stop()
         await self._drafter.close()
 
 
@@ -273,6 +299,7 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
         from serve_app.router import Identity, Router, RouterLimits
@@ -284,19 +311,24 @@ class RouterDeployment:
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._config = config
-        self._text = TextCodec.load(str(folder))
+        self._checkpoint = identity.target_model
+        self._text = TextCodec.load(str(folder), config.server)
+        uses_defaults = config.server.generation_defaults == "model"
+        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
-        self._metrics = Metrics(remedies=lambda: self._router.remedies)
+        self._metrics = Metrics(remedies=lambda: self._router.remedies, handovers=lambda: self._router.handovers)
         self._counters = ReplicaCounters(lambda: {**audit_counts(audits), **routed_counts(self._router.routed)})
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health)
+        return create_api(
+            self._router, self._text, self._config, self._metrics, self._health, self._defaults, self._checkpoint
+        )
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"
@@ -324,6 +356,7 @@ class RouterDeployment:
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
             "routed": self._router.routed,
+            "handovers": self._router.handovers,
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,
@@ -332,3 +365,9 @@ class RouterDeployment:
     def trace(self) -> bytes:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
+
+    async def __del__(self) -> None:
+        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._router.close()

@@ -15,6 +15,7 @@ from google.protobuf.message import Message as ProtoMessage
 from hypothesis import strategies as st
 
 from actors.drafter import Drafter
+from actors.engine.engine import ThreadEngine
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
 from actors.transport.streams import GreetedTwice, decode_greeted
@@ -199,7 +200,8 @@ def at_target(sent: Sequence[Sent]) -> None:
     now = 0.0
     buffer = BufferLimits(blocks=4, sessions=3, bytes=2000, age_s=5)
     limits = VerificationLimits(VOCABULARY, 40, 3, 32, pages=40, page_size=4, max_queued=5, buffer=buffer)
-    target = TargetReplica(None, limits, "v", "m", 30, clock=lambda: now)  # type: ignore[arg-type]
+    idle = ThreadEngine(None)  # type: ignore[arg-type]  # what computes is `engine`, below
+    target = TargetReplica(idle, limits, "v", "m", 30, clock=lambda: now)
     engine = OneToken()
     scheduler = target.scheduler
     up = {"router": target.router_up, "drafter": target.drafter_up}

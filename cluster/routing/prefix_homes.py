@@ -25,10 +25,13 @@ class PrefixOptions:
     pages_a_target: int = 1 << 15  # that are remembered, the latest
 
 
-def page_keys(key: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """One for each whole page that a target may share: never the last token, which it computes in any case."""
+def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
+    """One for each whole page that a target may share: never the last token, which it computes in any case.
+
+    Targets share pages among sessions of the same salt alone.
+    """
     keys: list[bytes] = []
-    parent = b""
+    parent = salt
     for start in range(0, min(len(tokens) - 1, MOST_PAGES * page_size) - page_size + 1, page_size):
         parent = page_hash(key, parent, tokens[start : start + page_size])
         keys.append(parent)
@@ -43,9 +46,9 @@ class PrefixHomes:
         self._options = options
         self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by target, the ones used longest ago first
 
-    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+    def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
         """Of a text's pages, as the other methods take them."""
-        return page_keys(self._key, tokens, self._options.page_size)
+        return page_keys(self._key, tokens, self._options.page_size, salt)
 
     def found(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Tokens of a text that each target is likely to have, of those that have any."""

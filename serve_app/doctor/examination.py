@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import SlipstreamConfig
-from serve_app.doctor.facts import Call, ClockReading, ClusterFacts, NodeFacts
+from serve_app.doctor.facts import ClockReading, ClusterFacts, NodeFacts, ProbeCall
 from serve_app.doctor.judgement import models_needed
 from serve_app.doctor.probe import NodeProbe
 from serve_app.operations.deploying import is_running
@@ -66,7 +66,7 @@ def _answers(asked: Mapping[K, Any], within_s: float) -> tuple[dict[K, Any], dic
     return answered, silent
 
 
-def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[Call, ...]:
+def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[ProbeCall, ...]:
     serving = [facts for facts in found.values() if facts.server is not None]
     asked = {
         (caller.node.node_id, called.node.node_id): probes[caller.node.node_id].call.remote(
@@ -77,7 +77,7 @@ def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[Ca
     if not asked:
         return ()
     answered, silent = _answers(asked, CALL_S)
-    lost = [Call(caller, called, None, why) for (caller, called), why in silent.items()]
+    lost = [ProbeCall(caller, called, None, why) for (caller, called), why in silent.items()]
     return (*answered.values(), *lost)
 
 

@@ -31,7 +31,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ProbeCall:
     """A gRPC call from one node to another, on a connection of its own."""
 
     caller: str  # node ids
@@ -56,5 +56,5 @@ class ClusterFacts:
     nodes: tuple[Node, ...]
     found: tuple[NodeFacts, ...]
     silent: Mapping[str, str]  # why nodes said nothing, by node id
-    calls: tuple[Call, ...]
+    calls: tuple[ProbeCall, ...]
     clocks: tuple[ClockReading, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.config import SlipstreamConfig
 from cluster.draft_options import STATE_READERS
-from serve_app.doctor.facts import Call, ClockReading, ClusterFacts, ModelsNeeded, NodeFacts
+from serve_app.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
 from serve_app.operations.fitting import Node, misfits, needs
 
 MIB = 1 << 20
@@ -153,7 +153,7 @@ def _grpc(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
             )
 
 
-def _calls_seen(calls: Sequence[Call]) -> str:
+def _calls_seen(calls: Sequence[ProbeCall]) -> str:
     times = sorted(call.seconds for call in calls if call.seconds is not None)
     if not times:
         return "no pair of nodes to try" if not calls else f"{len(calls)} calls tried"

@@ -17,7 +17,7 @@ from cluster.errors import ConfigError, SlipstreamError
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 from protos.messages import PROTOCOL_VERSION
-from serve_app.doctor.facts import Call, ModelsNeeded, NodeFacts
+from serve_app.doctor.facts import ModelsNeeded, NodeFacts, ProbeCall
 from serve_app.listening import listening_host
 from serve_app.operations.fitting import Node
 from serve_app.operations.local import checked_port
@@ -63,10 +63,10 @@ class NodeProbe:
     async def clock(self) -> float:
         return time.time()
 
-    async def call(self, called: str, address: str, role: PeerRole) -> Call:
+    async def call(self, called: str, address: str, role: PeerRole) -> ProbeCall:
         """Asks another node's trial server for its health."""
         if self._credentials is None:
-            return Call(self._node.node_id, called, None, "the caller has no credentials")
+            return ProbeCall(self._node.node_id, called, None, "the caller has no credentials")
         channel = self._credentials.dial(address, role)
         try:
             check = health_pb2_grpc.HealthStub(channel).Check
@@ -77,9 +77,9 @@ class NodeProbe:
                     health_pb2.HealthCheckRequest(), timeout=DIAL_S, metadata=self._credentials.metadata or None
                 )
                 times.append(time.perf_counter() - began)
-            return Call(self._node.node_id, called, min(times), None)
+            return ProbeCall(self._node.node_id, called, min(times), None)
         except grpc.aio.AioRpcError as error:
-            return Call(self._node.node_id, called, None, f"{error.code().name}: {error.details()}")
+            return ProbeCall(self._node.node_id, called, None, f"{error.code().name}: {error.details()}")
         finally:
             await channel.close()
 

@@ -57,9 +57,13 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
 
 
 def serve_config(config: SlipstreamConfig) -> Json:
-    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them."""
+    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them.
+
+    A pod has room for one router, so an update ends each one before it starts the next.
+    """
     router = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
-    ours = application(arguments(config), NAME, deployments=[{"name": "Router", "ray_actor_options": router}])
+    deployment = {"name": "Router", "ray_actor_options": router, "max_surge_percent": 0}
+    ours = application(arguments(config), NAME, deployments=[deployment])
     return serve_file([ours], {"keep_alive_timeout_s": config.server.keep_alive_s})
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from actors.attention.choice import AttentionReport, Tried
 from actors.drafter import Drafter
+from actors.engine.engine import ThreadEngine
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
@@ -65,9 +66,9 @@ class Clock:
 
 
 def a_target(clock: Clock) -> TargetReplica:
-    engine: Any = None
+    executor: Any = None  # nothing is computed
     limits = VerificationLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
-    return TargetReplica(engine, limits, "v", "m", step_timeout_s=1.0, clock=clock)
+    return TargetReplica(ThreadEngine(executor), limits, "v", "m", step_timeout_s=1.0, clock=clock)
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ import pytest
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, TargetLostError
 from cluster.pacing.health import COLLAPSES, FIRST_BLOCK_S, MISSES
-from cluster.routing.assignment import FULL_FOR_S, WELL, Assignment, Assignments
+from cluster.routing.assignment import Assignment, Assignments
+from cluster.routing.drafter_watch import WELL
 from cluster.routing.membership import Endpoint
 from cluster.routing.session import Emit, Event, Failed, Generation, Session
+from cluster.routing.target_choice import FULL_FOR_S
 from protos.messages import (
     Acceptance,
     Close,
@@ -44,10 +46,12 @@ class Desk:
         for address in drafters:
             self.assignments.drafters.up(address)
 
-    def begin(self, name: str = "s", max_draft_tokens: int = 4, prompt: tuple[int, ...] = PROMPT) -> Assignment:
+    def begin(
+        self, name: str = "s", max_draft_tokens: int = 4, prompt: tuple[int, ...] = PROMPT, salt: str = ""
+    ) -> Assignment:
         coupled = Acceptance.COUPLED
         generation = Generation(name, prompt, len(prompt) + 47, (0,), GREEDY, 7, 8, 0, KEY, coupled, max_draft_tokens)
-        assignment = Assignment(Session(generation), self.now)
+        assignment = Assignment(Session(replace(generation, cache_salt=salt)), self.now)
         self.note(self.assignments.add(assignment, self.now))
         return assignment
 
@@ -429,6 +433,13 @@ def test_a_conversation_goes_on_where_its_beginning_is_unless_that_is_far_ahead(
     turn = (*LONG, *range(100, 140), 7, 8, 9)
     assert desk.begin("b", prompt=turn).target == home
     assert desk.begin("c", prompt=LONG).target != home, "a hundred tokens are worth less than a session"
+    assert desk.assignments.routed == {"load": 2, "prefix": 1}
+
+
+def test_the_same_beginning_of_another_salt_is_not_there_already():
+    desk = Desk("T", "")
+    for salt in ("mine", "yours", "mine"):
+        desk.cancel(desk.begin(salt, prompt=LONG, salt=salt))
     assert desk.assignments.routed == {"load": 2, "prefix": 1}
 
 

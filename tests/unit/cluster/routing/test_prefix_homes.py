@@ -72,3 +72,16 @@ def test_no_text_is_looked_at_beyond_a_bound_and_keys_differ_by_key() -> None:
     assert page_keys(KEY, range(9), PAGE) != page_keys(b"other", range(9), PAGE)
     assert page_keys(KEY, range(PAGE), PAGE) == [], "its last token is computed in any case"
     assert page_keys(KEY, (), PAGE) == []
+
+
+def test_pages_of_another_salt_are_not_found() -> None:
+    """As in the targets' caches: the real allocator shares nothing between them either."""
+    pages = PageAllocator(16, PAGE, KEY)
+    pages.open("first", range(17), b"mine")
+    pages.reserve("first", 0, 17)
+    pages.publish("first", range(17), 16)
+    memory = homes()
+    memory.computed("T", memory.keys(range(17), b"mine"))
+    for salt, tokens in {b"mine": 16, b"yours": 0, b"": 0}.items():
+        assert memory.found(memory.keys(range(17), salt)).get("T", 0) == tokens
+        assert pages.open(f"salted {salt!r}", range(17), salt) == tokens

@@ -66,6 +66,14 @@ def test_the_current_attempt_commits_and_its_tokens_go_out():
     assert (counts.verifies, counts.blocks, counts.drafted, counts.accepted, counts.void) == (2, 1, 1, 1, 0)
 
 
+def test_what_of_the_prompt_was_cached_is_told_with_the_first_tokens_alone():
+    session = a_session()
+    assert session.on_verdict("t1", a_verdict(session, 4, prefix_cached=2)) == [Emit((4,), 0, 0, cached=2)]
+    assert session.on_verdict("t1", a_verdict(session, 5, prefix_cached=2)) == [Emit((5,), 0, 0)]
+    again = a_session()
+    assert again.on_verdict("t1", a_verdict(again, 4, prefix_cached=9)) == [Emit((4,), 0, 0, cached=len(PROMPT))]
+
+
 VOID = {
     "another attempt's": {"attempt": 2},
     "an older attempt's": {"attempt": 0},

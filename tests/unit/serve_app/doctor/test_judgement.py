@@ -8,7 +8,7 @@ import pytest
 from cluster.config import SlipstreamConfig, validated
 from cluster.trust.roles import PeerRole
 from serve_app.doctor.examination import MOST_CALLED, pairs
-from serve_app.doctor.facts import Call, ClockReading, ClusterFacts, ModelsNeeded, NodeFacts
+from serve_app.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
 from serve_app.doctor.judgement import judge, models_needed
 from serve_app.operations.fitting import Node
 
@@ -45,7 +45,7 @@ def faults(facts: ClusterFacts, settings: SlipstreamConfig | None = None) -> dic
 
 
 def test_a_cluster_that_lacks_nothing_has_no_fault() -> None:
-    calls = (Call("1" * 20, "2" * 20, 0.001, None), Call("2" * 20, "1" * 20, 0.002, None))
+    calls = (ProbeCall("1" * 20, "2" * 20, 0.001, None), ProbeCall("2" * 20, "1" * 20, 0.002, None))
     assert faults(cluster(calls=calls)) == {}
 
 
@@ -113,9 +113,9 @@ def test_shared_memory_must_hold_the_object_store_and_the_ranks_beside_it() -> N
 
 def test_calls_that_fail_or_are_slow_are_told_with_both_ends() -> None:
     ends = ("1" * 20, "2" * 20)
-    (failed,) = faults(cluster(calls=(Call(*ends, None, "UNAVAILABLE: refused"),)))["gRPC"]
+    (failed,) = faults(cluster(calls=(ProbeCall(*ends, None, "UNAVAILABLE: refused"),)))["gRPC"]
     assert failed.startswith("no gRPC call from 10.0.0.1 to 10.0.0.2: UNAVAILABLE: refused; ")
-    (slow,) = faults(cluster(calls=(Call(*ends, 0.05, None),)))["gRPC"]
+    (slow,) = faults(cluster(calls=(ProbeCall(*ends, 0.05, None),)))["gRPC"]
     assert "takes 50 ms there and back" in slow
     (none,) = faults(cluster(found("1"), found("2", server=None, server_fault="no token")))["gRPC"]
     assert none == "10.0.0.2: no gRPC server can be started: no token"
