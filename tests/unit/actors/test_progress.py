@@ -114,6 +114,9 @@ class HangingEngine:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
+    async def prepare(self, grammar: str) -> str | None:
+        raise AssertionError(f"nobody asks for {grammar}")
+
 
 def a_target(clock: Clock, step_timeout_s: float, step_cost: ForwardCost | None = None) -> tuple[TargetReplica, Any]:
     engine: Any = HangingEngine()
