@@ -277,6 +277,7 @@ class ServerConfig(_Frozen):
         " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
     )
     target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
+    page: bool = Field(True, description="whether `/` shows what the pools are at, to whoever can reach it")
     audit: AuditConfig = AuditConfig()
 
 

@@ -135,6 +135,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         rival=rival,
         ticket_key=_ticket_key_from(m.ticket_key),
         ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
+        wants_rejected=m.wants_rejected,
     )
 
 
@@ -190,6 +191,11 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
     )
+    rejected = _int32_tuple(m.rejected, "rejected")
+    require(
+        len(rejected) <= m.drafted - m.accepted,
+        f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted",
+    )
     margin = m.margin if m.HasField("margin") else None
     require(margin is None or 0 <= margin < math.inf, f"margin is {margin}, expected a finite number of 0 or more")
     return Verdict(
@@ -204,6 +210,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         answer=DraftAnswer(m.answer),
         collapse=_collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
         margin=margin,
+        rejected=rejected,
     )
 
 

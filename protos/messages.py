@@ -10,7 +10,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 PROOF_BYTES = 16  # of a ticket
 
@@ -118,6 +118,7 @@ class Open:
     rival: int | None = None  # of an audit of one token: whose margin is asked for
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
+    wants_rejected: bool = False  # to a target: whether verdicts are to hold the draft tokens that were rejected
 
     @property
     def takes_trees(self) -> bool:
@@ -188,6 +189,7 @@ class Verdict:
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
     margin: float | None = None  # by which the token was ahead of the rival that the Open names
+    rejected: tuple[int, ...] = ()  # to a router that asked for it: what the draft had after the accepted tokens
 
 
 @value

@@ -116,7 +116,7 @@ class Ticket(_message.Message):
     def __init__(self, assignment: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "wants_rejected")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Open(_message.Message):
     RIVAL_FIELD_NUMBER: _ClassVar[int]
     TICKET_KEY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    WANTS_REJECTED_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     tokens: bytes
@@ -151,7 +152,8 @@ class Open(_message.Message):
     rival: int
     ticket_key: bytes
     ticket: Ticket
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+    wants_rejected: bool
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., wants_rejected: _Optional[bool] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")
@@ -230,7 +232,7 @@ class Collapse(_message.Message):
     def __init__(self, usual: _Optional[float] = ..., latest: _Optional[float] = ..., is_resynced: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin", "rejected")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +244,7 @@ class Verdict(_message.Message):
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     COLLAPSE_FIELD_NUMBER: _ClassVar[int]
     MARGIN_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     base_len: int
@@ -253,7 +256,8 @@ class Verdict(_message.Message):
     answer: DraftAnswer
     collapse: Collapse
     margin: float
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ...) -> None: ...
+    rejected: bytes
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ..., rejected: _Optional[bytes] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("session", "attempt", "base_len", "prefix_hash", "max_tokens", "hold_step", "least_chance", "shape")

@@ -81,6 +81,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         rival=m.rival,
         ticket_key=m.ticket_key,
         ticket=_ticket_to_pb(m.ticket),
+        wants_rejected=m.wants_rejected,
     )
 
 
@@ -139,6 +140,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         answer=pb.DraftAnswer.Name(m.answer),
         collapse=_collapse_to_pb(m.collapse) if m.collapse is not None else None,
         margin=m.margin,
+        rejected=_int32_bytes(m.rejected),
     )
 
 

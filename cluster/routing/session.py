@@ -48,6 +48,7 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    wants_rejected: bool = False  # whether `Emit` is to hold what was rejected
 
 
 @value
@@ -73,6 +74,7 @@ class Emit:
     tokens: tuple[int, ...]
     accepted: int
     drafted: int  # tokens in the block that was verified
+    rejected: tuple[int, ...] = ()  # of a session that asks for it: what the draft had after the accepted tokens
 
 
 @value
@@ -203,7 +205,7 @@ class Session:
         if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
             self._answers.append(verdict.answer)
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
-        commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted)]
+        commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted, verdict.rejected)]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]
         return commands
@@ -281,6 +283,7 @@ class Session:
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
             ticket_key=self._ticket_key,
+            wants_rejected=g.wants_rejected,
         )
 
     def _open_drafter(self) -> list[Command]:
@@ -289,7 +292,8 @@ class Session:
         g = self.generation
         seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
         ticket = issue(self._ticket_key, g.session, self._drafters) if self._ticket_key else None
-        said = replace(self._open(), seed=seed, target_address=self.target, ticket_key=b"", ticket=ticket)
+        told = self._open()
+        said = replace(told, seed=seed, target_address=self.target, ticket_key=b"", ticket=ticket, wants_rejected=False)
         return [ToDrafter(self.drafter, said)]
 
     def _release(self) -> list[Command]:

@@ -285,7 +285,7 @@ class VerificationScheduler:
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._intake.forget(request.session)
-        return sends, (session.router, verdict)
+        return sends, (session.router, session.for_router(verdict, row))
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:

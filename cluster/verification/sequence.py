@@ -186,6 +186,13 @@ class TargetSession:
         self.paused = not self.drafting.tokens
         return [news] if is_over else [news, self.draft_request()]
 
+    def for_router(self, verdict: Verdict, row: Row) -> Verdict:
+        """With what the draft had after the accepted tokens, of a row that was verified, where that is asked for."""
+        is_cut = verdict.accepted == len(verdict.tokens)  # the session ended inside the accepted part
+        if is_cut or not self.open.wants_rejected:
+            return verdict
+        return replace(verdict, rejected=row.draft.after(verdict.tokens[: verdict.accepted]).trunk)
+
     def _unsent(self, verdict: Verdict) -> Verdict:
         """The verdict, with all tokens before it that the drafter has not heard of."""
         sent_len = self.sent_len

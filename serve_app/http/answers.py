@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.errors import SlipstreamError
 from cluster.routing.session import Emit, Generation
@@ -18,6 +19,14 @@ Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
 
 
+class HeldPiece(NamedTuple):
+    """A piece, and what the draft had instead of it and after it, if that was rejected and is to be told."""
+
+    text: str
+    drafted: bool
+    rejected: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one choice has gained since its last delta."""
@@ -29,6 +38,7 @@ class Delta:
     pieces: tuple[Piece, ...]
     is_first: bool
     finish: FinishReason | None  # set in the last
+    rejected: tuple[str, ...] = ()  # for each piece
 
 
 class Transcript:
@@ -47,8 +57,9 @@ class Transcript:
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
-        self._held: deque[Piece] = deque()  # detokenised, and may be the beginning of a stop string
-        self._due: list[Piece] = []  # for the next delta
+        self._held: deque[HeldPiece] = deque()  # detokenised, and may be the beginning of a stop string
+        self._due: list[HeldPiece] = []  # for the next delta
+        self._rejected = ""  # to be told with the next piece
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
 
     def extend(self, emit: Emit) -> Delta | None:
@@ -56,6 +67,8 @@ class Transcript:
         self.rejected += emit.drafted - emit.accepted
         for position, token in enumerate(emit.tokens):
             drafted = position < emit.accepted
+            if emit.rejected and not drafted:
+                self._rejected = self._detokenizer.preview(emit.rejected)
             self.tokens += 1
             self.accepted += drafted
             self._due += self._release(self._detokenizer.push(token), drafted)
@@ -75,20 +88,21 @@ class Transcript:
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
         return self._delta()
 
-    def _release(self, text: str, drafted: bool) -> list[Piece]:
+    def _release(self, text: str, drafted: bool) -> list[HeldPiece]:
         if not text:
             return []
-        self._held.append((text, drafted))
+        self._held.append(HeldPiece(text, drafted, self._rejected))
+        self._rejected = ""
         return self._take(len(self._stops.push(text)))
 
-    def _take(self, count: int) -> list[Piece]:
+    def _take(self, count: int) -> list[HeldPiece]:
         """The first `count` characters of the pieces held back."""
-        taken: list[Piece] = []
+        taken: list[HeldPiece] = []
         while count > 0:
-            text, drafted = self._held.popleft()
-            taken.append((text[:count], drafted))
+            text, drafted, rejected = self._held.popleft()
+            taken.append(HeldPiece(text[:count], drafted, rejected))
             if len(text) > count:
-                self._held.appendleft((text[count:], drafted))
+                self._held.appendleft(HeldPiece(text[count:], drafted))
             count -= len(text)
         return taken
 
@@ -98,13 +112,15 @@ class Transcript:
     def _delta(self) -> Delta:
         pieces = self._due
         self._due = []
-        text = "".join(piece for piece, _ in pieces)
+        text = "".join(piece.text for piece in pieces)
         tokens, accepted = self._told or (0, 0)
         is_first = self._told is None
         self._told = (self.tokens, self.accepted)
         self.text += text
         gained = self.tokens - tokens, self.accepted - accepted
-        return Delta(self.index, text, *gained, tuple(pieces), is_first, self.finish)
+        told = tuple((piece.text, piece.drafted) for piece in pieces)
+        rejected = tuple(piece.rejected for piece in pieces)
+        return Delta(self.index, text, *gained, told, is_first, self.finish, rejected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ cancels its sessions. Knows nothing of drafters, targets or Ray.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -52,14 +52,19 @@ def create_api(
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Callable[[], Awaitable[HealthReport]],
+    further: Sequence[Route] = (),
 ) -> FastAPI:
-    """The application; `text` is the served model's codec, `health` says how `generator` is."""
+    """The application; `text` is the served model's codec, `health` says how `generator` is.
+
+    `further` routes are served beside the API.
+    """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
     service = Service(generator, text, config, metrics, bodies)
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
+    api.router.routes.extend(further)
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
 
     @api.get("/v1/models")
@@ -211,8 +216,12 @@ class ApiAnswer(Generic[RequestT]):
         return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
 
     def _event(self, chunk: BaseModel) -> str:
-        options = self.request.stream_options.include_usage, self.request.speculation.trace
-        left_out = {name for name, wanted in zip(("usage", "slipstream"), options, strict=True) if not wanted}
+        speculation = self.request.speculation
+        left_out: dict[str, bool | dict[str, bool]] = {}
+        if not self.request.stream_options.include_usage:
+            left_out["usage"] = True
+        if not speculation.rejected:
+            left_out["slipstream"] = {"rejected": True} if speculation.trace else True
         return as_event(chunk.model_dump_json(exclude=left_out))
 
     def _usage_so_far(self) -> Usage | None:
@@ -235,7 +244,7 @@ class ApiAnswer(Generic[RequestT]):
 
 def _parts(delta: Delta, with_opening: bool) -> Iterator[Part]:
     """A delta as chunks: an opening in the first, the text, the end in the last."""
-    trace = Trace(tokens=delta.tokens, accepted=delta.accepted, pieces=delta.pieces)
+    trace = Trace(tokens=delta.tokens, accepted=delta.accepted, pieces=delta.pieces, rejected=delta.rejected)
     if delta.is_first and with_opening:
         yield Part(delta.index, opening=True)
     if delta.text:

@@ -79,6 +79,7 @@ def resolve(
                 hash_key=draw(),
                 acceptance=terms.acceptance,
                 max_draft_tokens=terms.max_draft_tokens,
+                wants_rejected=request.speculation.rejected,
             )
             for choice in range(request.n)
         ]
