@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import TargetLostError
 from cluster.routing.session import Ended
 from protos.messages import Finish
-from tests.browser.scripted_front import Front, scripted_front
+from tests.integration.scripted_front import Front, scripted_front
 from tests.integration.scripted_generator import STALL
 
 # Text and what is behind it, as the browser has painted both: the least contrast of any text in the page.
