@@ -16,6 +16,9 @@ MOST_REPLICAS = 64  # listed of each pool
 MOST_TRACKS = 16  # drawn
 MOST_BARS = 400  # of a track; the latest
 
+Bar = tuple[str, float, float, int]
+"""A stage, from when on and for how long, in ms of the window, and for how many sessions."""
+
 
 class _Shown(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,11 +44,11 @@ class DrafterState(_Shown):
 
 
 class Track(_Shown):
-    """An actor's line: bars of (stage, from when, for how long, for how many sessions), in ms of the window."""
+    """An actor's line."""
 
     actor: str
     role: str
-    bars: tuple[tuple[str, float, float, int], ...]
+    bars: tuple[Bar, ...]
 
 
 class PageState(_Shown):
@@ -136,23 +139,19 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 
 def _tracks(samples: Sequence[Sample]) -> tuple[Track, ...]:
-    """The last seconds before the latest span's end, drafters above targets."""
+    """The last seconds up to the latest sample, drafters above targets."""
     actors = [unpack(sample.recording) for sample in samples[:MOST_TRACKS]]
     found = spans(actors, shown_stages())
-    ends = max((span.ended_s for span in found), default=0.0)
-    begins = ends - WINDOW_S
-    return tuple(
-        Track(
-            actor=actor.name,
-            role=actor.role,
-            bars=tuple(_bar(span, begins) for span in found if span.actor == actor.name and span.ended_s > begins)[
-                -MOST_BARS:
-            ],
-        )
-        for actor in actors
-    )
+    looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
+    begins = max(looked, default=0.0) - WINDOW_S
+    return tuple(Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, found, begins)) for actor in actors)
 
 
-def _bar(span: Span, begins: float) -> tuple[str, float, float, int]:
+def _bars(actor: str, found: Sequence[Span], begins: float) -> tuple[Bar, ...]:
+    inside = [span for span in found if span.actor == actor and span.ended_s > begins]
+    return tuple(_bar(span, begins) for span in inside[-MOST_BARS:])
+
+
+def _bar(span: Span, begins: float) -> Bar:
     start = max(span.began_s, begins)
     return span.name, round((start - begins) * 1e3, 1), round((span.ended_s - start) * 1e3, 1), len(span.sessions)
