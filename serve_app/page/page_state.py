@@ -14,7 +14,7 @@ from serve_app.page.samples import WINDOW_S, DraftSample, Sample, TargetSample, 
 
 MOST_REPLICAS = 64  # listed of each pool
 MOST_TRACKS = 16  # drawn
-MOST_BARS = 400  # of a track; the latest
+MOST_BARS = 250  # of a track; the latest
 
 Bar = tuple[str, float, float, int]
 """A stage, from when on and for how long, in ms of the window, and for how many sessions."""

@@ -86,7 +86,9 @@ def test_bars_are_in_the_window_up_to_the_latest_sample_whatever_each_clock_says
 def test_a_large_fleet_is_cut() -> None:
     events = [(100 - 2 + at / 1000, what, "a") for at in range(1000) for what in ("verify", "decided")]
     busy = replace(TARGET, recording=recording("target", "t", *events))
-    state = page_state("m", [], [busy, *(replace(TARGET, name=f"t{number}") for number in range(MOST_REPLICAS + 9))])
+    names = [f"t{number}" for number in range(MOST_REPLICAS + 9)]
+    others = [replace(TARGET, name=name, recording=recording("target", name)) for name in names]
+    state = page_state("m", [], [busy, *others])
     assert (len(state.targets), state.unlisted, len(state.tracks)) == (MOST_REPLICAS, 10, MOST_TRACKS)
     assert len(state.tracks[0].bars) == MOST_BARS
     assert state.tracks[0].bars[-1][1] == 1999.0, "the latest stay"
