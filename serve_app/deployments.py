@@ -291,14 +291,14 @@ class RouterDeployment:
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
         self._metrics = Metrics(remedies=lambda: self._router.remedies)
         self._counters = ReplicaCounters(lambda: audit_counts(audits))
-        self._page = page_routes(PageWatch(config.model.name, PoolSamples(drafters, targets)))
+        watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
+        self._page = page_routes(watch) if config.server.page else []
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        page = self._page if self._config.server.page else ()
-        return create_api(self._router, self._text, self._config, self._metrics, self._health, page)
+        return create_api(self._router, self._text, self._config, self._metrics, self._health, self._page)
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -15,6 +18,7 @@ from protos.messages import Finish
 from serve_app.cli.main import app
 from serve_app.operations.watching import watch
 from tests.integration.scripted_front import Front, scripted_front
+from tests.integration.scripted_generator import STALL
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,29 @@ def test_a_conversation_marks_drafted_text_and_remembers_what_was_said(front: Fr
         "user:Hello;assistant:abXY;user:And now?;assistant:",
         "user:Anew;assistant:",
     ]
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(front: Front) -> None:
+    scripts = front.generator.scripts
+    front.plays([front.emit("begun"), STALL])
+    command = [sys.executable, "-c", "from serve_app.cli.main import main; main()", "chat", "--url", front.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write("Hello\n")
+        program.stdin.flush()
+        said = ""
+        while "begun" not in said:
+            said += program.stdout.read(1)
+        program.send_signal(signal.SIGINT)
+        front.plays([front.emit("again"), Ended(Finish.STOP)])
+        said, _ = program.communicate("Hello?\n/bye\n", timeout=60)
+    front.generator.scripts = scripts
+    assert program.returncode == 0
+    assert "[stopped]" in said
+    assert "again" in said
+    prompt = front.codec.detokenizer().preview(front.generator.generations[-1].prompt)
+    assert prompt == "user:Hello;assistant:begun;user:Hello?;assistant:", "what had come stays said"
 
 
 def test_a_failure_ends_the_answer_and_not_the_conversation(front: Front) -> None:
