@@ -38,7 +38,7 @@ def watched(url: str, state: State) -> Group:
 def _targets(targets: Sequence[State]) -> Table:
     made = table("Targets", "replica", "sessions", "queued", "busy", "tokens/s", "cache held", "speculation", "gain")
     for one in targets:
-        speculation = "on" if one["speculates"] else "off"
+        speculation = "on" if one["is_drafted_for"] else "off"
         rates = _percent(one["busy"]), shown(one["tokens_per_s"], ".1f"), _percent(one["cache"])
         made.add_row(one["name"], str(one["sessions"]), str(one["queued"]), *rates, speculation, shown(one["gain"]))
     return made

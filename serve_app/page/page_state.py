@@ -4,12 +4,12 @@ Sessions are told as counts: nothing here leads back to a request. What a large 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
 from cluster.pacing.acceptance import AcceptanceCounts
-from cluster.telemetry import Span, spans, unpack
+from cluster.telemetry import Actor, Event, Span, spans, unpack
 from serve_app.page.samples import WINDOW_S, DraftSample, Sample, TargetSample, shown_stages
 
 MOST_REPLICAS = 64  # listed of each pool
@@ -30,7 +30,7 @@ class TargetState(_Shown):
     queued: int
     busy: float | None  # share of the time in steps
     tokens_per_s: float | None
-    speculates: bool
+    is_drafted_for: bool
     gain: float
     cache: float
 
@@ -111,7 +111,7 @@ def _target(sample: TargetSample, rates: Rates | None) -> TargetState:
         queued=sample.queued,
         busy=rates.busy if rates else None,
         tokens_per_s=rates.tokens_per_s if rates else None,
-        speculates=sample.speculates,
+        is_drafted_for=sample.is_drafted_for,
         gain=sample.gain,
         cache=sample.cache,
     )
@@ -140,11 +140,21 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 def _tracks(samples: Sequence[Sample]) -> tuple[Track, ...]:
     """The last seconds up to the latest sample, drafters above targets."""
-    actors = [unpack(sample.recording) for sample in samples[:MOST_TRACKS]]
+    actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MOST_TRACKS]]
     found = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
     begins = max(looked, default=0.0) - WINDOW_S
     return tuple(Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, found, begins)) for actor in actors)
+
+
+def _up_to_now(actor: Actor, now: float) -> Actor:
+    """What it is at has lasted until now: an actor makes one pass or step at a time."""
+    events = actor.recording.events
+    ends = {stage.begins[1]: stage.ends[1] for stage in shown_stages()}
+    if not events or (end := ends.get(events[-1].name)) is None:
+        return actor
+    latest = Event(events[-1].order + 1, now, end, events[-1].sessions)
+    return replace(actor, recording=replace(actor.recording, events=(*events, latest)))
 
 
 def _bars(actor: str, found: Sequence[Span], begins: float) -> tuple[Bar, ...]:

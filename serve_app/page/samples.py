@@ -33,7 +33,7 @@ class TargetSample:
     accepted_tokens: int
     wasted_tokens: int
     acceptance: AcceptanceCounts
-    speculates: bool
+    is_drafted_for: bool  # whether blocks were wanted for the latest step
     gain: float  # of speculation over plain decoding
     cache: float  # share of its pages that sessions hold
     recording: bytes
@@ -61,7 +61,6 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
     scheduler = replica.scheduler
     load = scheduler.load()
     pages = scheduler.pages
-    speculation = scheduler.speculation
     return TargetSample(
         name=name,
         at_s=replica.timeline.now(),
@@ -72,8 +71,8 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
         accepted_tokens=scheduler.accepted_tokens,
         wasted_tokens=scheduler.wasted_tokens,
         acceptance=scheduler.acceptance,
-        speculates=bool(speculation["on"]),
-        gain=speculation["gain"],
+        is_drafted_for=scheduler.is_drafted_for,
+        gain=scheduler.speculation["gain"],
         cache=pages["held"] / pages["total"],
         recording=_recording("target", name, replica.timeline),
     )

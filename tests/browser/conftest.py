@@ -20,7 +20,7 @@ def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(request.config.getoption("--pictures") or tmp_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright has an event loop run in this thread meanwhile
 def browser() -> Iterator[Any]:
     """Chromium, driven by playwright."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")

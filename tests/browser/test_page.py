@@ -62,7 +62,7 @@ def answered(front: Front) -> None:
     front.plays(
         [
             front.emit("abX", accepted=2, rejected="c"),
-            front.emit("Y", rejected="xyz"),
+            front.emit("Y", rejected="x\nz"),
             front.emit("<i>"),
             Ended(Finish.STOP),
         ]
@@ -106,7 +106,7 @@ def test_a_keyboard_is_enough(page: Any, front: Front) -> None:
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "Home", "End", "ArrowLeft"):
         page.keyboard.press(key)
         read.append(page.locator("#rejected del").text_content())
-    assert read == ["c", "xyz", "xyz", "c", "xyz", "c"]
+    assert read == ["c", "x↵z", "x↵z", "c", "x↵z", "c"]
 
 
 def test_an_answer_can_be_stopped(page: Any, front: Front) -> None:

@@ -103,7 +103,7 @@ async def samples() -> Sequence[Sample]:
         accepted_tokens=int(3000 * now),
         wasted_tokens=int(1000 * now),
         acceptance=acceptance,
-        speculates=True,
+        is_drafted_for=True,
         gain=1.5,
         cache=0.25,
         recording=_recording("target", "target 1", now, ("verify", "decided")),

@@ -83,7 +83,11 @@ export class Answer {
     if (!token) return;
     token.classList.add("current");
     const draft = document.createElement("del");
-    draft.textContent = token.dataset.rejected;
-    this.rejected.append("Instead of “", token.textContent, "” the draft had “", draft, "”.");
+    draft.textContent = onOneLine(token.dataset.rejected);
+    this.rejected.append("Instead of “", onOneLine(token.textContent), "” the draft had “", draft, "”.");
   }
+}
+
+function onOneLine(text) {
+  return text.replaceAll("\n", "↵");
 }

@@ -14,7 +14,7 @@ export function showState(state) {
   showAcceptance(state.acceptance);
   showRows(element("targets"), state.targets.map((one) => [
     one.name, one.sessions, one.queued, percent(one.busy), number(one.tokens_per_s), percent(one.cache),
-    one.speculates ? "on" : "off", `${one.gain.toFixed(2)}×`,
+    one.is_drafted_for ? "on" : "off", `${one.gain.toFixed(2)}×`,
   ]));
   showRows(element("drafters"), state.drafters.map((one) => [
     one.name, one.sessions, one.method, number(one.draft_tokens_per_s), percent(one.ahead),

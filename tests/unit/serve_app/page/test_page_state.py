@@ -24,7 +24,7 @@ TARGET = TargetSample(
     accepted_tokens=600,
     wasted_tokens=400,
     acceptance=AcceptanceCounts((100, 50), (50, 40)),
-    speculates=True,
+    is_drafted_for=True,
     gain=1.5,
     cache=0.25,
     recording=recording("target", "t"),
@@ -81,6 +81,15 @@ def test_bars_are_in_the_window_up_to_the_latest_sample_whatever_each_clock_says
     d, t = page_state("m", [], samples).tracks
     assert (d.actor, d.role, d.bars) == ("d", "drafter", (("draft ahead", 1000.0, 250.0, 1),))
     assert (t.actor, t.role, t.bars) == ("t", "target", (("verify", 0.0, 1000.0, 1), ("verify", 2000.0, 500.0, 2)))
+
+
+def test_what_is_under_way_has_lasted_until_now() -> None:
+    target = recording("target", "t", (98.0, "verify", "a"), (98.5, "decided", "a"), (99.0, "verify", "ab"))
+    drafter = recording("drafter", "d", (98.0, "draft", "a"), (99.75, "drafted", "a"), (99.75, "draft ahead", "a"))
+    samples = [replace(DRAFTER, at_s=100.0, recording=drafter), replace(TARGET, recording=target)]
+    d, t = page_state("m", [], samples).tracks
+    assert d.bars == (("draft", 1000.0, 1750.0, 1), ("draft ahead", 2750.0, 250.0, 1))
+    assert t.bars == (("verify", 1000.0, 500.0, 1), ("verify", 2000.0, 1000.0, 2))
 
 
 def test_a_large_fleet_is_cut() -> None:
