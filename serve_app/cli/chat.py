@@ -16,6 +16,9 @@ from serve_app.cli.demo import legend, show_pieces
 
 LEAVE = "/bye"
 ANEW = "/new"
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="For a server that asks for one.")
+]
 
 
 @dataclass(slots=True)
@@ -56,9 +59,7 @@ def chat(
         int | None, typer.Option(min=0, help="Most draft tokens of a block; 0 is plain decoding.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed and questions give the same answers.")] = None,
-    key: Annotated[
-        str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="For a server that asks for one.")
-    ] = None,
+    key: ApiKey = None,
 ) -> None:
     """Talks with a running Slipstream; drafted text is in colour. Ctrl-C ends an answer, Ctrl-D the conversation."""
     console = Console()

@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
-from serve_app.cli.chat import chat
+from serve_app.cli.chat import ApiKey, chat
 from serve_app.cli.drafts import drafts_app
 from serve_app.cli.k8s import k8s_app
 from serve_app.cli.plan_options import plan
@@ -47,9 +47,6 @@ Overrides = Annotated[
 Port = Annotated[int | None, typer.Option(help="HTTP port instead of server.port; 0 takes any free one.")]
 Address = Annotated[
     str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to run on; without it a local one is started.")
-]
-ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="For a server that asks for one.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
 
