@@ -5,7 +5,8 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-browser page-pictures random_scenarios check docs bench
+.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-browser page-pictures test-clients random_scenarios \
+	check docs bench
 
 setup: .venv/.complete
 
@@ -50,6 +51,15 @@ test-browser: models
 # The pictures of the page in README.md and docs: under load, on the demo's pair.
 page-pictures: models
 	$(BIN)/pytest tests/browser/test_under_load.py -rs --pictures docs/images
+
+# LangChain's suite for chat models and LiteLLM, in an environment that the command makes; no model is needed.
+test-clients: setup .clients/.complete
+	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto -p no:cacheprovider --confcutdir tests/clients --import-mode importlib tests/clients
+
+.clients/.complete: tests/clients/requirements.txt
+	$(PYTHON) -m venv .clients
+	.clients/bin/pip install -r $<
+	touch $@
 
 # Thousands of random fault schedules in the simulator; a few minutes.
 random_scenarios: setup

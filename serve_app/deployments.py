@@ -6,7 +6,9 @@
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from ray.util import get_current_placement_group
 from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
 from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
@@ -51,10 +55,20 @@ from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_
 
 log = logging.getLogger("ray.serve")
 
+DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
+
 
 def pacing_of(speculation: SpeculationConfig) -> Pacing:
     """The policy that the configuration names."""
     return LockStep() if speculation.is_lock_step else Adaptive()
+
+
+async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
+    """Until the replica has left, or its work has failed."""
+    task = asyncio.create_task(leaving)
+    await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 class TargetDeployment:
@@ -103,6 +117,7 @@ class TargetDeployment:
         self._report = TargetReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
+        self._drain_s = pool.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 
@@ -133,6 +148,8 @@ class TargetDeployment:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        if (stuck_s := self._replica.stuck_s) is not None:
+            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -174,6 +191,9 @@ class TargetDeployment:
         return target_sample(self._replica, f"target {os.getpid()}")
 
     async def __del__(self) -> None:
+        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        await _while_working(self._work, self._replica.leave(self._drain_s))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
@@ -189,6 +209,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         states = states_format(config.draft, target_folder)
         bounds = state_bounds(config.draft, target_folder)
+        grammars = await loop.run_in_executor(None, grammars_of, partial(load_grammar_vocabulary, target_folder))
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
@@ -196,6 +217,7 @@ class DraftDeployment:
             target_tokens=tokens,
             target=config.model.target,
             states=states,
+            makers=() if grammars is None else (grammars.draft_masking,),
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
@@ -230,6 +252,8 @@ class DraftDeployment:
         """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        if (stuck_s := self._drafter.stuck_s) is not None:
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -258,9 +282,12 @@ class DraftDeployment:
         return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
 
     async def __del__(self) -> None:
+        """As a target's."""
+        if self._drafter.stuck_s is None:
+            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._server.stop()
         await self._drafter.close()
 
 
@@ -272,6 +299,7 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
         from serve_app.page.page_routes import page_routes
@@ -284,12 +312,15 @@ class RouterDeployment:
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
         self._config = config
-        self._text = TextCodec.load(str(folder))
+        self._checkpoint = identity.target_model
+        self._text = TextCodec.load(str(folder), config.server)
+        uses_defaults = config.server.generation_defaults == "model"
+        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
-        self._metrics = Metrics(remedies=lambda: self._router.remedies)
+        self._metrics = Metrics(remedies=lambda: self._router.remedies, handovers=lambda: self._router.handovers)
         self._counters = ReplicaCounters(lambda: audit_counts(audits))
         watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
         self._page = page_routes(watch) if config.server.page else []
@@ -298,7 +329,16 @@ class RouterDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health, self._page)
+        return create_api(
+            self._router,
+            self._text,
+            self._config,
+            self._metrics,
+            self._health,
+            self._defaults,
+            self._checkpoint,
+            self._page,
+        )
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"
@@ -324,6 +364,7 @@ class RouterDeployment:
             },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
+            "handovers": self._router.handovers,
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,
@@ -332,3 +373,9 @@ class RouterDeployment:
     def trace(self) -> bytes:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
+
+    async def __del__(self) -> None:
+        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._router.close()

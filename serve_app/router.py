@@ -186,6 +186,11 @@ class Router:
         return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
 
     @property
+    def handovers(self) -> dict[tuple[str, str], int]:
+        """Sessions that went from one peer to another, by the pool of who had them, and whether that was planned."""
+        return dict(self._assignments.handovers)
+
+    @property
     def is_idle(self) -> bool:
         return not self._assignments
 

@@ -88,4 +88,6 @@ def draft_with(
     runner = ModelRunner(model, pages, page_size, decoder=decoder)
     draft_cache = DraftCache(pages, page_size)
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)
-    return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration)
+    return DraftModel(
+        runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration, makers=setup.makers
+    )

@@ -43,6 +43,7 @@ class Peers:
     """One pool as a router sees it: who takes sessions, and how many of the router's each has."""
 
     def __init__(self, router: str) -> None:
+        self.leaving: set[str] = set()  # said that they end soon: they take no more sessions, and may have some
         self._router = router
         self._sessions: Counter[str] = Counter()
         self._up: dict[str, Candidate] = {}  # by address
@@ -56,8 +57,10 @@ class Peers:
         return address in self._up
 
     def up(self, address: str) -> None:
-        """It takes sessions from now on, or still does."""
+        """It takes sessions from now on, or still does; not one that leaves."""
         self.down(address)
+        if address in self.leaving:
+            return
         self._up[address] = one = Candidate(address, self._sessions[address], turn(self._router, address))
         insort(self._ranked, one.rank)
 
@@ -66,6 +69,16 @@ class Peers:
         one = self._up.pop(address, None)
         if one is not None:
             del self._ranked[bisect_left(self._ranked, one.rank)]
+
+    def leaves(self, address: str) -> None:
+        """It says that it ends soon."""
+        self.down(address)
+        self.leaving.add(address)
+
+    def gone(self, address: str) -> None:
+        """Its stream broke: who comes back, if anybody, is another."""
+        self.down(address)
+        self.leaving.discard(address)
 
     def moved(self, old: str | None, new: str | None) -> None:
         """A session left one peer for another."""

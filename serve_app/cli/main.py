@@ -170,7 +170,9 @@ def bench(
     config = _load_demo(overrides, port, console) if config_path is None else _load(config_path, overrides, port)
     _check_models(config, console, with_weights=address is None)
     from serve_app.operations.local import serving
+    from serve_app.operations.publicity import for_this_machine
 
+    config = for_this_machine(config)
     with serving(config, console, address=address, verbose=verbose) as served_at:
         if rate:
             measure_rates(served_at, key, plan, rate, requests, console, *paths)
@@ -243,6 +245,15 @@ def trace(
     write_trace(found, json_path, picture_path, seconds, ends_before)
     console.print(stages_table(found))
     typer.echo(f"{len(found)} spans of {len(actors)} actors are in {json_path}")
+
+
+@app.command()
+def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
+    """Makes an API key, which is shown once, and prints what the configuration is to hold of it."""
+    from serve_app.cli.key import key_lines, new_key
+
+    made = new_key()
+    typer.echo(f"{made}\n\n{key_lines(name, made)}")
 
 
 @config_app.command()

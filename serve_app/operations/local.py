@@ -21,6 +21,7 @@ from cluster.errors import ConfigError, SlipstreamError
 from serve_app.app import APPLICATION
 from serve_app.operations.capacity import check_resources, demand
 from serve_app.operations.deploying import deploy, withdraw
+from serve_app.operations.publicity import check_keys
 from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed, disconnect
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def serving(
 
     On leaving, running requests may finish for as long as `server.drain_s` allows; then everything is stopped.
     """
+    check_keys(config.server)
     host = config.server.host
     port = config.server.port
     if address is None:

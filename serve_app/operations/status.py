@@ -12,7 +12,7 @@ from rich.table import Table
 from cluster.audit.audits import OUTCOMES
 from serve_app.bench.client import ChatEndpoint, Counters
 from serve_app.bench.tables import shown, table
-from serve_app.operations.acceptance_status import acceptance_table, drafters_table, remedies_table
+from serve_app.operations.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 from serve_app.operations.scaling_status import pools_table
 
@@ -55,6 +55,7 @@ def _counted(application: str) -> Group | str:
         drafters_table(drafters),
         replicas_table(targets, drafters),
         remedies_table(routers),
+        handovers_table(routers),
         acceptance_table(targets, drafters),
         audits_table(routers),
     )

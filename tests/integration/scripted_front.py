@@ -60,7 +60,7 @@ class Front:
 
     def emit(self, text: str, accepted: int = 0, rejected: str = "") -> Emit:
         tokens = self.codec.encode(rejected)
-        return Emit(self.codec.encode(text), accepted, accepted + len(tokens), tokens)
+        return Emit(self.codec.encode(text), accepted, accepted + len(tokens), rejected=tokens)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def scripted_front() -> Iterator[Front]:
     config = validated({"model": model, "draft": {"method": "prompt_lookup"}})
     generator = ScriptedGenerator()
     watch = PageWatch("toy", samples)
-    api = create_api(generator, codec, config, Metrics(), _healthy, page_routes(watch))
+    api = create_api(generator, codec, config, Metrics(), _healthy, further=page_routes(watch))
     doorkeeper = Doorkeeper(api)
     server = uvicorn.Server(uvicorn.Config(doorkeeper, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))

@@ -41,7 +41,7 @@ async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
     clock = iter(range(1000))  # a new round of samples for each watcher
     watch = PageWatch("toy", collect, lambda: float(next(clock)))
-    api = create_api(of.router, codec, config, Metrics(), health, page_routes(watch))
+    api = create_api(of.router, codec, config, Metrics(), health, further=page_routes(watch))
     transport = httpx.ASGITransport(api)
     async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=20) as client:
         yield client

@@ -42,7 +42,7 @@ def blocks(tokens: tuple[int, ...], rejected: tuple[int, ...], rng: random.Rando
         given = tokens[:count]
         tokens = tokens[count:]
         lost = rejected[: rng.randint(0, 4)]
-        yield Emit(given, len(given) - 1, len(given) - 1 + len(lost), lost)
+        yield Emit(given, len(given) - 1, len(given) - 1 + len(lost), rejected=lost)
 
 
 async def streamed(codec: TextCodec, script: Script, interval: int, **fields: Any) -> list[dict[str, Any]]:

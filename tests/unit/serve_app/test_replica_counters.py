@@ -63,8 +63,15 @@ class Clock:
         return self.now
 
 
+class IdleEngine:
+    """Makes no step: nothing asks it to."""
+
+    async def prepare(self, grammar: str) -> str | None:
+        raise AssertionError(f"no session has a grammar, and {grammar!r} came")
+
+
 def a_target(clock: Clock) -> TargetReplica:
-    engine: Any = None
+    engine: Any = IdleEngine()
     limits = VerificationLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
     return TargetReplica(engine, limits, "v", "m", step_timeout_s=1.0, clock=clock)
 

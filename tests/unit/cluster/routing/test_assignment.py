@@ -8,7 +8,8 @@ import pytest
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, TargetLostError
 from cluster.pacing.health import COLLAPSES, FIRST_BLOCK_S, MISSES
-from cluster.routing.assignment import FULL_FOR_S, WELL, Assignment, Assignments
+from cluster.routing.assignment import FULL_FOR_S, Assignment, Assignments
+from cluster.routing.drafter_watch import WELL
 from cluster.routing.session import Emit, Event, Failed, Generation, Session
 from protos.messages import (
     Acceptance,

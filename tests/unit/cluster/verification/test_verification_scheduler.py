@@ -1175,6 +1175,15 @@ def test_blocks_are_counted_by_drafter_context_and_whether_the_prefix_was_cached
     assert kinds == {BlockKind(4, False): once, BlockKind(4, True): once}, "c has no drafter, so its block is nobody's"
 
 
+def test_verdicts_tell_how_much_of_what_was_opened_was_cached():
+    desk = Desk(page_size=2)
+    for name, cached in (("a", 0), ("b", 4)):
+        desk.open(name, tokens=(1, 2, 3, 4, 5), max_len=8)
+        verdicts = [message for _, message in desk.step() if isinstance(message, Verdict)]
+        assert {verdict.prefix_cached for verdict in verdicts} == {cached}
+        desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
+
+
 # ---------------------------------------------------------------- many sessions
 
 
