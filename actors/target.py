@@ -55,6 +55,7 @@ class TargetReplica:
         self.scheduler = VerificationScheduler(limits, pacing, step_cost)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self.decided_tokens = 0  # by steps; where a session ends, those after its end count too
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(engine.prepare, self._take, self._refuse)
@@ -86,6 +87,7 @@ class TargetReplica:
         outcomes = await self._compute(self._engine.step(plan), self._expected_s(plan))
         now = self._clock()
         self.timeline.record("decided", *sessions)
+        self.decided_tokens += sum([outcome.accepted + 1 for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
         await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
 

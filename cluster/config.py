@@ -305,6 +305,7 @@ class ServerConfig(_Frozen):
         " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
     )
     target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
+    page: bool = Field(True, description="whether `/` shows what the pools are at, to whoever may ask")
     served_names: tuple[str, ...] = Field((), description="further names that clients may use for the model")
     cors_origins: tuple[str, ...] = Field(
         (), description="sites whose pages in a browser may ask; `*`: all; empty: none but pages of this address"

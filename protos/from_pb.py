@@ -192,6 +192,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         scoring=_scoring_from_pb(m.scoring) if m.HasField("scoring") else NO_SCORING,
         priority=m.priority,
         cache_salt=m.cache_salt,
+        wants_rejected=m.wants_rejected,
     )
 
 
@@ -253,6 +254,11 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
     )
+    rejected = _int32_tuple(m.rejected, "rejected")
+    require(
+        len(rejected) <= m.drafted - m.accepted,
+        f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted",
+    )
     margin = m.margin if m.HasField("margin") else None
     scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
     require(len(scores) in (0, len(tokens)), f"{len(scores)} scores of {len(tokens)} decided tokens")
@@ -272,6 +278,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         scores=scores,
         prompt_scores=_scores_from_pb(m.prompt_scores) if m.HasField("prompt_scores") else (),
         prefix_cached=m.prefix_cached,
+        rejected=rejected,
     )
 
 

@@ -151,6 +151,7 @@ class Open:
     scoring: Scoring = NO_SCORING
     priority: int = 0  # lower numbers are admitted first
     cache_salt: str = ""
+    wants_rejected: bool = False  # to a target: whether verdicts are to hold the draft tokens that were rejected
 
     @property
     def takes_trees(self) -> bool:
@@ -224,6 +225,7 @@ class Verdict:
     scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open asks for them
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
     prefix_cached: int = 0  # tokens of the Open that were in the target's cache when it came
+    rejected: tuple[int, ...] = ()  # to a router that asked for it: what the draft had after the accepted tokens
 
 
 @value

@@ -140,7 +140,7 @@ class Ticket(_message.Message):
     def __init__(self, assignment: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "grammar", "rules", "scoring", "priority", "cache_salt")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "grammar", "rules", "scoring", "priority", "cache_salt", "wants_rejected")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,7 @@ class Open(_message.Message):
     SCORING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_REJECTED_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     tokens: bytes
@@ -185,7 +186,8 @@ class Open(_message.Message):
     scoring: Scoring
     priority: int
     cache_salt: str
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    wants_rejected: bool
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., wants_rejected: _Optional[bool] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")
@@ -276,7 +278,7 @@ class TokenScores(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin", "scores", "prompt_scores", "prefix_cached")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin", "scores", "prompt_scores", "prefix_cached", "rejected")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +293,7 @@ class Verdict(_message.Message):
     SCORES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     base_len: int
@@ -305,7 +308,8 @@ class Verdict(_message.Message):
     scores: TokenScores
     prompt_scores: TokenScores
     prefix_cached: int
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ..., scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prompt_scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prefix_cached: _Optional[int] = ...) -> None: ...
+    rejected: bytes
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ..., scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prompt_scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prefix_cached: _Optional[int] = ..., rejected: _Optional[bytes] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("session", "attempt", "base_len", "prefix_hash", "max_tokens", "hold_step", "least_chance", "shape")

@@ -91,6 +91,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         scoring=pb.Scoring(top=m.scoring.top, prompt_top=m.scoring.prompt_top) if m.scoring.is_wanted else None,
         priority=m.priority,
         cache_salt=m.cache_salt,
+        wants_rejected=m.wants_rejected,
     )
 
 
@@ -162,6 +163,7 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         prefix_cached=m.prefix_cached,
         scores=_scores_to_pb(m.scores),
         prompt_scores=_scores_to_pb(m.prompt_scores),
+        rejected=_int32_bytes(m.rejected),
     )
 
 

@@ -51,6 +51,7 @@ from cluster.trust.roles import PeerRole
 from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host, place
+from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
 from serve_app.replica_counters import (
     ReplicaCounters,
     attention_counts,
@@ -194,6 +195,10 @@ class TargetDeployment:
         """What this replica did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
+    async def sample(self) -> TargetSample:
+        """For the live page."""
+        return target_sample(self._replica, f"target {os.getpid()}")
+
     async def __del__(self) -> None:
         """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
         await _while_working(self._work, self._replica.leave(self._drain_s))
@@ -281,6 +286,10 @@ class DraftDeployment:
         """What this drafter did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
+    async def sample(self) -> DraftSample:
+        """For the live page."""
+        return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
+
     async def __del__(self) -> None:
         """As a target's."""
         if self._drafter.stuck_s is None:
@@ -302,6 +311,9 @@ class RouterDeployment:
         from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
+        from serve_app.page.page_routes import page_routes
+        from serve_app.page.page_watch import PageWatch
+        from serve_app.page.pool_samples import PoolSamples
         from serve_app.router import Identity, Router, RouterLimits
 
         torch.set_num_threads(1)
@@ -321,13 +333,22 @@ class RouterDeployment:
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
         self._metrics = Metrics(remedies=lambda: self._router.remedies, handovers=lambda: self._router.handovers)
         self._counters = ReplicaCounters(lambda: {**audit_counts(audits), **routed_counts(self._router.routed)})
+        watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
+        self._page = page_routes(watch) if config.server.page else []
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
         return create_api(
-            self._router, self._text, self._config, self._metrics, self._health, self._defaults, self._checkpoint
+            self._router,
+            self._text,
+            self._config,
+            self._metrics,
+            self._health,
+            self._defaults,
+            self._checkpoint,
+            self._page,
         )
 
     async def _health(self) -> HealthReport:

@@ -1,6 +1,6 @@
 """The HTTP application without a socket: OpenAI's client in front of it, a scripted generator behind it."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.routing.session import Emit
@@ -62,6 +63,7 @@ async def asgi_front(
     server: Mapping[str, Any] | None = None,
     *,
     key: str = "none",
+    further: Sequence[Route] = (),
 ) -> AsyncIterator[AsgiFront]:
     """An application of its own, which leaves nothing running."""
     config = config_of(server or {})
@@ -70,7 +72,7 @@ async def asgi_front(
     async def health() -> HealthReport:
         return HealthReport(status="ok", audit="off")
 
-    app = create_api(generator, codec, config, Metrics(), health)
+    app = create_api(generator, codec, config, Metrics(), health, further=further)
     transport = httpx.ASGITransport(app)
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://test") as http,

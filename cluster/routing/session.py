@@ -58,6 +58,7 @@ class Generation:
     scoring: Scoring = NO_SCORING
     priority: int = 0
     cache_salt: str = ""
+    wants_rejected: bool = False  # whether `Emit` is to hold what was rejected
 
 
 @value
@@ -86,6 +87,7 @@ class Emit:
     scores: tuple[TokenScore, ...] = ()  # of the tokens, if they were asked for
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
     cached: int = 0  # tokens of the prompt that the target had computed before; with the first tokens alone
+    rejected: tuple[int, ...] = ()  # of a session that asks for it: what the draft had after the accepted tokens
 
 
 @value
@@ -234,7 +236,15 @@ class Session:
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
         cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
         commands: list[Command] = [
-            Emit(verdict.tokens, verdict.accepted, verdict.drafted, verdict.scores, verdict.prompt_scores, cached)
+            Emit(
+                verdict.tokens,
+                verdict.accepted,
+                verdict.drafted,
+                verdict.scores,
+                verdict.prompt_scores,
+                cached,
+                rejected=verdict.rejected,
+            )
         ]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]
@@ -320,6 +330,7 @@ class Session:
             scoring=g.scoring,
             priority=g.priority,
             cache_salt=g.cache_salt,
+            wants_rejected=g.wants_rejected,
         )
 
     def _open_drafter(self) -> list[Command]:
@@ -336,6 +347,7 @@ class Session:
             ticket=ticket,
             scoring=NO_SCORING,
             priority=0,
+            wants_rejected=False,
         )
         return [ToDrafter(self.drafter, said)]
 

@@ -10,7 +10,6 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
@@ -263,7 +262,7 @@ class VerificationScheduler:
         if not is_over:
             self._moves += session.moves(row, outcome.path, self._limits.page_size)
         self._intake.ask(session)
-        verdict = _verdict(session, decision, drafted, collapse, outcome.margin)
+        verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
         drafter = session.drafter
         if drafter is not None:
@@ -274,13 +273,13 @@ class VerificationScheduler:
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._intake.forget(request.session)
-        return sends, (session.router, _with_scores(verdict, outcome))
+        return sends, (session.router, session.for_router(verdict, row, outcome))
 
 
 def _verdict(
-    session: TargetSession, decision: Decision, drafted: int, collapse: Collapse | None, margin: float | None
+    session: TargetSession, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
 ) -> Verdict:
-    """For drafter and router alike."""
+    """What its router and its drafter are both told."""
     return Verdict(
         session.open.session,
         session.open.attempt,
@@ -292,16 +291,9 @@ def _verdict(
         decision.finish,
         session.answer,
         collapse,
-        margin,
+        outcome.margin,
         prefix_cached=session.prefix_cached,
     )
-
-
-def _with_scores(verdict: Verdict, outcome: Outcome) -> Verdict:
-    """With what only its router is told."""
-    if not (outcome.scores or outcome.prompt_scores):
-        return verdict
-    return replace(verdict, scores=outcome.scores[: len(verdict.tokens)], prompt_scores=outcome.prompt_scores)
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:

@@ -197,6 +197,21 @@ class TargetSession:
         self.paused = not self.drafting.tokens
         return [news] if is_over else [news, self.draft_request()]
 
+    def for_router(self, verdict: Verdict, row: Row, outcome: Outcome) -> Verdict:
+        """With what only its router is told, where the Open asks for it."""
+        rejected = self._rejected(verdict, row)
+        if not (rejected or outcome.scores or outcome.prompt_scores):
+            return verdict
+        scores = outcome.scores[: len(verdict.tokens)]
+        return replace(verdict, rejected=rejected, scores=scores, prompt_scores=outcome.prompt_scores)
+
+    def _rejected(self, verdict: Verdict, row: Row) -> tuple[int, ...]:
+        """What the draft had after the accepted tokens, of a row that was verified."""
+        is_cut = verdict.accepted == len(verdict.tokens)  # the session ended inside the accepted part
+        if is_cut or not self.open.wants_rejected:
+            return ()
+        return row.draft.after(verdict.tokens[: verdict.accepted]).trunk
+
     def _unsent(self, verdict: Verdict) -> Verdict:
         """The verdict, with all tokens before it that the drafter has not heard of."""
         sent_len = self.sent_len

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.errors import SlipstreamError
 from cluster.routing.session import Emit, Generation
@@ -20,6 +21,14 @@ Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
 
 
+class HeldPiece(NamedTuple):
+    """A piece, and what the draft had instead of it and after it, if that was rejected and is to be told."""
+
+    text: str
+    drafted: bool
+    rejected: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one choice has gained since its last delta."""
@@ -33,6 +42,7 @@ class Delta:
     finish: FinishReason | None  # set in the last
     offset: int = 0  # characters before the text
     scored: tuple[ScoredToken, ...] = ()  # the tokens, if scores were asked for
+    rejected: tuple[str, ...] = ()  # for each piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +84,10 @@ class Transcript:
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
-        self._held: deque[Piece] = deque()  # detokenised, and may be the beginning of a stop string
+        self._held: deque[HeldPiece] = deque()  # detokenised, and may be the beginning of a stop string
         # For the next delta.
-        self._due: list[Piece] = [(form.echoed_text, False)] if form.echoed_text else []
+        self._due: list[HeldPiece] = [HeldPiece(form.echoed_text, False)] if form.echoed_text else []
+        self._rejected = ""  # to be told with the next piece
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
 
     def extend(self, emit: Emit) -> Delta | None:
@@ -87,6 +98,8 @@ class Transcript:
             self._take_prompt_scores(emit.prompt_scores)
         for position, token in enumerate(emit.tokens):
             drafted = position < emit.accepted
+            if emit.rejected and not drafted:
+                self._rejected = self._detokenizer.preview(emit.rejected)
             self.tokens += 1
             self.accepted += drafted
             if emit.scores:
@@ -110,12 +123,14 @@ class Transcript:
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
         return self._delta()
 
-    def _release(self, text: str, drafted: bool) -> list[Piece]:
+    def _release(self, text: str, drafted: bool) -> list[HeldPiece]:
         if not text:
             return []
+        piece = HeldPiece(text, drafted, self._rejected)
+        self._rejected = ""
         if self.tokens <= self._form.min_tokens:
-            return [(text, drafted)]
-        self._held.append((text, drafted))
+            return [piece]
+        self._held.append(piece)
         return self._take(len(self._stops.push(text)))
 
     def _take_prompt_scores(self, scores: tuple[TokenScore, ...]) -> None:
@@ -125,14 +140,14 @@ class Transcript:
             self.scored.append(ScoredToken(first, None))
             self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
 
-    def _take(self, count: int) -> list[Piece]:
+    def _take(self, count: int) -> list[HeldPiece]:
         """The first `count` characters of the pieces held back."""
-        taken: list[Piece] = []
+        taken: list[HeldPiece] = []
         while count > 0:
-            text, drafted = self._held.popleft()
-            taken.append((text[:count], drafted))
+            text, drafted, rejected = self._held.popleft()
+            taken.append(HeldPiece(text[:count], drafted, rejected))
             if len(text) > count:
-                self._held.appendleft((text[count:], drafted))
+                self._held.appendleft(HeldPiece(text[count:], drafted))
             count -= len(text)
         return taken
 
@@ -142,7 +157,7 @@ class Transcript:
     def _delta(self) -> Delta:
         pieces = self._due
         self._due = []
-        text = "".join(piece for piece, _ in pieces)
+        text = "".join(piece.text for piece in pieces)
         tokens, accepted = self._told or (0, 0)
         is_first = self._told is None
         self._told = (self.tokens, self.accepted)
@@ -151,7 +166,9 @@ class Transcript:
         scored = tuple(self.scored[self._scores_told :])
         self._scores_told = len(self.scored)
         gained = self.tokens - tokens, self.accepted - accepted
-        return Delta(self.index, text, *gained, tuple(pieces), is_first, self.finish, offset, scored)
+        told = tuple((piece.text, piece.drafted) for piece in pieces)
+        rejected = tuple(piece.rejected for piece in pieces)
+        return Delta(self.index, text, *gained, told, is_first, self.finish, offset, scored, rejected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -80,10 +80,11 @@ def create_api(
     health: Callable[[], Awaitable[HealthReport]],
     defaults: GenerationDefaults = NO_DEFAULTS,
     checkpoint: str = "",
+    further: Sequence[Route] = (),
 ) -> FastAPI:
     """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is.
 
-    `defaults` are taken for what requests leave out.
+    `defaults` are taken for what requests leave out; `further` routes are served beside the API.
     """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
@@ -103,6 +104,7 @@ def create_api(
     ):
         api.router.routes.append(Route(plain.path, plain, methods=["POST"]))
     add_plain_routes(api, config)
+    api.router.routes.extend(further)
 
     @api.get("/health")
     async def report_health() -> Response:

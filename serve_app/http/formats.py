@@ -158,8 +158,7 @@ class ChunkWriter(Generic[RequestT]):
         self._scores = ScoreForm(request.top_of_tokens, request.prompt_logprobs, text_of)
         self._head = head
         self._options = request.stream_options
-        wanted = {"usage": request.stream_options.include_usage, "slipstream": request.speculation.trace}
-        self._left_out = {name for name, is_wanted in wanted.items() if not is_wanted}
+        self._left_out = _left_out_of(request)
 
     def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
         return self._dialect.whole(self._head, told, usage, self._scores)
@@ -177,6 +176,16 @@ class ChunkWriter(Generic[RequestT]):
 
     def _event(self, chunk: BaseModel) -> str:
         return as_event(chunk.model_dump_json(exclude=self._left_out))
+
+
+def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
+    """Fields of chunks that the request does not ask for."""
+    left_out: dict[str, bool | dict[str, bool]] = {}
+    if not request.stream_options.include_usage:
+        left_out["usage"] = True
+    if not request.speculation.rejected:
+        left_out["slipstream"] = {"rejected": True} if request.speculation.trace else True
+    return left_out
 
 
 class CompletionDialect(Dialect[CompletionRequest]):

@@ -91,6 +91,7 @@ def resolve(
                 scoring=scoring,
                 priority=request.priority,
                 cache_salt=request.cache_salt or "",
+                wants_rejected=request.speculation.rejected,
             )
             for choice in range(request.n)
         ]

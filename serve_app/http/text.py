@@ -66,6 +66,10 @@ class Detokenizer:
         text = self._decode(self._window)
         return self._give(text, len(text))
 
+    def preview(self, tokens: Sequence[int]) -> str:
+        """What these tokens would read as if they came next; special ones by their names."""
+        return self._decode([*self._window, *tokens])[self._given :]
+
     def _give(self, text: str, end: int) -> str:
         """The window's text up to `end`, as far as it was not given out."""
         given_out = text[self._given : end]

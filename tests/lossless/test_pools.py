@@ -48,7 +48,7 @@ def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, .
     tokens = list(generation.prompt)
     while len(tokens) < generation.max_len and (tokens[-1] != EOS or len(tokens) == len(generation.prompt)):
         generated = tokens[len(generation.prompt) :]
-        logits = process(target(tuple(tokens)).unsqueeze(0), generation.sampling, generated, ())
+        logits = process(target(tuple(tokens)).unsqueeze(0), generation.sampling, generated)
         at = DrawAddress(generation.seed, generation.choice, len(tokens))
         tokens.append(
             accept(Acceptance.COUPLED, generation.sampling.greedy, logits, DraftTree.chain(()), at).next_token

@@ -1,5 +1,7 @@
 """The door: lets through who shows a key, and everybody to what concerns nobody's prompts."""
 
+import re
+
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -7,7 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.http.access.callers import Caller, Callers
 from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/"})
+OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # of the live page, which asks for a key itself
+READING = frozenset({"GET", "HEAD"})
 CALLER = "slipstream.caller"  # in an ASGI scope
 SCHEME = "bearer"
 
@@ -32,10 +36,15 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
-        if not self._callers.need_keys or scope["path"] in OPEN_PATHS:
+        if not self._callers.need_keys or _is_open(scope):
             return self._anybody
         key = _shown_key(scope)
         return None if key is None else self._callers.find(key)
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    return scope["method"] in READING and (path in OPEN_PATHS or OPEN_FILES.fullmatch(path) is not None)
 
 
 def _shown_key(scope: Scope) -> str | None:

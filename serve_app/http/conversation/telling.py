@@ -25,6 +25,9 @@ class Gain(Protocol):
     def pieces(self) -> tuple[tuple[str, bool], ...]: ...
 
     @property
+    def rejected(self) -> tuple[str, ...]: ...
+
+    @property
     def is_first(self) -> bool: ...
 
     @property
@@ -153,6 +156,7 @@ class Telling:
             tokens=untold.tokens + gain.tokens,
             accepted=untold.accepted + gain.accepted,
             pieces=untold.pieces + gain.pieces,
+            rejected=untold.rejected + gain.rejected,
         )
         self._untold = Trace() if parts else trace
         return [replace(parts[0], trace=trace, offset=gain.offset, scored=gain.scored), *parts[1:]] if parts else []

@@ -35,6 +35,7 @@ class Trace(_Body):
     tokens: int = 0
     accepted: int = 0
     pieces: tuple[tuple[str, bool], ...] = ()  # text, whether it was drafted
+    rejected: tuple[str, ...] = ()  # on request: for each piece, what the draft had instead of it and after it, or ""
 
 
 class _Reply(_Body):

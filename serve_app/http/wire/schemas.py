@@ -66,6 +66,7 @@ class SpeculationOptions(RequestPart):
     max_draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: plain decoding
     acceptance: Literal["ratio", "coupled"] | None = None
     trace: Flag = False  # streamed chunks tell drafted tokens from the target's own
+    rejected: Flag = False  # and the draft tokens that were rejected, beside the target's own that took their place
 
 
 class GenerationRequest(SamplingFields, UnservedFields):
@@ -139,8 +140,9 @@ class GenerationRequest(SamplingFields, UnservedFields):
     @field_validator("speculation")
     @classmethod
     def _trace_only_in_streams(cls, value: SpeculationOptions, info: ValidationInfo) -> SpeculationOptions:
-        if value.trace and info.data.get("stream") is False:
-            raise PydanticCustomError("not_a_stream", "trace is only allowed when stream is true")
+        for name in ("trace", "rejected"):
+            if getattr(value, name) and info.data.get("stream") is False:
+                raise PydanticCustomError("not_a_stream", "{name} is only allowed when stream is true", {"name": name})
         return value
 
 

@@ -112,6 +112,7 @@ def opens(draw: st.DrawFn) -> Open:
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         cache_salt=draw(st.text(max_size=8)),
         grammar=draw(st.text(max_size=8)),
+        wants_rejected=draw(st.booleans()),
     )
 
 
@@ -143,6 +144,7 @@ def blocks(draw: st.DrawFn) -> Block:
 def verdicts(draw: st.DrawFn) -> Verdict:
     tokens = draw(token_lists(1, 5))
     accepted = draw(st.integers(0, len(tokens)))
+    rejected = draw(token_lists(0, 3))
     return Verdict(
         session=draw(NAMES),
         attempt=draw(U32),
@@ -150,7 +152,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         prefix_hash=draw(U64),
         tokens=tokens,
         accepted=accepted,
-        drafted=draw(st.integers(accepted, 2**32 - 1)),
+        drafted=draw(st.integers(accepted + len(rejected), 2**32 - 1)),
         finish=draw(st.sampled_from(Finish)),
         answer=draw(st.sampled_from(DraftAnswer)),
         collapse=draw(st.none() | st.builds(Collapse, floats(0, 1), floats(0, 1), st.booleans())),
@@ -158,6 +160,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         prefix_cached=draw(U32),
         scores=draw(st.just(()) | scores(len(tokens))),
         prompt_scores=draw(st.just(()) | scores(draw(st.integers(1, 4)))),
+        rejected=rejected,
     )
 
 
@@ -450,6 +453,8 @@ BAD_VERDICTS = {
     "no tokens at the end": (with_fields(tokens=b"", accepted=0, drafted=0, finish=1), "decides no token"),
     "more accepted than drafted": (with_fields(accepted=2, drafted=1), "accepted 2 of 1"),
     "more accepted than decided": (with_fields(accepted=3), "accepted 3 of 4"),
+    "more rejected than drafted": (with_fields(rejected=ids(*range(9))), "9 tokens rejected of"),
+    "a negative id rejected": (with_fields(rejected=ids(-1)), "rejected"),
     "unknown finish": (with_fields(finish=9), "Finish"),
     "NaN margin": (with_fields(margin=math.nan), "margin is nan"),
     "infinite margin": (with_fields(margin=math.inf), "margin is inf"),

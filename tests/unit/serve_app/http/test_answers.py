@@ -30,6 +30,51 @@ def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
 
 
+def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:
+    delta = transcript(codec).extend(Emit(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
+    assert delta is not None
+    assert delta.rejected == ("", "", "XY")
+
+
+def test_what_was_rejected_waits_for_the_text_of_its_place(codec: TextCodec) -> None:
+    """The target's own token is half a character, and the draft had another half."""
+    choice = transcript(codec)
+    first, second = codec.encode("é")
+    assert choice.extend(Emit((first,), 0, 1, rejected=codec.encode("z"))) is None
+    delta = choice.extend(Emit((second,), 0, 0))
+    assert delta is not None
+    assert (delta.text, delta.rejected) == ("é", ("z",))
+
+
+def test_what_was_rejected_is_told_once_though_its_text_is_cut_by_a_stop_string(codec: TextCodec) -> None:
+    choice = transcript(codec, "END")
+    held = choice.extend(Emit(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
+    assert held is None
+    told = choice.extend(Emit(codec.encode("a"), 0, 0))
+    assert told is not None
+    assert (told.pieces, told.rejected) == ((("E", False), ("a", False)), ("x", ""))
+
+
+def test_a_token_that_has_a_name_is_shown_by_it(codec: TextCodec) -> None:
+    delta = transcript(codec).extend(Emit(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
+    assert delta is not None
+    assert delta.rejected == ("<eos>",)
+
+
+def test_what_was_rejected_is_told_where_no_stop_string_is_looked_for_yet(codec: TextCodec) -> None:
+    choice = formed(codec, "b", min_tokens=2)
+    delta = choice.extend(Emit(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
+    assert delta is not None
+    assert (delta.text, delta.rejected) == ("ab", ("", "X"))
+
+
+def test_an_echoed_prompt_has_its_place_among_what_was_rejected(codec: TextCodec) -> None:
+    choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
+    delta = choice.extend(Emit(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
+    assert delta is not None
+    assert (delta.pieces, delta.rejected) == ((("hi", False), ("a", False)), ("", "X"))
+
+
 def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> None:
     choice = transcript(codec)
     first, second = codec.encode("é")

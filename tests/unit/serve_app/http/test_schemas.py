@@ -110,6 +110,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (COMPLETION, {"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
         (COMPLETION, {"speculation": {"acceptance": "always"}}, "speculation.acceptance"),
         (COMPLETION, {"speculation": {"trace": True}}, "speculation"),
+        (COMPLETION, {"speculation": {"rejected": True}}, "speculation"),
         (COMPLETION, {"prompt": ""}, "prompt[0].text"),
         (COMPLETION, {"prompt": []}, "prompt"),
         (COMPLETION, {"prompt": None}, "prompt"),

@@ -1,7 +1,8 @@
 """The door, through OpenAI's client: who is let in, and to what."""
 
 import hashlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import openai
@@ -11,6 +12,9 @@ import pytest_asyncio
 from cluster.routing.session import Ended
 from protos.messages import Finish
 from serve_app.http.text import TextCodec
+from serve_app.page.page_routes import page_routes
+from serve_app.page.page_watch import PageWatch
+from serve_app.page.samples import Sample
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 
 KEY = "sk-ann"
@@ -69,6 +73,27 @@ async def test_a_wrong_key_is_the_clients_authentication_error(front: AsgiFront)
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
 async def test_what_watches_needs_no_key(front: AsgiFront, path: str) -> None:
     assert (await front.http.get(path)).status_code == 200
+
+
+async def test_the_live_page_is_open_and_what_it_shows_is_not(codec: TextCodec) -> None:
+    watch = PageWatch(MODEL, _no_samples)
+    async with asgi_front(codec, {"keys": KEYS}, key=KEY, further=page_routes(watch)) as front:
+        page = await front.http.get("/")
+        files = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+        assert {name.rpartition(".")[2] for name in files} == {"js", "css", "svg"}
+        assert {(await front.http.get(f"/{name}")).status_code for name in files} == {200}
+        assert (await front.http.get("/page/state")).status_code == 401
+        state = await front.http.get("/page/state", headers={"Authorization": f"Bearer {KEY}"})
+        assert (page.status_code, state.status_code) == (200, 200)
+
+
+async def _no_samples() -> Sequence[Sample]:
+    return ()
+
+
+@pytest.mark.parametrize("path", ["/page/state", "/page/state/x.js", "/page/x.json", "/v1/page/x.js", "/page/.js"])
+async def test_what_only_looks_like_a_file_of_the_page_is_not_open(front: AsgiFront, path: str) -> None:
+    assert (await front.http.get(path)).status_code == 401
 
 
 async def test_where_no_keys_are_set_anybody_is_served(codec: TextCodec) -> None:
