@@ -1,6 +1,7 @@
 """The command line. Every command is thin: it reads the config, checks it, and hands over.
 
 Modules that bring in torch or Ray are imported by the commands that need them, so that help and config stay quick.
+Long because a command's options are declared where it is.
 """
 
 import asyncio
@@ -202,14 +203,14 @@ def status(
 ) -> None:
     """Shows health, counters and deployments of a running Slipstream."""
     if watching:
-        from serve_app.operations.watching import watch
+        from serve_app.status.watching import watch
 
         with suppress(KeyboardInterrupt):
             asyncio.run(watch(url, key, Console()))
         return
     from serve_app.app import APPLICATION
     from serve_app.operations.published import live_costs
-    from serve_app.operations.status import endpoint_status, ray_status
+    from serve_app.status.status import endpoint_status, ray_status
 
     console = Console()
     with console.status("Asking the endpoint"):

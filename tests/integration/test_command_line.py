@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cluster.routing.session import Ended
 from protos.messages import Finish
 from serve_app.cli.main import app
-from serve_app.operations.watching import watch
+from serve_app.status.watching import watch
 from tests.integration.scripted_front import Front, scripted_front
 from tests.integration.scripted_generator import STALL
 

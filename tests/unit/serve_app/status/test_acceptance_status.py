@@ -6,7 +6,7 @@ from rich.table import Table
 
 from cluster.sentinel.load_check import TOKENS, LoadCheck
 from cluster.sentinel.tally import AcceptanceTally, kind_of
-from serve_app.operations.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
+from serve_app.status.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
 
 
 def rows(table: Table) -> list[tuple[str, ...]]:

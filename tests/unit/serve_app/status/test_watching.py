@@ -2,8 +2,8 @@
 
 from rich.console import Console
 
-from serve_app.operations.watching import watched
 from serve_app.page.page_state import page_state
+from serve_app.status.watching import watched
 from tests.unit.serve_app.page.test_page_state import DRAFTER, LATER, TARGET
 
 
