@@ -25,7 +25,7 @@ from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
 from serve_app.operations.deploying import deploy
-from serve_app.operations.local import serving
+from serve_app.operations.local import checked_port, serving
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served
 from tests.integration.test_serving import assert_nothing_left, eventually
@@ -91,7 +91,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def served(nodes: Cluster, target: str) -> Iterator[Served]:
-    config = config_with(target, 3)
+    config = config_with(target, 3, f"server.port={checked_port('127.0.0.1', 0)}")
     with serving(config, Console(quiet=True), address=nodes.address) as url:
         yield Served(url, config)
 
@@ -179,10 +179,11 @@ def test_scale_down_a_rolling_update_and_a_drained_node(
     nodes: Cluster, target: str, served: Served, undisturbed: list[str]
 ) -> None:
     eventually(lambda: are_settled(3), "all replicas run", seconds=180)
+    port = f"server.port={served.config.server.port}"
 
     def update() -> None:
         """Other values that change nothing of what is answered: every replica is replaced."""
-        changed = config_with(target, 3, "target.max_sessions=12", draft_sessions=48)
+        changed = config_with(target, 3, port, "target.max_sessions=12", draft_sessions=48)
         deploy(changed, APPLICATION)
         time.sleep(5)
         eventually(lambda: are_settled(3), "the update is done", seconds=600)
@@ -190,7 +191,7 @@ def test_scale_down_a_rolling_update_and_a_drained_node(
     check("rolling update of targets, drafters and router", served, undisturbed, update)
 
     def scale_down() -> None:
-        deploy(config_with(target, 1, "target.max_sessions=12", draft_sessions=48), APPLICATION)
+        deploy(config_with(target, 1, port, "target.max_sessions=12", draft_sessions=48), APPLICATION)
         eventually(lambda: are_settled(1), "there is one target", seconds=300)
 
     counted = check("scale-down of three targets to one", served, undisturbed, scale_down)
