@@ -37,17 +37,19 @@ SCHEMA = {
 USER: Any = [{"role": "user", "content": "x"}]
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 NAMED: Any = {"type": "function", "function": {"name": "g"}}
-SEEDS = range(3)
+SEEDS = range(2)
+CONTEXT = 1024  # what tools are takes many single bytes to tell
 
 
 @asynccontextmanager
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[openai.AsyncOpenAI]:
     monkeypatch.setattr(harness, "VOCABULARY", VOCABULARY)
+    monkeypatch.setattr(harness, "CONTEXT", CONTEXT)
     grammars = GrammarCompiler(grammar_vocabulary(CODEC.tokenizer, CODEC.eos_ids))
     made: Any = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
     async with harness.cluster(**made, lock_step=True) as c:
         c.hurry()
-        config = validated({"model": {"target": "models/toy", "max_context": 512}, "draft": {"model": "models/draft"}})
+        config = validated({"model": {"target": "models/toy", "max_context": CONTEXT}, "draft": {"model": "models/draft"}})
 
         async def ready() -> HealthReport:
             return HealthReport(status="ok", audit="ok")
@@ -85,7 +87,7 @@ async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fi
             whole = await front.chat.completions.create(**asked)
             (choice,) = whole.choices
             calls = told(choice.message)
-            assert calls, (choice, whole.usage)
+            assert calls
             assert most is None or len(calls) == most
             for name, arguments in calls:
                 assert name in names
@@ -107,8 +109,8 @@ async def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(monkeypa
     tools = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     async with client(monkeypatch) as front:
         found = []
-        for seed in range(6):
-            asked = {"model": "toy", "messages": USER, "tools": tools, "seed": seed}
+        for seed in range(3):
+            asked = {"model": "toy", "messages": USER, "tools": tools, "seed": seed, "max_tokens": 200}
             whole = await front.chat.completions.create(**asked)
             plain = await front.chat.completions.create(**plainly(asked))
             assert plain.choices[0].message == whole.choices[0].message.model_copy(
