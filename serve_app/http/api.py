@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import FastAPI
@@ -214,7 +214,7 @@ class ApiEndpoint(Generic[RequestT]):
         request = service.defaults.applied(self._dialect.parse(body, service.bounds))
         terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
         self._dialect.check(request, service.text)
-        return request, terms
+        return request, replace(terms, grammar=self._dialect.held(request, service.text, terms.grammar))
 
     def _resolve(self, request: RequestT, terms: Terms, caller: Caller, name: str) -> "ApiAnswer":
         service = self._service

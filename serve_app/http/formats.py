@@ -7,6 +7,7 @@ Long because what one format has is compared with the others'.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
@@ -20,12 +21,20 @@ from serve_app.http.conversation.logprobs import (
     prompt_logprobs,
 )
 from serve_app.http.conversation.reading import PlainReader, Reader
-from serve_app.http.conversation.requests import check_talk, messages_for, options_for
+from serve_app.http.conversation.requests import (
+    check_calls,
+    check_talk,
+    messages_for,
+    options_for,
+    reasoning_before,
+)
 from serve_app.http.conversation.telling import Part, Telling, TellingOptions
 from serve_app.http.failures import Failure
 from serve_app.http.responses.as_chat import ResponsesChat, as_chat
 from serve_app.http.responses.response_writer import ResponseWriter, begun
 from serve_app.http.streaming import as_event
+from serve_app.http.structured.asked_grammar import AskedGrammar
+from serve_app.http.structured.held_calls import held_calls
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
@@ -109,6 +118,11 @@ class Dialect(ABC, Generic[RequestT]):
     def check(self, request: RequestT, codec: TextCodec) -> None:
         """Refuses what the model cannot do, before anything becomes tokens."""
         del request, codec
+
+    def held(self, request: RequestT, codec: TextCodec, asked: AskedGrammar | None) -> AskedGrammar | None:
+        """The grammar that the answer keeps to, where `asked` is that of its content."""
+        del request, codec
+        return asked
 
     def reads_parts(self, codec: TextCodec) -> bool:
         """Whether answers are told apart into their parts, and text is to have the special tokens that mark them."""
@@ -225,6 +239,11 @@ class ChatDialect(Dialect[ChatRequest]):
 
     def check(self, request: ChatRequest, codec: TextCodec) -> None:
         check_talk(request, codec.template, reads_answers=codec.readers.tells_parts)
+        check_calls(request, codec.call_form)
+
+    def held(self, request: ChatRequest, codec: TextCodec, asked: AskedGrammar | None) -> AskedGrammar | None:
+        reasoning = partial(reasoning_before, request, codec.template, codec.readers)
+        return held_calls(request, codec.call_form, asked, reasoning)
 
     def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode_chat(messages_for(request, codec.template), options_for(request))]

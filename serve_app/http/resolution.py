@@ -13,7 +13,7 @@ from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.http.plain.served_model import check_model
 from serve_app.http.request_rules import check_rules, rules_of, scoring_of
-from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar
+from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar, check_end
 from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
@@ -148,9 +148,7 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
 
 def _grammar(request: GenerationRequest) -> AskedGrammar | None:
     asked = asked_grammar(request.response_format, request.structured_outputs)
-    if asked is not None and request.ignore_eos:
-        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
-        raise RequestError(message, "ignore_eos")
+    check_end(asked, ignore_eos=request.ignore_eos)
     return asked
 
 

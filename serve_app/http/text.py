@@ -3,8 +3,10 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
@@ -12,6 +14,8 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
 from actors.grammars.grammar_vocabulary import end_ids, grammar_vocabulary
 from cluster.config import ServerConfig
+from cluster.errors import ModelError
+from serve_app.http.conversation.call_form import CallForm, find_call_form
 from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
 from serve_app.http.conversation.response_templates import ResponseReaders, find_template
 
@@ -181,6 +185,7 @@ class TextCodec:
         self.readers = ResponseReaders(tokenizer, response_template)
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token.content: token_id for token_id, token in added.items()}
 
     @classmethod
     def load(cls, model: str, server: ServerConfig | None = None) -> Self:
@@ -213,7 +218,23 @@ class TextCodec:
 
     def grammars(self) -> GrammarCompiler | None:
         """A compiler of the grammars that answers may have to keep to; None where there are none."""
-        return grammars_of(lambda: grammar_vocabulary(self.tokenizer, self.eos_ids))
+        return grammars_of(lambda: self._grammar_vocabulary)
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the model writes calls, where a grammar can have them so."""
+        try:
+            is_special = self._grammar_vocabulary.is_special_token
+        except ModelError:
+            return None
+        special = {
+            text: token for text, token in self._added.items() if is_special(token) and token not in self.eos_ids
+        }
+        return find_call_form(self.template, self.readers, special)
+
+    @cached_property
+    def _grammar_vocabulary(self) -> LLTokenizer:
+        return grammar_vocabulary(self.tokenizer, self.eos_ids)
 
     def detokenizer(self, skips_special: bool = True) -> Detokenizer:
         """For one answer; a reader knows its parts by special tokens, and is to have them."""

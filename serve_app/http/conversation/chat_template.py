@@ -36,22 +36,28 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
         """Tokens of a conversation, up to where the assistant begins or goes on."""
+        sanitized = not self._special_tokens_in_text
+        return tuple(self._applied(messages, options, sanitize_control_tokens=sanitized, return_dict=False))
+
+    def written(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """The same as text; the conversation is one's own."""
+        return str(self._applied(messages, options, tokenize=False))
+
+    def _applied(self, messages: Sequence[Message], options: TemplateOptions, **how: bool) -> Any:
         if self._tokenizer.chat_template is None:
             raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
         try:
-            tokens = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in options.tools] or None,
                 add_generation_prompt=options.begins_answer,
                 continue_final_message=options.continues_last,
-                sanitize_control_tokens=not self._special_tokens_in_text,
-                return_dict=False,
+                **how,
                 **options.variables,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
-        return tuple(tokens)
 
     def takes(self, variable: str, *, with_tools: bool = False) -> bool:
         """Whether the template looks at a variable or a role of that name."""

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import RequestError
+from serve_app.http.conversation.call_form import CallForm
 from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
+from serve_app.http.conversation.response_templates import ReasoningInPrompt, ResponseReaders
 from serve_app.http.wire.messages import ChatMessage, NamedTool, ToolCall
 from serve_app.http.wire.schemas import ChatRequest
 
 
 def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
     """Refuses what this model cannot do; `reads_answers`: whether its answers are told apart into their parts."""
-    if isinstance(request.tool_choice, NamedTool) or request.tool_choice == "required":
-        message = "tool_choice: that a tool must be called is not supported by this server; expected auto or none"
-        raise RequestError(message, "tool_choice")
+    _check_choice(request)
     if request.offered and not template.takes("tools", with_tools=True):
         raise RequestError("tools: this model's chat template takes no tools", "tools")
     if request.offered and not reads_answers:
@@ -23,6 +23,30 @@ def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: b
     effort = request.reasoning_effort
     if effort not in (None, "none") and not any(map(template.takes, effort_variables(effort))):
         raise RequestError("reasoning_effort: this model's chat template takes none", "reasoning_effort")
+
+
+def check_calls(request: ChatRequest, form: CallForm | None) -> None:
+    """Refuses calls that are held to something, where nothing is known of the `form` that they would have."""
+    if form is not None:
+        return
+    unknown = "is not served: nothing is known of how this model writes calls that a grammar could have"
+    if request.must_call:
+        raise RequestError(f"tool_choice: that a tool must be called {unknown}; expected auto or none", "tool_choice")
+    if strict := [n for n, tool in enumerate(request.offered) if tool.function.strict]:
+        field = request.strict_field.format(strict[0])
+        raise RequestError(f"{field} {unknown}; expected false", field)
+
+
+def _check_choice(request: ChatRequest) -> None:
+    if not request.must_call:
+        return
+    names = [tool.function.name for tool in request.tools]
+    if not names:
+        raise RequestError("tool_choice: there are no tools to call; expected auto or none", "tool_choice")
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        message = f"tool_choice: {choice.function.name!r} is none of the tools, expected one of {', '.join(names[:8])}"
+        raise RequestError(message, "tool_choice")
 
 
 def messages_for(request: ChatRequest, template: ChatTemplate) -> list[Message]:
@@ -40,6 +64,15 @@ def options_for(request: ChatRequest) -> TemplateOptions:
         begins_answer=not request.continue_final_message if begins is None else begins,
         continues_last=request.continue_final_message,
     )
+
+
+def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
+    """What the request's prompt, which is not written yet, has of reasoning: as any other put in the same way."""
+    options = options_for(request)
+    if options.continues_last:
+        return "over"
+    put = TemplateOptions(variables=options.variables, begins_answer=options.begins_answer)
+    return readers.reasoning_in(template.written([{"role": "user", "content": "x"}], put))
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:

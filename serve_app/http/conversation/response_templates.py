@@ -4,40 +4,53 @@ A response template is transformers' own format: which markers begin and end rea
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from cluster.errors import ConfigError
-from serve_app.http.conversation.reading import PlainReader, Reader, ResponseReader
+from serve_app.http.conversation.reading import REASONING_FIELDS, PlainReader, Reader, ResponseReader
 
 Configured = Literal["auto", "none"] | Mapping[str, Any]
+ReasoningInPrompt = Literal["none", "begun", "over"]
 
 
 class ResponseReaders:
     """Makes a reader for each answer."""
 
     def __init__(self, tokenizer: Any, template: ResponseTemplate | None) -> None:
+        self.template = template
         self._tokenizer = tokenizer
-        self._template = template
 
     @property
     def tells_parts(self) -> bool:
         """Whether answers are more than content."""
-        return self._template is not None
+        return self.template is not None
 
     def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reader:
         """A reader of what follows the prompt, where these tools are offered."""
-        template = self._template
-        if template is None:
+        if self.template is None:
             return PlainReader()
-
-        def start(text: str) -> Any:
-            anchored = text if template.start_anchor_re.search(text) else ""  # else all of it were read as an answer
-            return self._tokenizer.get_response_parser(template, prefix=anchored, tools=list(tools) or None)
-
+        start = partial(self._parser, tools=tools)
         return ResponseReader(start, self._tokenizer.decode(list(prompt)), offers_tools=bool(tools))
+
+    def reasoning_in(self, prompt: str) -> ReasoningInPrompt:
+        """What a prompt has of the answer's reasoning."""
+        if self.template is None:
+            return "none"
+        events = self._parser(prompt).initial_events
+        kinds = [event["type"] for event in events if event["field"] in REASONING_FIELDS]
+        if not kinds:
+            return "none"
+        return "over" if kinds[-1] == "region_close" else "begun"
+
+    def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+        """A parser of what follows this text."""
+        assert self.template is not None, "there is a template to parse by"
+        anchored = text if self.template.start_anchor_re.search(text) else ""  # else all of it were read as an answer
+        return self._tokenizer.get_response_parser(self.template, prefix=anchored, tools=list(tools) or None)
 
 
 def find_template(configured: Configured, tokenizer: Any, model_type: str) -> ResponseTemplate | None:

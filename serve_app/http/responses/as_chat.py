@@ -23,6 +23,7 @@ class ResponsesChat(ChatRequest):
     """A chat that was asked for as a response."""
 
     prompt_field: ClassVar[str] = "input"
+    strict_field: ClassVar[str] = "tools[{}].strict"
 
     asked: ResponsesRequest
 

@@ -30,10 +30,27 @@ def asked_grammar(form: ResponseFormat | None, outputs: StructuredOutputs | None
         message = "response_format and structured_outputs both ask for a form of the answer, expected one of them"
         raise RequestError(message, "structured_outputs")
     asked = by_form or by_outputs
-    if asked is not None and (size := len(asked.text.encode())) > MAX_GRAMMAR_BYTES:
+    return None if asked is None else within_bounds(asked)
+
+
+def within_bounds(asked: AskedGrammar) -> AskedGrammar:
+    """The same; raises RequestError for one that is too large."""
+    if (size := len(asked.text.encode())) > MAX_GRAMMAR_BYTES:
         message = f"{asked.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
         raise RequestError(message, asked.field)
     return asked
+
+
+def check_end(asked: AskedGrammar | None, *, ignore_eos: bool) -> None:
+    """Refuses an answer that is to go on where its grammar ends."""
+    if asked is not None and ignore_eos:
+        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
+        raise RequestError(message, "ignore_eos")
+
+
+def json_with_options(schema: Mapping[str, Any]) -> str:
+    """A JSON schema inside of another grammar: what the compiler cannot keep to is refused, as in one by itself."""
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
 
 
 def _by_form(form: ResponseFormat) -> AskedGrammar | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_serializer
 from pydantic_core import PydanticCustomError
 
-from serve_app.http.wire.field_types import Integer, RequestPart, bounded, is_text, unserved
+from serve_app.http.wire.field_types import Flag, Integer, RequestPart, bounded, is_text
 from serve_app.http.wire.unserved_fields import UnservedMessageFields
 
 MAX_NAME_CHARS = 256
@@ -88,8 +88,7 @@ class Function(RequestPart):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON Schema
-
-    strict: Annotated[Any, unserved(False)] = None  # arguments would have to be held to the schema
+    strict: Flag | None = None  # whether the arguments of any call are held to the schema
 
 
 class Tool(RequestPart):

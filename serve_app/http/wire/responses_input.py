@@ -94,8 +94,8 @@ class ResponsesTool(RequestPart):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Flag | None = None  # null: false
 
-    strict: Annotated[Any, unserved(False)] = None
     defer_loading: Annotated[Any, unserved(False)] = None
     allowed_callers: Annotated[Any, unserved(["direct"])] = None
     output_schema: Annotated[Any, unserved()] = None

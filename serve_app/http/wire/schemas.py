@@ -183,6 +183,7 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
+    strict_field: ClassVar[str] = "tools[{}].function.strict"
     default_max_tokens: ClassVar[int | None] = None
 
     messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), bounded(lambda most: most.messages, least=1)]
@@ -208,6 +209,11 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     def offered(self) -> tuple[Tool, ...]:
         """The tools that the model may call."""
         return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be a call."""
+        return self.tool_choice not in ("auto", "none")
 
     logprobs: Flag = False
     top_logprobs: Top | None = None

@@ -14,6 +14,7 @@ from protos.messages import Finish
 from serve_app.http.conversation.response_templates import find_template
 from serve_app.http.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.call_writers import Sayings, quoting_writer
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -169,6 +170,25 @@ async def test_one_call_where_one_is_asked_for(front: AsgiFront) -> None:
     assert len(answer.choices[0].message.tool_calls or ()) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "required"}, f"{CALL}{CALL}"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, CALL),
+        ({"parallel_tool_calls": False}, f"I look.{CALL}"),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "tool_choice": "required"}, f"so</think>{CALL}"),
+    ],
+)
+async def test_what_the_model_is_held_to_ends_where_the_answer_does(front: AsgiFront, fields: Any, said: str) -> None:
+    front.plays([STOP])
+    body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], **fields}
+    assert (await front.http.post("/v1/chat/completions", json=body)).status_code == 200
+    (generation,) = front.generator.generations
+    sayings = Sayings(front.codec)
+    assert sayings.takes(generation.grammar, said)
+    assert not sayings.takes(generation.grammar, f"{said}{CALL}!")
+
+
 async def test_reasoning_is_left_out_where_it_is_not_wanted(front: AsgiFront) -> None:
     front.plays([*front.emits("<think>so</think>Yes.<|im_end|>"), STOP])
     answer = await front.openai.chat.completions.create(
@@ -202,10 +222,10 @@ async def test_what_a_stream_came_from_is_told_of_text_held_back_too(front: Asgi
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
         ({"tools": [{**WEATHER, "type": "custom"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "chat_template_kwargs"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
         (
@@ -221,6 +241,19 @@ async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: 
         await front.openai.chat.completions.create(**{"model": MODEL, "messages": [USER]} | fields)
     assert caught.value.param == (param or "messages[0].tool_calls")
     assert front.generator.generations == []
+
+
+async def test_calls_that_are_held_to_something_need_a_form_that_is_known() -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    async with asgi_front(quoting_writer()) as front:
+        for fields, param in (
+            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [WEATHER, strict]}, "tools[1].function.strict"),
+        ):
+            with pytest.raises(openai.BadRequestError, match="nothing is known") as caught:
+                await front.openai.chat.completions.create(**{"model": MODEL, "messages": [USER]} | fields)
+            assert caught.value.param == param
+        await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # what comes after the first is not told
 
 
 async def test_tools_need_a_model_that_knows_them(codec: TextCodec) -> None:

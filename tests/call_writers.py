@@ -1,0 +1,104 @@
+"""Tokenizers of models that write their calls in different ways, and texts that such a model may say."""
+
+import random
+from typing import Any
+
+from tokenizers import AddedToken
+
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from serve_app.http.conversation.response_templates import find_template
+from serve_app.http.text import TextCodec
+from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
+
+_JSON_CALL = "<tool_call>{{ call.function | tojson }}</tool_call>"
+_LINED_CALL = '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+_TAGGED_CALL = (
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments.items() %}"
+    "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>"
+)
+_QUOTED_CALL = (
+    "<tool_call>call:{{ call.function.name }}{% for key, value in call.function.arguments.items() %}"
+    " {{ key }}='{{ value }}'{% endfor %}</tool_call>"
+)
+
+
+def json_writer() -> TextCodec:
+    """A JSON object between marks that are ordinary text."""
+    return _codec(_JSON_CALL)
+
+
+def lined_writer() -> TextCodec:
+    """The same on lines of its own, as most models have it."""
+    return _codec(_LINED_CALL + "</tool_call>\n")
+
+
+def tagged_writer() -> TextCodec:
+    """Each argument between tags."""
+    return _codec(_TAGGED_CALL, "qwen3_5")
+
+
+def special_writer() -> TextCodec:
+    """Marks that are tokens which no text spells; all calls stand in one list."""
+    call = '{{ "[CALLS][" if loop.first else ", " }}{{ call.function | tojson }}{{ "][/CALLS]" if loop.last else "" }}'
+    tokenizer = talking_tokenizer()
+    tokenizer.add_tokens([AddedToken("[CALLS]", special=True), AddedToken("[/CALLS]", special=True)])
+    calls = {
+        "open": "[CALLS]",
+        "close": "[/CALLS]",
+        "content": "json",
+        "transform_each": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    }
+    response = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"tool_calls": calls, "content": {"close": "<|im_end|>"}},
+    }
+    return _codec(call, response=response, tokenizer=tokenizer)
+
+
+def quoting_writer() -> TextCodec:
+    """A way that nothing here knows."""
+    return _codec(_QUOTED_CALL)
+
+
+class Sayings:
+    """Texts that a model may say under a grammar which it knows nothing of: any token is as likely as another."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._compiler = GrammarCompiler(grammar_vocabulary(codec.tokenizer, codec.eos_ids))
+
+    def one(self, grammar: str, seed: int, most: int = 2000) -> str | None:
+        """One of them; None where it found no end."""
+        draw = random.Random(seed)
+        followed = self._compiler.follow(grammar)
+        tokens: list[int] = []
+        for _ in range(most):
+            (mask,) = followed.masks([()])
+            assert mask is not None, "it goes on"
+            allowed = [token for token in range(self._codec.vocabulary) if mask[token // 8] >> token % 8 & 1]
+            token = draw.choice(allowed)
+            if token in self._codec.eos_ids:
+                return str(self._codec.tokenizer.decode(tokens))
+            tokens.append(token)
+            followed.advance([token])
+        return None
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether the model may say just this."""
+        followed = self._compiler.follow(grammar)
+        for token in (*self._codec.encode(text), self._codec.eos_ids[0]):
+            (mask,) = followed.masks([()])
+            if mask is None or not mask[token // 8] >> token % 8 & 1:
+                return False
+            followed.advance([token])
+        return True
+
+
+def _codec(call: str, model_type: str = MODEL_TYPE, *, response: Any = "auto", tokenizer: Any = None) -> TextCodec:
+    made = tokenizer or talking_tokenizer()
+    made.chat_template = made.chat_template.replace(_JSON_CALL, call)
+    return TextCodec(made, (made.eos_token_id,), find_template(response, made, model_type))

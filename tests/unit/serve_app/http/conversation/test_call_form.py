@@ -1,0 +1,62 @@
+"""How a model writes its calls, found out from its chat template and its response template."""
+
+from serve_app.http.conversation.call_form import TaggedArguments
+from serve_app.http.text import TextCodec
+from tests.call_writers import json_writer, lined_writer, quoting_writer, special_writer, tagged_writer
+from tests.talking_tokenizer import talking_tokenizer
+
+
+def test_a_json_object_between_marks() -> None:
+    form = json_writer().call_form
+    assert form is not None
+    assert (form.opening, form.middle, form.closing) == ('<tool_call>{"name": "', '", "arguments": ', "}</tool_call>")
+    assert form.between == '}</tool_call><tool_call>{"name": "'
+    assert (form.trigger, form.tags, form.thinking) == ("<tool_call>", None, ("<think>", "</think>"))
+
+
+def test_lines_are_kept_as_the_template_has_them() -> None:
+    form = lined_writer().call_form
+    assert form is not None
+    assert form.opening == '<tool_call>\n{"name": "'
+    assert form.between == '}\n</tool_call>\n<tool_call>\n{"name": "'
+    assert form.closing == "}\n</tool_call>"
+
+
+def test_arguments_between_tags() -> None:
+    form = tagged_writer().call_form
+    assert form is not None
+    assert form.tags == TaggedArguments("<parameter=", ">\n", "\n</parameter>\n")
+    assert (form.opening, form.middle) == ("<tool_call>\n<function=", ">\n")
+    assert form.closing == "</function>\n</tool_call>"
+    assert form.trigger == "<tool_call>"
+
+
+def test_a_list_of_calls_between_special_tokens() -> None:
+    form = special_writer().call_form
+    assert form is not None
+    assert form.opening == '[CALLS][{"name": "'
+    assert (form.between, form.closing) == ('}, {"name": "', "}][/CALLS]")
+    assert (form.trigger, form.thinking) == ("[CALLS]", None)
+    assert "[CALLS]" in form.special_ids
+    assert "<|im_end|>" not in form.special_ids
+
+
+def test_a_form_that_is_not_known_is_none() -> None:
+    assert quoting_writer().call_form is None
+    tokenizer = talking_tokenizer()
+    assert TextCodec(tokenizer, (tokenizer.eos_token_id,)).call_form is None  # nothing tells calls apart
+
+
+def test_what_is_not_read_back_as_it_was_written_is_no_form() -> None:
+    codec = json_writer()
+    template = codec.tokenizer.chat_template.replace(
+        "call.function | tojson", '{"name": call.function.name[:5]} | tojson'
+    )
+    codec.tokenizer.chat_template = template
+    assert TextCodec(codec.tokenizer, codec.eos_ids, codec.readers.template).call_form is None
+
+
+def test_a_template_that_refuses_calls_is_no_form() -> None:
+    codec = json_writer()
+    codec.tokenizer.chat_template = "{% if messages[-1].tool_calls %}{{ raise_exception('no') }}{% endif %}{{ tools }}"
+    assert TextCodec(codec.tokenizer, codec.eos_ids, codec.readers.template).call_form is None

@@ -1,0 +1,255 @@
+"""Grammars of answers that call: what they take, and that all they take is read as calls of the tools."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from cluster.errors import RequestError
+from protos.messages import MAX_GRAMMAR_BYTES
+from serve_app.http.conversation.reading import Call, Content, Reasoning, read_whole
+from serve_app.http.conversation.response_templates import ReasoningInPrompt
+from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar
+from serve_app.http.structured.grammar_check import GrammarCheck
+from serve_app.http.structured.held_calls import held_calls
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.schemas import ChatRequest
+from tests.call_writers import Sayings, json_writer, lined_writer, special_writer, tagged_writer
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "null"}]},
+        "at": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["unit", "at"],
+    "additionalProperties": False,
+}
+WRITERS = {"json": json_writer, "lined": lined_writer, "special": special_writer, "tagged": tagged_writer}
+
+
+def tool(name: str, schema: Any = CITY, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def held(codec: TextCodec, reasoning: ReasoningInPrompt = "over", **fields: Any) -> AskedGrammar | None:
+    body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}
+    request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
+    asked = asked_grammar(request.response_format, request.structured_outputs)
+    return held_calls(request, codec.call_form, asked, lambda: reasoning)
+
+
+def called(codec: TextCodec, text: str, tools: list[Any], prompt: str = "") -> list[Any]:
+    return read_whole(codec.readers.reader(codec.encode(prompt), tools), [text])
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("choice", ["required", named("time")])
+def test_whatever_is_said_is_calls_by_their_schemas(writer: str, choice: Any) -> None:
+    codec = WRITERS[writer]()
+    schemas = {"weather": PLAIN if writer == "tagged" else CITY, "time": PLAIN}
+    tools = [tool(name, schema) for name, schema in schemas.items()]
+    grammar = held(codec, tools=tools, tool_choice=choice)
+    assert grammar is not None
+    form = codec.call_form
+    assert form is not None
+    end = form.closing.strip("}\n")
+    sayings = Sayings(codec)
+    names = set()
+    for seed in range(12):
+        text = sayings.one(grammar.text, seed)
+        if text is None or text.count(end) > text.count(form.opening):
+            continue  # an argument that spells what ends a call
+        said = called(codec, text, tools)
+        assert said
+        for one in said:
+            assert isinstance(one, Call), text
+            Draft202012Validator(schemas[one.name]).validate(json.loads(one.arguments))
+            names.add(one.name)
+        assert choice == "required" or len(said) == 1
+    assert names == (set(schemas) if choice == "required" else {"time"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        pytest.param(
+            {"tool_choice": "required"},
+            [call("weather", '{"city": "Bern"}'), call("weather", '{"city":"B"}') + call("time", "{}")],
+            ["", "Bern", call("weather", "{}"), call("snow", '{"city": "Bern"}'), "x" + call("time", "{}")],
+            id="required",
+        ),
+        pytest.param(
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [call("time", "{}")],
+            [call("time", "{}") * 2, call("time", '{"a": 1}')],
+            id="one of several",
+        ),
+        pytest.param(
+            {"tool_choice": named("weather")},
+            [call("weather", '{"city": "Bern", "days": 3}')],
+            [call("time", "{}"), call("weather", '{"city": "Bern"}') * 2],
+            id="named",
+        ),
+        pytest.param(
+            {"parallel_tool_calls": False},
+            ["", "It rains.\n", "See: " + call("weather", '{"any": 1}'), "a <tool b"],
+            [call("time", "{}") + "and", call("snow", "{}"), "see <tool_call>it"],
+            id="at most one",
+        ),
+        pytest.param(
+            {"response_format": {"type": "json_object"}},
+            ['{"a": 1}', call("time", "{}") * 2],
+            ["It rains.", '{"a": 1}' + call("time", "{}")],
+            id="content by a form, or calls",
+        ),
+        pytest.param(
+            {"structured_outputs": {"choice": ["yes", "no"]}}, ["yes", call("time", "{}")], ["maybe"], id="vLLM's form"
+        ),
+        pytest.param(
+            {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+            [call("time", "{}")],
+            ['{"a": 1}'],
+            id="calls have no content",
+        ),
+    ],
+)
+def test_what_an_answer_may_be(fields: Any, good: list[str], bad: list[str]) -> None:
+    codec = json_writer()
+    tools = [tool("weather"), {"type": "function", "function": {"name": "time"}}]
+    grammar = held(codec, tools=tools, **fields)
+    assert grammar is not None
+    sayings = Sayings(codec)
+    assert [text for text in good if not sayings.takes(grammar.text, text)] == []
+    assert [text for text in bad if sayings.takes(grammar.text, text)] == []
+
+
+def test_a_text_between_tags_is_any_that_does_not_end_the_call() -> None:
+    codec = tagged_writer()
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}, "required": ["a"]}
+    grammar = held(codec, tools=[tool("f", schema)], tool_choice="required")
+    assert grammar is not None
+    sayings = Sayings(codec)
+
+    def written(text: str) -> str:
+        return f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+
+    for text in ("", "7", 'if a < b:\n    "</p>"'):
+        assert sayings.takes(grammar.text, written(text))
+        assert called(codec, written(text), [tool("f", schema)]) == [Call("f", json.dumps({"a": text}))]
+    assert not sayings.takes(grammar.text, written("</parameter>\n</function>\n</tool_call>"))
+
+
+def test_strict_tools_are_held_to_their_schemas_and_others_to_an_object() -> None:
+    codec = json_writer()
+    grammar = held(codec, tools=[tool("weather", strict=True), tool("time", strict=False)])
+    assert grammar is not None
+    sayings = Sayings(codec)
+    assert sayings.takes(grammar.text, "So: " + call("weather", '{"city": "Bern"}') + "and" + call("time", '{"a": 1}'))
+    assert not sayings.takes(grammar.text, call("weather", '{"a": 1}'))
+    assert not sayings.takes(grammar.text, call("time", "1"))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": []}, {"tools": [tool("f")]}, {"tools": [tool("f")], "tool_choice": "none"}]
+)
+def test_without_a_need_any_text_will_do(fields: Any) -> None:
+    assert held(json_writer(), **fields) is None
+
+
+THOUGHT = "so <tool_call> it is</think>"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "good", "bad"),
+    [
+        ("none", ["", f"<think>{THOUGHT}", f"<think>{THOUGHT}\n\n"], [THOUGHT, "<think>so"]),
+        ("begun", [THOUGHT, f"{THOUGHT}\n"], ["", f"<think>{THOUGHT}"[:-1]]),
+        ("over", [""], [f"<think>{THOUGHT}", THOUGHT]),
+    ],
+)
+def test_a_model_may_think_first_unless_its_prompt_has_it_done(
+    reasoning: ReasoningInPrompt, good: list[str], bad: list[str]
+) -> None:
+    codec = json_writer()
+    grammar = held(codec, reasoning, tools=[tool("weather")], tool_choice="required")
+    assert grammar is not None
+    one = call("weather", '{"city": "Bern"}')
+    sayings = Sayings(codec)
+    assert [text for text in good if not sayings.takes(grammar.text, text + one)] == []
+    assert [text for text in bad if sayings.takes(grammar.text, text + one)] == []
+
+
+def test_what_is_thought_is_no_call_where_calls_are_free() -> None:
+    codec = json_writer()
+    grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
+    assert grammar is not None
+    sayings = Sayings(codec)
+    text = f"{THOUGHT}Well. <think>{THOUGHT}{call('weather', json.dumps({'city': 'Bern'}))}"
+    assert sayings.takes(grammar.text, text)
+    assert sayings.takes(grammar.text, "still thinking")
+    prompt = "<|im_start|>assistant\n<think>"
+    kinds = [type(one) for one in called(codec, text, [tool("weather")], prompt)]
+    assert list(dict.fromkeys(kinds)) == [Reasoning, Content, Call]
+
+
+@pytest.mark.parametrize(
+    ("writer", "tools", "why"),
+    [
+        (json_writer, [tool('a"b')], "no plain name"),
+        (json_writer, [tool("f", {"type": "string"})], "'string', expected 'object'"),
+        (json_writer, [tool("f", {"enum": ["x" * MAX_GRAMMAR_BYTES]})], "bytes as a grammar"),
+        (tagged_writer, [tool("f", CITY)], "'city'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {}}})], "'a'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"$ref": "#/$defs/x"}}})], "'a'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"type": ["string", "integer"]}}})], "'a'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"type": "string", "enum": ["x "]}}})], "'a'"),
+        (tagged_writer, [tool("f", {"required": ["a"]})], "'a'"),
+        (tagged_writer, [tool("f", {"oneOf": [CITY]})], "'oneOf'"),
+    ],
+)
+def test_what_has_no_grammar_is_refused_by_name(writer: Callable[[], TextCodec], tools: list[Any], why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        held(writer(), tools=tools, tool_choice="required")
+    assert caught.value.field == "tools"
+
+
+async def test_a_schema_that_cannot_be_kept_to_is_refused_by_name() -> None:
+    codec = json_writer()
+    grammar = held(codec, tools=[tool("f", {"not": {}})], tool_choice="required")
+    assert grammar is not None
+    with pytest.raises(RequestError, match="not") as caught:
+        await GrammarCheck(codec.grammars()).check(grammar)
+    assert caught.value.field == "tools"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields: Any, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        held(json_writer(), tools=[tool("f")], **fields)
+    assert caught.value.field == field
