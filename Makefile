@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-browser page-pictures test-clients random_scenarios \
+.PHONY: setup models demo test test-exhaustive chaos test-mutations test-gpu test-browser page-pictures test-clients random_scenarios \
 	check docs bench
 
 setup: .venv/.complete
@@ -35,6 +35,11 @@ test: models
 # Equality at length with real models, and distributions over many texts; over half an hour on two cores.
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
+
+# Random blows under load on a cluster of several nodes, ten minutes of them; MINUTES=1 for fewer.
+MINUTES ?= 10
+chaos: models
+	$(BIN)/pytest tests/chaos -s --timeout 7200 --minutes $(MINUTES)
 
 # A hundred thousand mutated messages at each service; about ten minutes.
 test-mutations: setup

@@ -138,7 +138,7 @@ async def _start(
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
     if trust.reflection:
         reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = credentials.listen(server, host, port)
+    bound = credentials.listen(server, host, port, gate.handshakes.begins)
     await server.start()
     await checker.set(service, health_pb2.HealthCheckResponse.SERVING)
     return GrpcServer(server, f"{host}:{bound}", gate)

@@ -6,7 +6,7 @@ The rest of the transport asks a `Credentials` to listen and to dial, and what a
 import hmac
 import ipaddress
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,10 @@ AUTHORIZATION = "authorization"
 EVERY_ROLE = frozenset(PeerRole)
 
 
+def ignore() -> None:
+    """For whoever does not count handshakes."""
+
+
 class Credentials(Protocol):
     """Of one process in its role."""
 
@@ -34,8 +38,8 @@ class Credentials(Protocol):
         """What each stream that we open says beside its messages."""
         ...
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
-        """Binds a server; returns the port."""
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+        """Binds a server; returns the port. `begins` is called, in any thread, as each TLS handshake begins."""
         ...
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
@@ -59,7 +63,7 @@ class NoCredentials:
     def __init__(self, insecure: bool = False) -> None:
         self._insecure = insecure
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
         if not self._insecure and not is_loopback(host):
             raise ConfigError(
                 f"trust: a gRPC server is to listen on {host}, beyond this machine, and nothing says whom it may trust;"
@@ -89,7 +93,7 @@ class TokenFile:
     def metadata(self) -> Metadata:
         return ((AUTHORIZATION, f"Bearer {self._current()[0]}"),)
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
         return server.add_insecure_port(f"{host}:{port}")
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
@@ -131,12 +135,13 @@ class MutualTls:
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
         served = self._files.current()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             """Asked for at each handshake; None keeps what there is."""
             nonlocal served
+            begins()
             found = self._files.current()
             if found == served:
                 return None

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from actors.transport.credentials import Credentials
+from actors.transport.handshakes import Handshakes
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 
@@ -23,6 +24,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def __init__(self, credentials: Credentials, refusals: Refusals, max_streams_per_host: int) -> None:
         self.refusals = refusals
+        self.handshakes = Handshakes(refusals)
         self._credentials = credentials
         self._max_streams_per_host = max_streams_per_host
         self.streams: Counter[str] = Counter()  # that are open, by host
@@ -32,6 +34,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         """Of every service, those of gRPC itself among them: a stranger does not even learn which there are."""
+        self.handshakes.called()
         if self._credentials.belongs(details.invocation_metadata):
             return await continuation(details)
         return self._turning_away

@@ -4,7 +4,7 @@ Events in, commands out; nothing here waits, sends or looks at a clock. The rule
 
 * only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
 * what is committed is never taken back, and is all that is needed to open the session anywhere;
-* a lost drafter costs speed; a lost target costs a new attempt, twice at most;
+* a lost drafter costs speed; a lost target costs a new attempt, twice at most without getting on in between;
 * a target that leaves as planned is no loss: that costs a new attempt too, however often.
 
 Knows nothing of text, of streams, or of how a peer was chosen. Long because the rules are together, whoever fails.
@@ -36,6 +36,9 @@ from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.values import value
 
 MAX_REOPENS = 2  # a request that kills targets must not kill them all
+# Tokens between two losses that show that the request was not to blame for the earlier one. One that is to blame, by
+# what a step of it does or by its length, comes to its end again within a few tokens.
+GETS_ON = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ class Session:
         self._drafters = 0  # that were assigned so far
         self.phase = Phase.SEEKING
         self.attempt = 0
-        self.failures = 0  # targets lost so far
+        self.failures = 0  # targets lost, one after the other, without getting on in between
+        self._lost_at = 0  # length of the ledger when the latest one was lost
         self.target: str | None = None
         self.drafter: str | None = None
         self.has_drafted = False  # whether this drafter ever had a block in time, or said that it has none
@@ -269,7 +273,10 @@ class Session:
         return self.leave_drafter()  # it may have taken a later Open, which crossed its refusal
 
     def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
-        """The target has ended: seek another. One that was lost is avoided from now on, and too many are the end."""
+        """The target has ended: seek another. One that was lost is avoided from now on, and too many are the end.
+
+        Where machines fail one after the other, a long request may lose any number of targets, and is not to blame.
+        """
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
         self.phase = Phase.SEEKING
@@ -277,10 +284,12 @@ class Session:
         if is_planned:
             return []
         self.failed_targets |= {source}
-        self.failures += 1
+        here = self._prefix.length
+        self.failures = self.failures + 1 if here < self._lost_at + GETS_ON else 1
+        self._lost_at = here
         if self.failures <= MAX_REOPENS:
             return []
-        lost = TargetLostError(f"the target replica failed {self.failures} times while serving this request")
+        lost = TargetLostError(f"{self.failures} target replicas failed one after the other while serving this request")
         return [*self._release(), Failed(lost)]
 
     def on_target_unreadable(self, source: str, attempt: int) -> list[Command]:

@@ -1,0 +1,81 @@
+"""What blows cost: how long streams stood still, and how long until their pool was whole again. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+NOTICED_S = 15.0  # within which Serve sees that a replica is gone, or will not at all
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Something that was done to a deployment."""
+
+    kind: str
+    at_s: float
+    pools: tuple[str, ...] = ()  # deployments that lose replicas by it
+    struck: str = ""  # for people
+
+
+@dataclass(frozen=True)
+class Stream:
+    """When a request began, and when its pieces came."""
+
+    began_s: float
+    came_s: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Replicas that run, by deployment, at one moment."""
+
+    at_s: float
+    running: Mapping[str, int]
+
+
+def stall_s(blow: Blow, streams: Sequence[Stream]) -> float:
+    """From the blow until every stream that was open then had its next piece, or its end."""
+    return max([next_piece - blow.at_s for stream in streams if (next_piece := _next(stream, blow.at_s))], default=0.0)
+
+
+def _next(stream: Stream, at_s: float) -> float | None:
+    if at_s < stream.began_s:
+        return None
+    place = bisect_right(stream.came_s, at_s)
+    return stream.came_s[place] if place < len(stream.came_s) else None
+
+
+def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:
+    """Until the pools that were struck have all their replicas again; None where they had none less, or never do."""
+    lacking = False
+    for one in sizes:
+        if one.at_s <= blow.at_s:
+            continue
+        lacks = any(one.running.get(pool, 0) < wanted[pool] for pool in blow.pools)
+        if lacking and not lacks:
+            return one.at_s - blow.at_s
+        if not lacking and one.at_s > blow.at_s + NOTICED_S:
+            return None
+        lacking = lacking or lacks
+    return None
+
+
+def table(
+    blows: Sequence[Blow], streams: Sequence[Stream], sizes: Sequence[Sizes], wanted: Mapping[str, int]
+) -> list[str]:
+    """By kind of blow, as Markdown."""
+    lines = [
+        "| blow | times | longest pause of a stream, s | until the pool is whole, s |",
+        "|---|---|---|---|",
+    ]
+    for kind in sorted({blow.kind for blow in blows}):
+        alike = [blow for blow in blows if blow.kind == kind]
+        pauses = [stall_s(blow, streams) for blow in alike]
+        repairs = [took for blow in alike if (took := whole_s(blow, sizes, wanted)) is not None]
+        lines.append(f"| {kind} | {len(alike)} | {_spread(pauses)} | {_spread(repairs)} |")
+    return lines
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.1f} (most {max(values):.1f})" if values else "-"

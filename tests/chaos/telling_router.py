@@ -1,0 +1,45 @@
+"""The application with routers that name themselves in each answer, so that a test knows whose death broke which."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import serve_app.app
+from serve_app.deployments import RouterDeployment
+
+ROUTER = "x-router-pid"
+
+
+class Named:
+    """An ASGI application whose answers say which process gave them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[ROUTER] = str(os.getpid())
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorator has no type
+    """As it is, but that it names itself."""
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app: FastAPI = super().__serve_build_asgi_app__()
+        app.add_middleware(Named)
+        return app
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """In a process that does nothing else."""
+    serve_app.app.RouterDeployment = TellingRouter  # type: ignore[misc]
+    return serve_app.app.build(args)
