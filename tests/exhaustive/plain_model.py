@@ -1,0 +1,106 @@
+"""Plain Hugging Face with the served target, which says how far each token of an answer was from being decided.
+
+The model is called on whole texts, without a cache, and knows nothing of blocks or pages. What parameters make of its
+logits is asked of the processors themselves, which other tests compare with a reference of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.sampling.logits.makers import chain_of
+from actors.sampling.margin import margin
+from actors.sampling.reference import DrawAddress
+from cluster.config import SlipstreamConfig
+from cluster.routing.session import Generation
+from protos.messages import Open
+from serve_app.http.generation_defaults import load_defaults
+from serve_app.http.request_rules import bad_words_of, truncated
+from serve_app.http.resolution import agree, resolve
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import check
+from serve_app.http.wire.schemas import CompletionRequest
+
+
+class PlainModel:
+    """The target in this process, in float32."""
+
+    def __init__(self, config: SlipstreamConfig) -> None:
+        folder = config.model.target
+        self.codec = TextCodec.load(folder, config.server)
+        self.tokenizer = self.codec.tokenizer
+        self._config = config
+        self._defaults = load_defaults(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._spelt: dict[str, list[int]] = defaultdict(list)  # tokens by their text, which several may share
+        for token in range(self.codec.vocabulary):
+            self._spelt[self.codec.token_text(token)].append(token)
+
+    @torch.inference_mode()
+    def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
+        """After each token, (tokens, vocabulary)."""
+        return torch.log_softmax(self._logits(ids).double(), dim=-1)
+
+    def generations(self, fields: dict[str, Any]) -> list[Generation]:
+        """What the API makes of a completion's body."""
+        request = self._defaults.applied(check(CompletionRequest, fields, RequestBounds()))
+        codec = self.codec
+        context = self._config.model.max_context
+        prompts = [prompt if isinstance(prompt, tuple) else codec.encode(prompt) for prompt in request.prompt]
+        return resolve(
+            request,
+            agree(request, config=self._config, max_token_chars=codec.max_token_chars),
+            [truncated(request, prompt, context) for prompt in prompts],
+            context=context,
+            eos_ids=codec.eos_ids,
+            vocabulary=codec.vocabulary,
+            draw=lambda: 0,
+            bad_words=bad_words_of(request, codec),
+        )
+
+    @torch.inference_mode()
+    def widest_margin(self, generation: Generation, texts: Sequence[str]) -> float:
+        """Of all tokens of an answer, given by their texts: how wrong logits must be for the worst one to be decided.
+
+        0 where each is what plain decoding says after the ones before it.
+        """
+        text = list(generation.prompt)
+        chain = chain_of(_open(generation))
+        widest = 0.0
+        for one in texts:
+            logits = self._logits(text)[-1]
+            if chain is not None:
+                chain.follow(text)
+            at = DrawAddress(generation.seed, generation.choice, len(text))
+            sampling = generation.sampling
+            found, token = min((margin(logits, sampling, chain, at, token), token) for token in self._spelt[one])
+            widest = max(widest, found)
+            text.append(token)
+        return widest
+
+    def _logits(self, ids: Sequence[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([list(ids)])).logits[0]
+        return logits
+
+
+def _open(generation: Generation) -> Open:
+    """What a target would be told, with nothing decided."""
+    return Open(
+        session=generation.session,
+        attempt=1,
+        tokens=generation.prompt,
+        prompt_len=len(generation.prompt),
+        max_len=generation.max_len,
+        stop_ids=generation.stop_ids,
+        sampling=generation.sampling,
+        seed=generation.seed,
+        choice=generation.choice,
+        hash_key=generation.hash_key,
+        acceptance=generation.acceptance,
+        max_draft_tokens=0,
+        rules=generation.rules,
+    )
