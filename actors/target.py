@@ -19,6 +19,7 @@ from cluster.dispatch import Send, states_stream, stream_name
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.refusals import Refusals
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
@@ -46,6 +47,7 @@ class TargetReplica:
         pacing: Pacing | None = None,
         step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: SessionTracer | None = None,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -57,6 +59,7 @@ class TargetReplica:
         self._engine = engine
         self._step_timeout_s = step_timeout_s
         self._clock = clock
+        self._tracer = tracer or NoTracing()
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
         self._streams = 0
@@ -76,6 +79,7 @@ class TargetReplica:
     async def _step(self, plan: StepPlan) -> None:
         sessions = [row.session for row in plan.rows]
         self.timeline.record("verify", *sessions)
+        self._tracer.marked("verify", sessions, rows=len(sessions))
         began = self._clock()
         outcomes = await self._compute(self._engine.step(plan))
         now = self._clock()
@@ -118,6 +122,7 @@ class TargetReplica:
 
     def _send(self, sends: list[Send]) -> None:
         for stream, message in sends:
+            self._tracer.said(message)
             if outbox := self._outboxes.get(stream):
                 outbox.put(message)
 
@@ -159,11 +164,13 @@ class TargetReplica:
         for message in frame.messages:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
+            self._tracer.heard(stream, message)
             self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
 
     def stream_down(self, stream: str) -> None:
         self.scheduler.gone(stream, self._clock())
+        self._tracer.gone(stream)
         del self._outboxes[stream]
         self._changed.set()
 

@@ -4,6 +4,7 @@ It checks everything that can be checked without knowing a session: sizes that f
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
 MAX_SPARSE_WIDTH = 1024
 MAX_KEY_BYTES = 64  # of blake2b
+_TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def require(condition: bool, why: str) -> None:
@@ -106,6 +108,11 @@ def _ticket_key_from(key: bytes) -> bytes:
     return key
 
 
+def _traceparent_from(text: str) -> str:
+    require(not text or _TRACEPARENT.fullmatch(text) is not None, f"traceparent {text[:64]!r} is no W3C trace context")
+    return text
+
+
 def _open_from_pb(m: pb.Open) -> Open:
     tokens = _int32_tuple(m.tokens, "tokens")
     require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
@@ -135,6 +142,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         rival=rival,
         ticket_key=_ticket_key_from(m.ticket_key),
         ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
+        traceparent=_traceparent_from(m.traceparent),
     )
 
 

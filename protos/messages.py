@@ -118,6 +118,7 @@ class Open:
     rival: int | None = None  # of an audit of one token: whose margin is asked for
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
+    traceparent: str = ""  # W3C trace context of the router's span; empty: not traced
 
     @property
     def takes_trees(self) -> bool:

@@ -81,6 +81,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         rival=m.rival,
         ticket_key=m.ticket_key,
         ticket=_ticket_to_pb(m.ticket),
+        traceparent=m.traceparent,
     )
 
 

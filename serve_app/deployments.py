@@ -6,11 +6,13 @@
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from fastapi import FastAPI
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
@@ -31,6 +33,7 @@ from actors.models.checkpoint import (
 )
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
+from actors.tracing.service_tracing import ServiceTracing
 from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.autoscaling.reports import DraftReport, TargetReport
@@ -46,7 +49,19 @@ from cluster.trust.roles import PeerRole
 from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host
-from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_counts, drafter_counts, target_counts
+from serve_app.publishing.levels import drafter_levels, router_levels, target_levels
+from serve_app.publishing.ray_mirror import RayMirror
+from serve_app.publishing.serve_replicas import labelled, own_deployment, replicas_metrics
+from serve_app.publishing.whole_exposition import WholeExposition
+from serve_app.replica_counters import (
+    ReplicaCounters,
+    attention_counts,
+    audit_counts,
+    counted_families,
+    drafter_counts,
+    target_counts,
+)
+from serve_app.serve_logging import log_under_serve
 
 log = logging.getLogger("ray.serve")
 
@@ -60,6 +75,7 @@ class TargetDeployment:
     """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_under_serve()
         pool = config.target
         model = config.model
         folder = local_folder(model.target)
@@ -77,6 +93,7 @@ class TargetDeployment:
             ranks=pool.tensor_parallel,
             capture=capture,
         )
+        self._tracing = ServiceTracing(config.tracing, "target")
         run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
         self._engine = await RankGroup.start(spec, get_current_placement_group())
         self._replica = TargetReplica(
@@ -97,10 +114,14 @@ class TargetDeployment:
             pool.step_timeout_s,
             pacing_of(config.speculation),
             self._engine.step_cost,
+            tracer=self._tracing.sessions("verify"),
         )
         attention = attention_counts([report.attention for report in self._engine.reports])
         self._report = TargetReport()  # the latest one to the autoscaling policy
-        self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
+        self._counts = lambda: {**target_counts(self._replica, config.draft.method), **attention}
+        self._counters = ReplicaCounters(self._counts)
+        self._model = config.model.name
+        self._mirror = RayMirror(self._levels)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
@@ -133,6 +154,15 @@ class TargetDeployment:
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
         self._counters.publish()
+        self._mirror.publish()
+
+    def _levels(self) -> Iterator[Metric]:
+        scheduler = self._replica.scheduler
+        return target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
+
+    def metrics(self) -> list[Metric]:
+        """All that Prometheus is told of this replica, for `/metrics`."""
+        return labelled([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this replica holds and has dropped, for status and tests."""
@@ -172,12 +202,14 @@ class TargetDeployment:
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
+        await asyncio.to_thread(self._tracing.close)
 
 
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_under_serve()
         use_cpu(config.draft.resources)
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
@@ -196,6 +228,7 @@ class DraftDeployment:
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
+        self._tracing = ServiceTracing(config.tracing, "drafter")
         self._drafter = Drafter(
             method,
             limits,
@@ -206,10 +239,12 @@ class DraftDeployment:
             profile=self._costs,
             published_acceptance=published_acceptance(config.draft),
             credentials=credentials_of(config.trust, PeerRole.DRAFTER),
+            tracer=self._tracing.sessions("draft"),
         )
         self._method = config.draft.method
         self._report = DraftReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
+        self._mirror = RayMirror(self._levels)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(self._drafter.run())
 
@@ -226,6 +261,14 @@ class DraftDeployment:
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
         self._counters.publish()
+        self._mirror.publish()
+
+    def _levels(self) -> Iterator[Metric]:
+        return drafter_levels(self._drafter.scheduler.load(), self._drafter.pass_s)
+
+    def metrics(self) -> list[Metric]:
+        """As a target's."""
+        return labelled([*counted_families(drafter_counts(self._drafter)), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this drafter holds and has counted, for status and tests."""
@@ -253,6 +296,7 @@ class DraftDeployment:
         await asyncio.gather(self._work, return_exceptions=True)
         await self._server.stop()
         await self._drafter.close()
+        await asyncio.to_thread(self._tracing.close)
 
 
 @serve.ingress()
@@ -267,6 +311,7 @@ class RouterDeployment:
         from serve_app.http.text import TextCodec
         from serve_app.router import Identity, Router, RouterLimits
 
+        log_under_serve()
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
@@ -276,15 +321,28 @@ class RouterDeployment:
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
-        self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
-        self._metrics = Metrics(remedies=lambda: self._router.remedies)
+        self._tracing = ServiceTracing(config.tracing, "router")
+        self._http_tracing = ServiceTracing(config.tracing, "http")
+        self._router = Router(
+            ServeMembership(targets, drafters),
+            identity,
+            limits,
+            audits,
+            credentials=credentials,
+            tracer=self._tracing.sessions("route"),
+        )
+        self._metrics = Metrics(remedies=lambda: self._router.remedies, model=config.model.name)
         self._counters = ReplicaCounters(lambda: audit_counts(audits))
+        self._mirror = RayMirror(self._levels)
+        self._whole = WholeExposition([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
+        from serve_app.http.watching.request_spans import request_spans
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health)
+        spans = request_spans(self._http_tracing)
+        return create_api(self._router, self._text, self._config, self._metrics, self._health, spans, self._whole)
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"
@@ -298,6 +356,15 @@ class RouterDeployment:
         if self._work.done():
             raise EngineError("the router's membership loop has ended") from self._work.exception()
         self._counters.publish()
+        self._mirror.publish()
+
+    def _levels(self) -> Iterator[Metric]:
+        yield from self._metrics.families()
+        yield from router_levels(self._router.activity, self._config.model.name)
+
+    def metrics(self) -> list[Metric]:
+        """As a target's."""
+        return labelled([*counted_families(audit_counts(self._router.audits)), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this router holds, for status and tests."""

@@ -9,8 +9,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link
@@ -19,13 +19,14 @@ from cluster.dispatch import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
-from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
+from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Phase, Session
 from cluster.telemetry import Timeline
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.roles import PeerRole
 from cluster.trust.tickets import KEY_BYTES
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Hello, LiveSession, Refusal, Verdict
+from protos.messages import Hello, LiveSession, Open, Refusal, Verdict
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,15 @@ class RouterLimits:
     target_wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RouterActivity:
+    """What is so now, and what was counted since the beginning."""
+
+    seeking: int  # sessions without a target
+    breakers: Mapping[str, bool]  # of drafters, by address: whether it is open
+    opened: Mapping[tuple[str, str], int]  # how often, by address and cause
+
+
 @dataclass(eq=False)
 class ClientAssignment(Assignment):
     """A session and whoever waits for its tokens."""
@@ -65,6 +75,7 @@ class Router:
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
         credentials: Credentials | None = None,  # shown to targets and drafters
+        tracer: SessionTracer | None = None,
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -74,6 +85,7 @@ class Router:
         self._limits = limits
         self._clock = clock
         self._credentials = credentials or NoCredentials()
+        self._tracer = tracer or NoTracing()
         self._draining = False
         self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._tell)
         self._targets: dict[str, Link] = {}  # by address
@@ -95,17 +107,22 @@ class Router:
     async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """See `Generator`."""
         self.check_room(1)
-        assignment = ClientAssignment(Session(generation, secrets.token_bytes(KEY_BYTES)), self._clock())
+        name = generation.session
+        context = self._tracer.opened(name, generation.traceparent, prompt_tokens=len(generation.prompt))
+        session = Session(replace(generation, traceparent=context), secrets.token_bytes(KEY_BYTES))
+        assignment = ClientAssignment(session, self._clock())
         try:
             self._send(self._assignments.add(assignment, self._clock()))
             while True:
                 event = await assignment.out.get()
                 if isinstance(event, Failed):
+                    self._tracer.ended(name, type(event.error).__name__)
                     raise event.error
                 yield event
                 if isinstance(event, Ended):
                     return
         finally:
+            self._tracer.ended(name, "cancelled")
             self._send(self._assignments.cancel(assignment))
             if not self._draining:
                 self.audits.ended(assignment.session, assignment.served_by)
@@ -115,6 +132,8 @@ class Router:
 
     def _send(self, sends: list[Send]) -> None:
         for address, message in sends:
+            if isinstance(message, Open):
+                self._tracer.marked("given to", [message.session], address=address, attempt=message.attempt)
             if link := self._targets.get(address) or self._drafters.get(address):
                 link.send(message)
 
@@ -125,13 +144,14 @@ class Router:
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
-                log.info("%s refuses a session: %s", address, message.message)
+                log.info("%s refuses a session: %s", address, message.message, extra={"session": message.session})
+            self._tracer.heard(address, message)
             self._send(self._assignments.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
         for item in frame.malformed:
-            log.error("malformed %s from %s: %s", item.kind, address, item.why)
+            log.error("malformed %s from %s: %s", item.kind, address, item.why, extra={"session": item.session})
             self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 
@@ -184,6 +204,13 @@ class Router:
         """What was done because drafters' blocks had become bad, by drafter and step."""
         counts = self._assignments.remedies.counts
         return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
+
+    @property
+    def activity(self) -> RouterActivity:
+        """For whoever watches the router."""
+        seeking = sum(one.session.phase is Phase.SEEKING for one in self._assignments)
+        breakers = self._assignments.breakers
+        return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
 
     @property
     def is_idle(self) -> bool:

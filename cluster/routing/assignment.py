@@ -61,7 +61,7 @@ class Assignments(Generic[F]):
         self._answered: dict[str, F] = {}  # and those whose drafters were asked for blocks since the last tick
         self._complaints: list[Complaint] = []  # of targets about drafters, since the last tick
         self._full_until: dict[str, float] = {}  # by address of a target that said it is full
-        self._breakers = Breakers()  # of the drafters
+        self.breakers = Breakers()  # of the drafters
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -141,7 +141,7 @@ class Assignments(Generic[F]):
         """The stream to a target or a drafter broke."""
         self.targets.down(peer)
         self.drafters.down(peer)
-        self._breakers.forget(peer)
+        self.breakers.forget(peer)
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
         log.warning("%s is lost; %d sessions go on elsewhere or without it", peer, len(lost))
         sends: list[Send] = []
@@ -189,7 +189,7 @@ class Assignments(Generic[F]):
         if refusal.reason is not RefusalReason.OVERLOADED:
             return
         if peer in self.drafters:
-            self._breakers.refused(peer, now)
+            self.breakers.refused(peer, now)
         else:
             self._full_until[peer] = now + FULL_FOR_S
 
@@ -204,7 +204,7 @@ class Assignments(Generic[F]):
 
     def _note_end(self, assignment: F, drafter: str) -> None:
         if drafter != assignment.complained_of and assignment.session.counts.accepted >= WELL:
-            self._breakers.ended_well(drafter)
+            self.breakers.ended_well(drafter)
 
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
@@ -228,11 +228,11 @@ class Assignments(Generic[F]):
         return self._full_until.get(target, 0.0) <= now
 
     def _choose_drafter(self, now: float, avoid: str | None = None) -> str | None:
-        return self.drafters.choose(lambda address: address != avoid and self._breakers.takes(address, now))
+        return self.drafters.choose(lambda address: address != avoid and self.breakers.takes(address, now))
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
         sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
-        self._breakers.placed(drafter, assignment.name, now)
+        self.breakers.placed(drafter, assignment.name, now)
         return sends
 
     def _leave_silent(self, now: float) -> list[Send]:
@@ -272,13 +272,13 @@ class Assignments(Generic[F]):
         sends = self._carry_out(assignment, assignment.session.leave_drafter())
         if other is not None and assignment.session.wants_drafter:
             sends += self._assign_drafter(assignment, other, now)
-        if self._breakers.collapsed(left, now):
+        if self.breakers.collapsed(left, now):
             self.remedies.given_up(left)
             sends += self._move_off(left, now)
         return sends
 
     def _is_given_up(self, drafter: str, assignment: F, answer: DraftAnswer, now: float) -> bool:
-        return self._breakers.note(drafter, assignment.name, answer, assignment.session.has_drafted, now)
+        return self.breakers.note(drafter, assignment.name, answer, assignment.session.has_drafted, now)
 
     def _move_off(self, address: str, now: float) -> list[Send]:
         """Gives all sessions of a drafter that was given up to others; where there is none, they stay."""

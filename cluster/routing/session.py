@@ -48,6 +48,7 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    traceparent: str = ""  # W3C trace context of what the session is part of; empty: not traced
 
 
 @value
@@ -281,6 +282,7 @@ class Session:
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
             ticket_key=self._ticket_key,
+            traceparent=g.traceparent,
         )
 
     def _open_drafter(self) -> list[Command]:

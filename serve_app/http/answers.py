@@ -44,6 +44,7 @@ class Transcript:
         self.accepted = 0
         self.rejected = 0
         self.finish: FinishReason | None = None
+        self.first_token_s: float | None = None  # after the session's start
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
@@ -157,7 +158,9 @@ async def _follow_one(
             async for output in outputs:
                 if isinstance(output, Emit):
                     now = clock()
-                    first = transcript.tokens == 0
+                    first = transcript.first_token_s is None
+                    if first:
+                        transcript.first_token_s = now - last
                     metrics.committed(output, now - last, first=first)
                     last = now
                     delta = transcript.extend(output)

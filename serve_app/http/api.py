@@ -29,10 +29,13 @@ from serve_app.http.bodies import Bodies
 from serve_app.http.failures import failure_of
 from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
 from serve_app.http.generation import Generator
-from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.metrics import Metrics
 from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.watching.records import RequestRecord
+from serve_app.http.watching.request_log import logged
+from serve_app.http.watching.request_spans import NoRequestSpans, RequestSpans
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
@@ -52,12 +55,17 @@ def create_api(
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Callable[[], Awaitable[HealthReport]],
+    spans: RequestSpans | None = None,
+    exposition: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
-    """The application; `text` is the served model's codec, `health` says how `generator` is."""
+    """The application; `text` is the served model's codec, `health` says how `generator` is.
+
+    `exposition` is what Prometheus is told, if not `metrics` alone.
+    """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies)
+    service = Service(generator, text, config, metrics, bodies, spans or NoRequestSpans())
     for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
@@ -79,7 +87,8 @@ def create_api(
 
     @api.get("/metrics")
     async def expose_metrics() -> Response:
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        told = metrics.exposition() if exposition is None else await exposition()
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     @api.exception_handler(HTTPException)
     async def refuse(_: Request, error: HTTPException) -> Response:
@@ -97,6 +106,7 @@ class Service:
     config: SlipstreamConfig
     metrics: Metrics
     bodies: Bodies
+    spans: RequestSpans
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -122,8 +132,14 @@ class ApiEndpoint(Generic[RequestT]):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.metrics.request(self._dialect.endpoint) as record:
-            response = await self._respond(Request(scope, receive), record)
+        service = self._service
+        request = Request(scope, receive)
+        with (
+            service.metrics.request(self._dialect.endpoint) as record,
+            service.spans.request(self._dialect.endpoint, self.path, request.headers, record),
+            logged(self._dialect.endpoint, record, service.clock),
+        ):
+            response = await self._respond(request, record)
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
 
@@ -131,7 +147,7 @@ class ApiEndpoint(Generic[RequestT]):
         try:
             self._service.generator.check_room(1)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body)
+                answer = await self._prepare(body, record)
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.request.stream:
                 whole = await while_connected(request.receive, answer.whole())
@@ -145,18 +161,19 @@ class ApiEndpoint(Generic[RequestT]):
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes, record: RequestRecord) -> "ApiAnswer[RequestT]":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         self._service.generator.check_room(terms.sessions)
-        return await self._service.aside(self._resolve, request, terms)
+        record.request = request
+        return await self._service.aside(self._resolve, request, terms, record)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
         request = parse(self._dialect.schema, body, service.bounds)
         return request, agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
 
-    def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
+    def _resolve(self, request: RequestT, terms: Terms, record: RequestRecord) -> "ApiAnswer[RequestT]":
         service = self._service
         dialect = self._dialect
         prompts = dialect.prompts(request, service.text)
@@ -168,6 +185,7 @@ class ApiEndpoint(Generic[RequestT]):
             eos_ids=service.text.eos_ids,
             vocabulary=service.text.vocabulary,
             draw=service.draw,
+            traceparent=record.traceparent,
         )
         interval = service.config.server.stream_interval
         choices = [
@@ -176,7 +194,11 @@ class ApiEndpoint(Generic[RequestT]):
         ]
         name = request.request_id or f"{service.draw():016x}"
         head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)))
+        record.response_id = head["id"]
+        record.sessions = [generation.session for generation in generations]
+        record.prompt_tokens = sum(map(len, prompts))
+        record.choices = [choice.transcript for choice in choices]
+        return ApiAnswer(dialect, service, request, head, choices, record.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ def resolve(
     eos_ids: tuple[int, ...],
     vocabulary: int,
     draw: Draw,
+    traceparent: str = "",
 ) -> list[Generation]:
     """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
     generations = []
@@ -79,6 +80,7 @@ def resolve(
                 hash_key=draw(),
                 acceptance=terms.acceptance,
                 max_draft_tokens=terms.max_draft_tokens,
+                traceparent=traceparent,
             )
             for choice in range(request.n)
         ]

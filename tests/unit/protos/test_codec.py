@@ -92,6 +92,7 @@ def opens(draw: st.DrawFn) -> Open:
         rival=rival,
         ticket_key=draw(st.binary(max_size=64)),
         ticket=draw(st.none() | TICKETS),
+        traceparent=draw(st.just("") | st.from_regex("00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", fullmatch=True)),
     )
 
 
@@ -329,6 +330,7 @@ BAD_OPENS = {
     "overflowing penalty": (with_sampling(frequency_penalty=-3e38), "frequency_penalty"),
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
+    "half a traceparent": (with_fields(traceparent="00-" + 32 * "a"), "is no W3C trace context"),
     "a long ticket_key": (with_fields(ticket_key=bytes(65)), "ticket_key has 65 bytes"),
     "half a ticket": (with_ticket(bytes(8)), "proof has 8 bytes"),
 }
