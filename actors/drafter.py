@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -64,7 +64,7 @@ class Drafter:
         self.timing = DraftTiming(profile)
         self._reporter = DraftReporter(profile)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
-        self.pass_s: Counter[str] = Counter()  # in passes that were asked for, and ahead of verdicts
+        self.pass_s: defaultdict[str, float] = defaultdict(float)  # in passes, asked or ahead
         self._credentials = credentials or NoCredentials()
         self._tracer = tracer or NoTracing()
         self._method = method

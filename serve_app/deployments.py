@@ -54,6 +54,7 @@ from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import labelled, own_deployment, replicas_metrics
 from serve_app.publishing.whole_exposition import WholeExposition
 from serve_app.replica_counters import (
+    Counts,
     ReplicaCounters,
     attention_counts,
     audit_counts,
@@ -116,9 +117,9 @@ class TargetDeployment:
             self._engine.step_cost,
             tracer=self._tracing.sessions("verify"),
         )
-        attention = attention_counts([report.attention for report in self._engine.reports])
+        self._attention = attention_counts([report.attention for report in self._engine.reports])
+        self._method = config.draft.method
         self._report = TargetReport()  # the latest one to the autoscaling policy
-        self._counts = lambda: {**target_counts(self._replica, config.draft.method), **attention}
         self._counters = ReplicaCounters(self._counts)
         self._model = config.model.name
         self._mirror = RayMirror(self._levels)
@@ -155,6 +156,9 @@ class TargetDeployment:
             raise EngineError("the verification loop has ended") from self._work.exception()
         self._counters.publish()
         self._mirror.publish()
+
+    def _counts(self) -> Counts:
+        return {**target_counts(self._replica, self._method), **self._attention}
 
     def _levels(self) -> Iterator[Metric]:
         scheduler = self._replica.scheduler
@@ -264,7 +268,7 @@ class DraftDeployment:
         self._mirror.publish()
 
     def _levels(self) -> Iterator[Metric]:
-        return drafter_levels(self._drafter.scheduler.load(), self._drafter.pass_s)
+        return drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
 
     def metrics(self) -> list[Metric]:
         """As a target's."""

@@ -168,7 +168,7 @@ class Breakers:
 
     def are_open(self, now: float) -> dict[str, bool]:
         """By address, whether no session is given to the drafter."""
-        return {address: not breaker.takes(now) for address, breaker in self._breakers.items()}
+        return {address: not breaker.takes(now) for address, breaker in dict(self._breakers).items()}
 
     def ended_well(self, address: str) -> None:
         """A session is over that it drafted well for to the end."""

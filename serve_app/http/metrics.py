@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from cluster.routing.session import Emit
 from serve_app.http.watching.prompt_versions import PromptVersions
-from serve_app.http.watching.records import CLIENT_LEFT, Progress, RequestRecord
+from serve_app.http.watching.records import CLIENT_LEFT, ChoiceRecord, RequestRecord
 from serve_app.publishing.vllm_names import VllmNames
 from serve_app.publishing.whole_exposition import exposition
 
@@ -132,7 +132,7 @@ class Metrics:
                 for choice in record.choices:
                     self._choice_ended(choice, seconds)
 
-    def _choice_ended(self, choice: Progress, seconds: float) -> None:
+    def _choice_ended(self, choice: ChoiceRecord, seconds: float) -> None:
         self._finished.labels(choice.finish or ABORTED).inc()
         self._answer_lengths.observe(choice.tokens)
         if choice.first_token_s is not None and choice.tokens > 1:

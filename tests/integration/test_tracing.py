@@ -1,16 +1,10 @@
 """One request in OpenTelemetry: HTTP, router, drafter and target under one trace id, over real gRPC and OTLP."""
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from actors.tracing.exporting import TracedService
 from cluster.config import validated
@@ -23,54 +17,11 @@ from serve_app.http.watching.genai_spans import GenAiSpans
 from serve_app.http.wire.replies import HealthReport
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, Cluster, cluster
+from tests.otlp_collector import collecting
 
 SERVICES = ("http", "router", "drafter", "target")
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
-
-
-@dataclass
-class Collector:
-    """What an OTLP collector was sent, by service."""
-
-    spans: dict[str, list[Any]] = field(default_factory=dict)
-    raw: bytes = b""
-
-    def take(self, body: bytes) -> None:
-        self.raw += body
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            names = {one.key: one.value.string_value for one in resource.resource.attributes}
-            for scope in resource.scope_spans:
-                self.spans.setdefault(names["service.name"], []).extend(scope.spans)
-
-    def only(self, service: str) -> Any:
-        (span,) = self.spans[f"slipstream-{service}"]
-        return span
-
-
-@contextmanager
-def collecting() -> Iterator[tuple[str, Collector]]:
-    """A collector on loopback, and where spans are to be sent."""
-    collector = Collector()
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            collector.take(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", collector
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def attributes(item: Any) -> dict[str, Any]:

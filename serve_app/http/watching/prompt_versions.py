@@ -56,16 +56,17 @@ class PromptVersions(Collector):
         self._seconds[version]["end"] += seconds
 
     def collect(self) -> Iterator[Metric]:
+        """Of copies, for it is called in another thread than requests end in."""
         prefix = "slipstream_prompt_version"
         requests = CounterMetricFamily(f"{prefix}_requests", "Requests that have ended", labels=(VERSION,))
         choices = CounterMetricFamily(f"{prefix}_choices", "Choices that have had a token", labels=(VERSION,))
         tokens = CounterMetricFamily(f"{prefix}_tokens", "Tokens, by kind", labels=(VERSION, "kind"))
         seconds = CounterMetricFamily(f"{prefix}_seconds", "From request to end of answer", labels=(VERSION, "until"))
-        for version, count in self._requests.items():
+        for version, count in dict(self._requests).items():
             requests.add_metric((version,), count)
             choices.add_metric((version,), self._choices[version])
-            for kind, sum_of in self._tokens[version].items():
+            for kind, sum_of in dict(self._tokens[version]).items():
                 tokens.add_metric((version, kind), sum_of)
-            for until, sum_of_s in self._seconds[version].items():
+            for until, sum_of_s in dict(self._seconds[version]).items():
                 seconds.add_metric((version, until), sum_of_s)
         yield from (requests, choices, tokens, seconds)

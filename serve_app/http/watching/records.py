@@ -11,7 +11,7 @@ CLIENT_LEFT = 499
 """The status under which requests are counted whose client did not wait for the answer."""
 
 
-class Progress(Protocol):
+class ChoiceRecord(Protocol):
     """One choice of an answer, as far as it has come."""
 
     tokens: int
@@ -31,4 +31,4 @@ class RequestRecord:
     response_id: str = ""
     sessions: Sequence[str] = ()
     prompt_tokens: int = 0
-    choices: Sequence[Progress] = ()
+    choices: Sequence[ChoiceRecord] = ()

@@ -91,7 +91,6 @@ OF_CHAT = {
     "include_reasoning": ([True], False),
     "logprobs": ([None, False], True),
     "media_io_kwargs": ([None, {}], {"image": {}}),
-    "metadata": ([None, {}, {"prompt": "v7"}], {"prompt": 7}),
     "mm_processor_kwargs": ([None, {}], {"a": 1}),
     "modalities": ([None, ["text"]], ["audio"]),
     "moderation": ([None], {"model": "x"}),

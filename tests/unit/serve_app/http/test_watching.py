@@ -23,7 +23,7 @@ from serve_app.http.watching.request_log import logged
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import FinishReason, HealthReport
-from serve_app.http.wire.schemas import ChatRequest
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from serve_app.operations.version_status import versions_table
 from serve_app.publishing.whole_exposition import exposition
 from serve_app.serve_logging import log_under_serve
@@ -173,3 +173,23 @@ async def test_no_log_holds_a_prompt_or_an_answer(
         told = formatter.format(line) + repr(vars(line))
         assert SECRET not in told
         assert ANSWER not in told
+
+
+# ------------------------------------------------------------ metadata
+
+
+def with_metadata(schema: type[ChatRequest] | type[CompletionRequest], metadata: Any) -> GenerationRequest:
+    prompt = {"prompt": "hi"} if schema is CompletionRequest else {"messages": [{"role": "user", "content": "hi"}]}
+    return parse(schema, json.dumps({"model": "toy", "metadata": metadata, **prompt}).encode(), RequestBounds())
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_metadata_is_taken_and_only_its_prompt_version_is_used(
+    schema: type[ChatRequest] | type[CompletionRequest],
+) -> None:
+    for metadata in (None, {}, {"prompt": "v7"}):
+        assert with_metadata(schema, metadata).prompt_version is None
+    assert with_metadata(schema, {"prompt_version": "v7", "other": "x" * 500}).prompt_version == "v7"
+    for wrong in ({"prompt": 7}, {"prompt_version": 7}, {str(index): "" for index in range(17)}):
+        with pytest.raises(RequestError, match="metadata"):
+            with_metadata(schema, wrong)
