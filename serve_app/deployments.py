@@ -51,7 +51,7 @@ from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host
 from serve_app.publishing.levels import drafter_levels, router_levels, target_levels
 from serve_app.publishing.ray_mirror import RayMirror
-from serve_app.publishing.serve_replicas import labelled, own_deployment, replicas_metrics
+from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
 from serve_app.publishing.whole_exposition import WholeExposition
 from serve_app.replica_counters import (
     Counts,
@@ -164,9 +164,9 @@ class TargetDeployment:
         scheduler = self._replica.scheduler
         return target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> bytes:
         """All that Prometheus is told of this replica, for `/metrics`."""
-        return labelled([*counted_families(self._counts()), *self._levels()])
+        return packed([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this replica holds and has dropped, for status and tests."""
@@ -270,9 +270,9 @@ class DraftDeployment:
     def _levels(self) -> Iterator[Metric]:
         return drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> bytes:
         """As a target's."""
-        return labelled([*counted_families(drafter_counts(self._drafter)), *self._levels()])
+        return packed([*counted_families(drafter_counts(self._drafter)), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this drafter holds and has counted, for status and tests."""
@@ -366,9 +366,9 @@ class RouterDeployment:
         yield from self._metrics.families()
         yield from router_levels(self._router.activity, self._config.model.name)
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> bytes:
         """As a target's."""
-        return labelled([*counted_families(audit_counts(self._router.audits)), *self._levels()])
+        return packed([*counted_families(audit_counts(self._router.audits)), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this router holds, for status and tests."""

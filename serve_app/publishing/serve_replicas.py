@@ -1,5 +1,7 @@
 """Families of replicas of Ray Serve: which replica they are of, and how all of a deployment are asked for theirs."""
 
+import pickle
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,11 +13,11 @@ from serve_app.publishing.vllm_names import with_labels
 from serve_app.publishing.whole_exposition import Gather
 
 
-def labelled(families: Iterable[Metric]) -> list[Metric]:
-    """With the labels that Serve gives to a replica's metrics among Ray's."""
+def packed(families: Iterable[Metric]) -> bytes:
+    """With the labels that Serve gives to a replica's metrics among Ray's; small, for Ray carries it in its reply."""
     context = serve.get_replica_context()
     labels = {"deployment": context.deployment, "replica": context.replica_tag, "application": context.app_name}
-    return list(with_labels(families, labels))
+    return zlib.compress(pickle.dumps(list(with_labels(families, labels))))
 
 
 def own_deployment() -> DeploymentHandle[Any]:
@@ -29,7 +31,8 @@ def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
     """Asks each replica of a deployment for its `metrics`."""
 
     async def ask() -> Sequence[Sequence[Metric]]:
-        answers: Sequence[Sequence[Metric]] = await pool.broadcast("metrics").results_async()
-        return answers
+        answers: Sequence[bytes | Exception]
+        answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # some may just be leaving
+        return [pickle.loads(zlib.decompress(answer)) for answer in answers if isinstance(answer, bytes)]
 
     return ask

@@ -24,7 +24,7 @@ class WholeExposition:
 
     async def __call__(self) -> bytes:
         answers = await asyncio.gather(*(_asked(pool) for pool in self._pools))
-        return exposition([families for pool in answers for families in pool])
+        return await asyncio.to_thread(exposition, [families for pool in answers for families in pool])
 
 
 async def _asked(pool: Gather) -> Sequence[Sequence[Metric]]:

@@ -7,7 +7,7 @@ import pytest
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Detach
+from protos.messages import Detach, Verdict
 from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, LIMITS, Desk
 
 PROMPT = (1, 2, 3)
@@ -112,8 +112,11 @@ def test_chosen_lengths_and_the_time_that_blocks_take_are_counted() -> None:
     desk = Desk(patience=lambda _: 10.0, hold=10.0, asked=2)
     desk.open(tokens=PROMPT, max_len=20)
     desk.attach(PROMPT)
-    desk.now = 1.5
-    desk.block(PROMPT, (4, 5))
+    desk.now = 1.0
+    desk.block(PROMPT, (4, 5))  # the first is not timed: its drafter had a prompt to read
+    decided = next(message.tokens for _, message in desk.step() if isinstance(message, Verdict))
+    desk.now = 2.5
+    desk.block((*PROMPT, *decided), (4, 5))
     activity = desk.scheduler.reporter.activity()
     assert (activity.blocks_timed, activity.block_delay_s) == (1, 1.5)
     assert activity.running == 1

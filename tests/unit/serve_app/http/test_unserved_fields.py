@@ -185,7 +185,7 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
             "min_p",
         ),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
-        *("ignore_eos", "speculation"),
+        *("ignore_eos", "metadata", "speculation"),
     }
     assert CompletionRequest.model_fields.keys() - served == (OF_BOTH | OF_COMPLETIONS).keys()
     assert ChatRequest.model_fields.keys() - served == (OF_BOTH | OF_CHAT).keys()
