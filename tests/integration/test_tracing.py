@@ -77,7 +77,7 @@ async def test_one_request_is_one_trace_in_four_services() -> None:
     assert told["gen_ai.response.id"] == answer["id"]
     assert told["http.response.status_code"] == 200
     details = answer["usage"]["completion_tokens_details"]
-    assert told["slipstream.accepted_tokens"] == details["accepted_prediction_tokens"] > 0
+    assert told["slipstream.accepted_tokens"] == details["accepted_prediction_tokens"]
 
 
 async def test_each_round_of_a_slow_request_is_told() -> None:
