@@ -6,8 +6,9 @@
 import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ray.util import get_current_placement_group
 from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankSpec
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
 from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
@@ -43,12 +46,14 @@ from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.placement import draft_scaling_options, target_scaling_options
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
 from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
-from serve_app.listening import listening_host
+from serve_app.listening import listening_host, place
+from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
 from serve_app.publishing.levels import drafter_levels, router_levels, target_levels
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
@@ -60,16 +65,28 @@ from serve_app.replica_counters import (
     audit_counts,
     counted_families,
     drafter_counts,
+    routed_counts,
     target_counts,
 )
 from serve_app.serve_logging import log_under_serve
 
 log = logging.getLogger("ray.serve")
 
+MOST_AHEAD = 0.25  # of its places, by which a target may be ahead of others for what its cache holds
+DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
+
 
 def pacing_of(speculation: SpeculationConfig) -> Pacing:
     """The policy that the configuration names."""
     return LockStep() if speculation.is_lock_step else Adaptive()
+
+
+async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
+    """Until the replica has left, or its work has failed."""
+    task = asyncio.create_task(leaving)
+    await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 class TargetDeployment:
@@ -124,6 +141,7 @@ class TargetDeployment:
         self._model = config.model.name
         self._mirror = RayMirror(self._levels)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
+        self._drain_s = pool.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 
@@ -141,7 +159,7 @@ class TargetDeployment:
             await self._server.stop(grace_s=0)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._engine.step_cost.model_dump_json()}
+        return {ADDRESS: self._server.address, **place(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks every two seconds, here on the event loop, where nothing changes meanwhile."""
@@ -154,6 +172,8 @@ class TargetDeployment:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        if (stuck_s := self._replica.stuck_s) is not None:
+            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
         self._mirror.publish()
 
@@ -202,7 +222,14 @@ class TargetDeployment:
         """What this replica did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
+    async def sample(self) -> TargetSample:
+        """For the live page."""
+        return target_sample(self._replica, f"target {os.getpid()}")
+
     async def __del__(self) -> None:
+        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        await _while_working(self._work, self._replica.leave(self._drain_s))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
@@ -220,6 +247,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         states = states_format(config.draft, target_folder)
         bounds = state_bounds(config.draft, target_folder)
+        grammars = await loop.run_in_executor(None, grammars_of, partial(load_grammar_vocabulary, target_folder))
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
@@ -227,6 +255,7 @@ class DraftDeployment:
             target_tokens=tokens,
             target=config.model.target,
             states=states,
+            makers=() if grammars is None else (grammars.draft_masking,),
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
@@ -253,7 +282,7 @@ class DraftDeployment:
         self._work = asyncio.create_task(self._drafter.run())
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
+        return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """As a target's."""
@@ -264,6 +293,8 @@ class DraftDeployment:
         """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        if (stuck_s := self._drafter.stuck_s) is not None:
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
         self._mirror.publish()
 
@@ -295,10 +326,17 @@ class DraftDeployment:
         """What this drafter did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
+    async def sample(self) -> DraftSample:
+        """For the live page."""
+        return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
+
     async def __del__(self) -> None:
+        """As a target's."""
+        if self._drafter.stuck_s is None:
+            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._server.stop()
         await self._drafter.close()
         await asyncio.to_thread(self._tracing.close)
 
@@ -311,17 +349,26 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
+        from serve_app.page.page_routes import page_routes
+        from serve_app.page.page_watch import PageWatch
+        from serve_app.page.pool_samples import PoolSamples
         from serve_app.router import Identity, Router, RouterLimits
 
         log_under_serve()
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
-        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
+        pool = config.target
+        prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
+        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._config = config
-        self._text = TextCodec.load(str(folder))
+        self._checkpoint = identity.target_model
+        self._text = TextCodec.load(str(folder), config.server)
+        uses_defaults = config.server.generation_defaults == "model"
+        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
@@ -335,18 +382,34 @@ class RouterDeployment:
             credentials=credentials,
             tracer=self._tracing.sessions("route"),
         )
-        self._metrics = Metrics(remedies=lambda: self._router.remedies, model=config.model.name)
-        self._counters = ReplicaCounters(lambda: audit_counts(audits))
+        self._metrics = Metrics(
+            remedies=lambda: self._router.remedies,
+            handovers=lambda: self._router.handovers,
+            model=config.model.name,
+        )
+        self._counters = ReplicaCounters(self._counts)
         self._mirror = RayMirror(self._levels)
         self._whole = WholeExposition([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
+        watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
+        self._page = page_routes(watch) if config.server.page else []
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
         from serve_app.http.watching.request_spans import request_spans
 
-        spans = request_spans(self._http_tracing)
-        return create_api(self._router, self._text, self._config, self._metrics, self._health, spans, self._whole)
+        return create_api(
+            self._router,
+            self._text,
+            self._config,
+            self._metrics,
+            self._health,
+            self._defaults,
+            self._checkpoint,
+            self._page,
+            request_spans(self._http_tracing),
+            self._whole,
+        )
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"
@@ -366,21 +429,27 @@ class RouterDeployment:
         yield from self._metrics.families()
         yield from router_levels(self._router.activity, self._config.model.name)
 
+    def _counts(self) -> Counts:
+        return {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
+
     def metrics(self) -> bytes:
         """As a target's."""
-        return packed([*counted_families(audit_counts(self._router.audits)), *self._levels()])
+        return packed([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this router holds, for status and tests."""
         return {
             "pid": os.getpid(),
             "idle": self._router.is_idle,
+            "ready": self._router.is_ready,
             "pools": {
                 TARGET: target_scaling_options(self._config.target)["autoscaling_config"],
                 DRAFT: draft_scaling_options(self._config.draft)["autoscaling_config"],
             },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
+            "routed": self._router.routed,
+            "handovers": self._router.handovers,
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,
@@ -389,3 +458,9 @@ class RouterDeployment:
     def trace(self) -> bytes:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
+
+    async def __del__(self) -> None:
+        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._router.close()

@@ -19,6 +19,7 @@ from cluster.dispatch import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Phase, Session
 from cluster.telemetry import Timeline
 from cluster.tracing.session_tracer import NoTracing, SessionTracer
@@ -46,6 +47,7 @@ class Identity:
 class RouterLimits:
     max_sessions: int
     target_wait_s: float
+    prefixes: PrefixOptions = PrefixOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class Router:
         self._credentials = credentials or NoCredentials()
         self._tracer = tracer or NoTracing()
         self._draining = False
-        self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._tell)
+        self._assignments: Assignments[ClientAssignment] = Assignments(
+            self.peer_id, limits.target_wait_s, self._tell, limits.prefixes
+        )
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
         self._present: frozenset[str] = frozenset()  # addresses that membership lists
@@ -170,6 +174,7 @@ class Router:
             await self._follow(
                 members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.drafter
             )
+            self._assignments.nearness.follow(members.targets, members.drafters)
             self._place_sessions()
             self._send(self.audits.tick(self._assignments.targets, self._clock()))
             await asyncio.sleep(MEMBERSHIP_PERIOD_S)
@@ -211,6 +216,16 @@ class Router:
         seeking = sum(one.session.phase is Phase.SEEKING for one in self._assignments)
         breakers = self._assignments.breakers
         return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
+
+    @property
+    def routed(self) -> dict[str, int]:
+        """Sessions that were given to a target, by whether something of their text was there already."""
+        return dict(self._assignments.routed)
+
+    @property
+    def handovers(self) -> dict[tuple[str, str], int]:
+        """Sessions that went from one peer to another, by the pool of who had them, and whether that was planned."""
+        return dict(self._assignments.handovers)
 
     @property
     def is_idle(self) -> bool:

@@ -25,7 +25,7 @@ class VerificationLimits:
 
     def fault_of(self, request: Open, pages: int) -> str:
         """Why it could never be served; empty if it can. `pages` is how many it takes at its longest."""
-        if (highest := max(max(request.tokens), request.rival or 0)) >= self.vocabulary:
+        if (highest := max(max(request.tokens), request.rival or 0, request.rules.highest_id)) >= self.vocabulary:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
             return f"max_len is {request.max_len}, the context holds {self.max_context} tokens"

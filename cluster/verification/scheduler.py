@@ -27,11 +27,11 @@ from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.intake import Intake
 from cluster.verification.sentinel import AcceptanceSentinel
-from cluster.verification.sequence import TargetSession
+from cluster.verification.sequence import Decision, TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
 from cluster.verification.target_reporter import TargetReporter
-from protos.messages import Finish, Message, Open, Resync, Verdict
+from protos.messages import Collapse, Finish, Message, Open, Resync, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class VerificationScheduler:
         )
         self.reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
+        self.departure = self._intake.departure
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
@@ -179,9 +180,8 @@ class VerificationScheduler:
     def wasted_tokens(self) -> int:
         """Draft tokens that came in well-formed blocks and that no verdict took over.
 
-        They were rejected, or never verified: because fewer tokens paid by then, because their block was dropped or
-        replaced by a better version, because the target had decided them itself when a late block came, or because
-        their session ended. Those whose verdict is still to come are not counted yet.
+        They were rejected, or never verified: fewer tokens paid by then, their block was dropped or replaced by a
+        better version, a late block came after the target's own tokens, or their session ended.
         """
         return self._counts.wasted_tokens
 
@@ -262,19 +262,7 @@ class VerificationScheduler:
         if not is_over:
             self._moves += session.moves(row, outcome.path, self._limits.page_size)
         self._intake.ask(session)
-        verdict = Verdict(
-            request.session,
-            request.attempt,
-            decision.base_len,
-            decision.base_hash,
-            decision.tokens,
-            decision.accepted,
-            drafted,
-            decision.finish,
-            session.answer,
-            collapse,
-            outcome.margin,
-        )
+        verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
         drafter = session.drafter
         if drafter is not None:
@@ -285,7 +273,27 @@ class VerificationScheduler:
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._intake.forget(request.session)
-        return sends, (session.router, verdict)
+        return sends, (session.router, session.for_router(verdict, row, outcome))
+
+
+def _verdict(
+    session: TargetSession, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
+) -> Verdict:
+    """What its router and its drafter are both told."""
+    return Verdict(
+        session.open.session,
+        session.open.attempt,
+        decision.base_len,
+        decision.base_hash,
+        decision.tokens,
+        decision.accepted,
+        drafted,
+        decision.finish,
+        session.answer,
+        collapse,
+        outcome.margin,
+        prefix_cached=session.prefix_cached,
+    )
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:

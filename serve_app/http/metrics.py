@@ -40,16 +40,21 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 
 
-class RemedyCollector(Collector):
-    """What was done about drafters whose blocks became bad, as it stands whenever Prometheus asks."""
+Counts = Callable[[], Mapping[tuple[str, str], int]]
 
-    def __init__(self, remedies: Callable[[], Mapping[tuple[str, str], int]]) -> None:
-        self._remedies = remedies
+
+class CountsCollector(Collector):
+    """What a router counts by two labels, as it stands whenever Prometheus asks."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, str], counts: Counts) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._counts = counts
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        text = "Steps taken because the blocks of a drafter had become bad"
-        family = CounterMetricFamily("slipstream_drafter_remedies", text, labels=("drafter", "remedy"))
-        for labels, count in self._remedies().items():
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, count in self._counts().items():
             family.add_metric(labels, count)
         yield family
 
@@ -60,15 +65,22 @@ class Metrics:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        remedies: Callable[[], Mapping[tuple[str, str], int]] = dict,
+        remedies: Counts = dict,
+        handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`remedies` is asked what was done about bad drafters, by drafter and step; `model` is what is served."""
+        """`remedies` is asked what was done about bad drafters, by drafter and step; `handovers` is a router's.
+
+        `model` is what is served.
+        """
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()
-        registry.register(RemedyCollector(remedies))
         registry.register(self._versions)
+        text = "Steps taken because the blocks of a drafter had become bad"
+        registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), remedies))
+        text = "Sessions that went on elsewhere, by the pool of who had them: planned where it left, or it was lost"
+        registry.register(CountsCollector("slipstream_handovers", text, ("pool", "cause"), handovers))
         self._clock = clock
         self._requests = Counter(
             "slipstream_requests", "Requests that have ended", ["endpoint", "status"], registry=registry

@@ -37,7 +37,7 @@ async def ask(c: Cluster, http: TracedService, headers: dict[str, str]) -> httpx
         return HealthReport(status="ok", audit="off")
 
     codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
-    api = create_api(c.router, codec, config, Metrics(), ready, GenAiSpans(http.tracer))
+    api = create_api(c.router, codec, config, Metrics(), ready, spans=GenAiSpans(http.tracer))
     body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://toy") as client:
         return await client.post("/v1/completions", json=body, headers=headers)

@@ -10,7 +10,7 @@ from actors.tracing.contexts import TRACEPARENT, context_of, traceparent_of
 from serve_app.http.watching.records import CLIENT_LEFT, RequestRecord
 from serve_app.http.wire.schemas import GenerationRequest
 
-OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion"}
+OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
 """GenAI's name of what each endpoint does."""
 
 PROVIDER = "slipstream"

@@ -28,6 +28,7 @@ class RequestRecord:
     status: int = CLIENT_LEFT
     traceparent: str = ""  # of what is done for it; empty: it is not traced
     request: GenerationRequest | None = None  # once it is understood
+    name: str = ""  # that its client may find it by, which its answer's id ends with
     response_id: str = ""
     sessions: Sequence[str] = ()
     prompt_tokens: int = 0

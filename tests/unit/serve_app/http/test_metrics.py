@@ -85,3 +85,11 @@ def test_choices_are_counted_by_their_ends_and_timed_after_their_first_token() -
     assert ends == [1, 1, 1]
     assert sample("slipstream_time_per_output_token_seconds_count") == 1
     assert sample("slipstream_time_per_output_token_seconds_sum") == 1.0
+
+
+def test_sessions_that_went_elsewhere_are_counted_as_the_router_has_them():
+    handovers = {("target", "planned"): 3, ("drafter", "lost"): 1}
+    metrics = Metrics(handovers=lambda: handovers)
+    for (pool, cause), sessions in handovers.items():
+        labels = {"pool": pool, "cause": cause}
+        assert metrics.registry.get_sample_value("slipstream_handovers_total", labels) == sessions

@@ -24,9 +24,9 @@ from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import FinishReason, HealthReport
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from serve_app.operations.version_status import versions_table
 from serve_app.publishing.whole_exposition import exposition
 from serve_app.serve_logging import log_under_serve
+from serve_app.status.version_status import versions_table
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cluster.audit.audits import OUTCOMES
-from serve_app.operations.status import audits_table, replicas_table, targets_table
+from serve_app.status.status import audits_table, replicas_table, targets_table
 
 
 def a_target(**changes: Any) -> dict[str, Any]:

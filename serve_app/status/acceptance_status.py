@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from cluster.routing.assignment import LOST, PLANNED
 from serve_app.bench.tables import shown, table
 
 REMEDIES = ("resynced", "replaced", "plain", "given up")
@@ -33,6 +34,17 @@ def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
         counts.update(one["remedies"])
     for drafter in sorted({drafter for drafter, _ in counts}):
         made.add_row(drafter, *(str(counts[drafter, remedy]) for remedy in REMEDIES))
+    return made
+
+
+def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
+    """Sessions that left a target or a drafter before their end, as planned or because it was lost."""
+    made = table("Sessions that went on elsewhere", "pool", PLANNED, LOST)
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in routers:
+        counts.update(one["handovers"])
+    for pool in ("target", "drafter"):
+        made.add_row(pool, str(counts[pool, PLANNED]), str(counts[pool, LOST]))
     return made
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.config import DraftPool, DraftReplicas, TargetPool, TargetReplicas
 from cluster.placement import draft_scaling_options, target_scaling_options
-from serve_app.operations.scaling_status import pools_table
+from serve_app.status.scaling_status import pools_table
 
 TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
 DRAFTERS = DraftPool(method="prompt_lookup", max_sessions=4, replicas=DraftReplicas(min=0, max=2))

@@ -12,10 +12,10 @@ from rich.table import Table
 from cluster.audit.audits import OUTCOMES
 from serve_app.bench.client import ChatEndpoint, Counters
 from serve_app.bench.tables import shown, table
-from serve_app.operations.acceptance_status import acceptance_table, drafters_table, remedies_table
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
-from serve_app.operations.scaling_status import pools_table
-from serve_app.operations.version_status import versions_table
+from serve_app.status.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
+from serve_app.status.scaling_status import pools_table
+from serve_app.status.version_status import versions_table
 
 
 async def endpoint_status(url: str) -> Group:
@@ -58,6 +58,7 @@ def _counted(application: str) -> Group | str:
         drafters_table(drafters),
         replicas_table(targets, drafters),
         remedies_table(routers),
+        handovers_table(routers),
         acceptance_table(targets, drafters),
         audits_table(routers),
     )

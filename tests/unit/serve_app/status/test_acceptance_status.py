@@ -6,7 +6,7 @@ from rich.table import Table
 
 from cluster.sentinel.load_check import TOKENS, LoadCheck
 from cluster.sentinel.tally import AcceptanceTally, kind_of
-from serve_app.operations.acceptance_status import acceptance_table, drafters_table, remedies_table
+from serve_app.status.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
 
 
 def rows(table: Table) -> list[tuple[str, ...]]:
@@ -46,3 +46,11 @@ def test_acceptance_is_told_apart_and_summed_over_targets():
         ("a", "draft_model", "512-1023", "computed", "2", "0.00", "-"),
         ("a", "draft_model", "512-1023", "cached", "3", "1.00", "0.33"),
     ]
+
+
+def test_sessions_that_were_moved_stand_apart_from_those_that_were_lost_over_all_routers():
+    routers = [
+        {"handovers": {("target", "planned"): 2, ("drafter", "lost"): 1}},
+        {"handovers": {("target", "planned"): 1, ("target", "lost"): 4}},
+    ]
+    assert rows(handovers_table(routers)) == [("target", "3", "4"), ("drafter", "0", "1")]
