@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +27,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.pass_timing import DraftTiming
 from cluster.progress import Patience, ProgressWatch
 from cluster.telemetry import Timeline
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 from protos import speculation_pb2 as pb
@@ -54,6 +55,7 @@ class Drafter:
         profile: DraftCost = UNKNOWN,
         published_acceptance: float | None = None,  # of first tokens, as the draft's folder promises it
         credentials: Credentials | None = None,  # shown to targets
+        tracer: SessionTracer | None = None,
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -64,7 +66,9 @@ class Drafter:
         self._reporter = DraftReporter(profile)
         self._progress = ProgressWatch(Patience())
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self.pass_s: defaultdict[str, float] = defaultdict(float)  # in passes, asked or ahead
         self._credentials = credentials or NoCredentials()
+        self._tracer = tracer or NoTracing()
         self._method = method
         self._limits = limits
         self._clock = clock
@@ -106,7 +110,9 @@ class Drafter:
         names = drafting.sessions
         began = self._clock()
         if names:
-            self.timeline.record("draft ahead" if drafting.ahead else "draft", *names)
+            kind = "draft ahead" if drafting.ahead else "draft"
+            self.timeline.record(kind, *names)
+            self._tracer.marked(kind, names)
         self._wanted.clear()
         make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
         self._progress.works(self._expected_s(drafting), began)
@@ -114,9 +120,11 @@ class Drafter:
         self._progress.rests()
         if names:
             self.timeline.record("drafted", *names)
+        took_s = self._clock() - began
+        if names:
+            self.pass_s["ahead" if drafting.ahead else "asked"] += took_s
         if drafting.requests:
             longest = max((len(proposal.tokens) for proposal in proposals), default=0)
-            took_s = self._clock() - began
             self._reporter.pass_made(len(names), longest, took_s)
             if not all(proposal.is_at_once for proposal in proposals):
                 self.timing = self.timing.after(names, longest, took_s)
@@ -158,6 +166,7 @@ class Drafter:
     def _send(self, sends: list[Send]) -> None:
         """Delivers to a router's stream or a target's address."""
         for receiver, message in sends:
+            self._tracer.said(message)
             if outbox := self._routers.get(receiver):
                 outbox.put(message)
             elif link := self._targets.get(receiver) or self._feeds.get(receiver):
@@ -180,6 +189,7 @@ class Drafter:
         for message in frame.messages:
             if isinstance(message, Verdict):
                 self.timeline.record("verdict", message.session)
+            self._tracer.heard(peer, message)
             sends = self.scheduler.receive(peer, message, self._clock())
             if isinstance(message, Open) and message.target_address in self.scheduler.targets:
                 self._dial(message.target_address)
@@ -188,6 +198,7 @@ class Drafter:
 
     def router_down(self, stream: str) -> None:
         self.scheduler.gone(stream)
+        self._tracer.gone(stream)
         del self._routers[stream]
         self._changed.set()
 

@@ -21,6 +21,7 @@ from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.progress import Patience, ProgressWatch
 from cluster.telemetry import Timeline
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.refusals import Refusals
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
@@ -48,6 +49,7 @@ class TargetReplica:
         pacing: Pacing | None = None,
         step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: SessionTracer | None = None,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -61,6 +63,7 @@ class TargetReplica:
         self._gate = GrammarGate(engine.prepare, self._take, self._refuse)
         self._progress = ProgressWatch(Patience(most_s=step_timeout_s))
         self._clock = clock
+        self._tracer = tracer or NoTracing()
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
         self._left = asyncio.Event()  # nobody is served any more, as planned
@@ -83,6 +86,7 @@ class TargetReplica:
     async def _step(self, plan: StepPlan) -> None:
         sessions = [row.session for row in plan.rows]
         self.timeline.record("verify", *sessions)
+        self._tracer.marked("verify", sessions, rows=len(sessions))
         began = self._clock()
         outcomes = await self._compute(self._engine.step(plan), self._expected_s(plan))
         now = self._clock()
@@ -152,6 +156,7 @@ class TargetReplica:
 
     def _send(self, sends: list[Send]) -> None:
         for stream, message in sends:
+            self._tracer.said(message)
             if outbox := self._outboxes.get(stream):
                 outbox.put(message)
 
@@ -193,6 +198,7 @@ class TargetReplica:
         for message in frame.messages:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
+            self._tracer.heard(stream, message)
             if not self._gate.takes(stream, message):
                 self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
@@ -207,6 +213,7 @@ class TargetReplica:
     def stream_down(self, stream: str) -> None:
         self._gate.gone(stream)
         self.scheduler.gone(stream, self._clock())
+        self._tracer.gone(stream)
         del self._outboxes[stream]
         self._changed.set()
 

@@ -29,6 +29,7 @@ from cluster.draft_options import (
 )
 from cluster.errors import ConfigError
 from cluster.kubernetes_options import KubernetesOptions
+from cluster.tracing.tracing_options import TracingConfig
 from cluster.trust.api_keys import ApiKey
 from cluster.trust.trust_options import TrustConfig
 from protos.draft_tree import MAX_BLOCK_TOKENS
@@ -337,6 +338,7 @@ class SlipstreamConfig(_Frozen):
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
     trust: TrustConfig = TrustConfig()
+    tracing: TracingConfig = TracingConfig()
     kubernetes: KubernetesOptions = KubernetesOptions()
 
     @property

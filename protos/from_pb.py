@@ -5,6 +5,7 @@ Long because there is a function for each kind.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ MAX_BIAS = 100  # as in OpenAI's API
 MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
 MAX_KEY_BYTES = 64  # of blake2b
+_TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def require(condition: bool, why: str) -> None:
@@ -157,6 +159,11 @@ def _ticket_key_from(key: bytes) -> bytes:
     return key
 
 
+def _traceparent_from(text: str) -> str:
+    require(not text or _TRACEPARENT.fullmatch(text) is not None, f"traceparent {text[:64]!r} is no W3C trace context")
+    return text
+
+
 def _open_from_pb(m: pb.Open) -> Open:
     tokens = _int32_tuple(m.tokens, "tokens")
     require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
@@ -187,6 +194,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         rival=rival,
         ticket_key=_ticket_key_from(m.ticket_key),
         ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
+        traceparent=_traceparent_from(m.traceparent),
         grammar=_grammar_from(m.grammar),
         rules=_rules_from_pb(m.rules) if m.HasField("rules") else NO_RULES,
         scoring=_scoring_from_pb(m.scoring) if m.HasField("scoring") else NO_SCORING,

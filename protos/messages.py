@@ -146,6 +146,7 @@ class Open:
     rival: int | None = None  # of an audit of one token: whose margin is asked for
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
+    traceparent: str = ""  # W3C trace context of the router's span; empty: not traced
     grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING

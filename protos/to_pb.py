@@ -86,6 +86,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         rival=m.rival,
         ticket_key=m.ticket_key,
         ticket=_ticket_to_pb(m.ticket),
+        traceparent=m.traceparent,
         grammar=m.grammar,
         rules=_rules_to_pb(m.rules) if m.rules != NO_RULES else None,
         scoring=pb.Scoring(top=m.scoring.top, prompt_top=m.scoring.prompt_top) if m.scoring.is_wanted else None,

@@ -6,13 +6,14 @@
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from fastapi import FastAPI
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
@@ -35,6 +36,7 @@ from actors.models.checkpoint import (
 )
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
+from actors.tracing.service_tracing import ServiceTracing
 from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.autoscaling.reports import DraftReport, TargetReport
@@ -52,14 +54,21 @@ from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host, place
 from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
+from serve_app.publishing.levels import drafter_levels, router_levels, target_levels
+from serve_app.publishing.ray_mirror import RayMirror
+from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
+from serve_app.publishing.whole_exposition import WholeExposition
 from serve_app.replica_counters import (
+    Counts,
     ReplicaCounters,
     attention_counts,
     audit_counts,
+    counted_families,
     drafter_counts,
     routed_counts,
     target_counts,
 )
+from serve_app.serve_logging import log_under_serve
 
 log = logging.getLogger("ray.serve")
 
@@ -84,6 +93,7 @@ class TargetDeployment:
     """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_under_serve()
         pool = config.target
         model = config.model
         folder = local_folder(model.target)
@@ -101,6 +111,7 @@ class TargetDeployment:
             ranks=pool.tensor_parallel,
             capture=capture,
         )
+        self._tracing = ServiceTracing(config.tracing, "target")
         run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
         self._engine = await RankGroup.start(spec, get_current_placement_group())
         self._replica = TargetReplica(
@@ -121,10 +132,14 @@ class TargetDeployment:
             pool.step_timeout_s,
             pacing_of(config.speculation),
             self._engine.step_cost,
+            tracer=self._tracing.sessions("verify"),
         )
-        attention = attention_counts([report.attention for report in self._engine.reports])
+        self._attention = attention_counts([report.attention for report in self._engine.reports])
+        self._method = config.draft.method
         self._report = TargetReport()  # the latest one to the autoscaling policy
-        self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
+        self._counters = ReplicaCounters(self._counts)
+        self._model = config.model.name
+        self._mirror = RayMirror(self._levels)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._drain_s = pool.drain_s
         self._failure: BaseException | None = None
@@ -160,6 +175,18 @@ class TargetDeployment:
         if (stuck_s := self._replica.stuck_s) is not None:
             raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
+        self._mirror.publish()
+
+    def _counts(self) -> Counts:
+        return {**target_counts(self._replica, self._method), **self._attention}
+
+    def _levels(self) -> Iterator[Metric]:
+        scheduler = self._replica.scheduler
+        return target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
+
+    def metrics(self) -> bytes:
+        """All that Prometheus is told of this replica, for `/metrics`."""
+        return packed([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this replica holds and has dropped, for status and tests."""
@@ -206,12 +233,14 @@ class TargetDeployment:
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
+        await asyncio.to_thread(self._tracing.close)
 
 
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_under_serve()
         use_cpu(config.draft.resources)
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
@@ -232,6 +261,7 @@ class DraftDeployment:
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
+        self._tracing = ServiceTracing(config.tracing, "drafter")
         self._drafter = Drafter(
             method,
             limits,
@@ -242,10 +272,12 @@ class DraftDeployment:
             profile=self._costs,
             published_acceptance=published_acceptance(config.draft),
             credentials=credentials_of(config.trust, PeerRole.DRAFTER),
+            tracer=self._tracing.sessions("draft"),
         )
         self._method = config.draft.method
         self._report = DraftReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
+        self._mirror = RayMirror(self._levels)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(self._drafter.run())
 
@@ -264,6 +296,14 @@ class DraftDeployment:
         if (stuck_s := self._drafter.stuck_s) is not None:
             raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
+        self._mirror.publish()
+
+    def _levels(self) -> Iterator[Metric]:
+        return drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
+
+    def metrics(self) -> bytes:
+        """As a target's."""
+        return packed([*counted_families(drafter_counts(self._drafter)), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this drafter holds and has counted, for status and tests."""
@@ -298,6 +338,7 @@ class DraftDeployment:
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._drafter.close()
+        await asyncio.to_thread(self._tracing.close)
 
 
 @serve.ingress()
@@ -316,6 +357,7 @@ class RouterDeployment:
         from serve_app.page.pool_samples import PoolSamples
         from serve_app.router import Identity, Router, RouterLimits
 
+        log_under_serve()
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
@@ -330,15 +372,31 @@ class RouterDeployment:
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
-        self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
-        self._metrics = Metrics(remedies=lambda: self._router.remedies, handovers=lambda: self._router.handovers)
-        self._counters = ReplicaCounters(lambda: {**audit_counts(audits), **routed_counts(self._router.routed)})
+        self._tracing = ServiceTracing(config.tracing, "router")
+        self._http_tracing = ServiceTracing(config.tracing, "http")
+        self._router = Router(
+            ServeMembership(targets, drafters),
+            identity,
+            limits,
+            audits,
+            credentials=credentials,
+            tracer=self._tracing.sessions("route"),
+        )
+        self._metrics = Metrics(
+            remedies=lambda: self._router.remedies,
+            handovers=lambda: self._router.handovers,
+            model=config.model.name,
+        )
+        self._counters = ReplicaCounters(self._counts)
+        self._mirror = RayMirror(self._levels)
+        self._whole = WholeExposition([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
         watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
         self._page = page_routes(watch) if config.server.page else []
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
+        from serve_app.http.watching.request_spans import request_spans
 
         return create_api(
             self._router,
@@ -349,6 +407,8 @@ class RouterDeployment:
             self._defaults,
             self._checkpoint,
             self._page,
+            request_spans(self._http_tracing),
+            self._whole,
         )
 
     async def _health(self) -> HealthReport:
@@ -363,6 +423,18 @@ class RouterDeployment:
         if self._work.done():
             raise EngineError("the router's membership loop has ended") from self._work.exception()
         self._counters.publish()
+        self._mirror.publish()
+
+    def _levels(self) -> Iterator[Metric]:
+        yield from self._metrics.families()
+        yield from router_levels(self._router.activity, self._config.model.name)
+
+    def _counts(self) -> Counts:
+        return {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
+
+    def metrics(self) -> bytes:
+        """As a target's."""
+        return packed([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
         """What this router holds, for status and tests."""

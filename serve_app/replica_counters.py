@@ -26,9 +26,10 @@ Acceptance of blocks' first tokens, by the context before them and whether its b
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from ray.serve import metrics
 
 from actors.attention.choice import AttentionReport
@@ -135,6 +136,16 @@ def audit_counts(audits: Audits) -> Counts:
 def routed_counts(routed: Mapping[str, int]) -> Counts:
     """By what a router has chosen targets so far."""
     return {"slipstream_routed_sessions": routed}
+
+
+def counted_families(counts: Counts) -> Iterator[Metric]:
+    """The same, for Prometheus without Ray."""
+    for name, causes in counts.items():
+        labels = LABELS.get(name, CAUSE)
+        family = CounterMetricFamily(name, HELP[name], labels=labels)
+        for cause, value in causes.items():
+            family.add_metric((cause,) if isinstance(cause, str) else cause, value)
+        yield family
 
 
 class ReplicaCounters:

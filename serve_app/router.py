@@ -9,8 +9,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link
@@ -20,13 +20,14 @@ from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.prefix_homes import PrefixOptions
-from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
+from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Phase, Session
 from cluster.telemetry import Timeline
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.roles import PeerRole
 from cluster.trust.tickets import KEY_BYTES
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Hello, LiveSession, Refusal, Verdict
+from protos.messages import Hello, LiveSession, Open, Refusal, Verdict
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,15 @@ class RouterLimits:
     prefixes: PrefixOptions = PrefixOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class RouterActivity:
+    """What is so now, and what was counted since the beginning."""
+
+    seeking: int  # sessions without a target
+    breakers: Mapping[str, bool]  # of drafters, by address: whether it is open
+    opened: Mapping[tuple[str, str], int]  # how often, by address and cause
+
+
 @dataclass(eq=False)
 class ClientAssignment(Assignment):
     """A session and whoever waits for its tokens."""
@@ -67,6 +77,7 @@ class Router:
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
         credentials: Credentials | None = None,  # shown to targets and drafters
+        tracer: SessionTracer | None = None,
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -76,6 +87,7 @@ class Router:
         self._limits = limits
         self._clock = clock
         self._credentials = credentials or NoCredentials()
+        self._tracer = tracer or NoTracing()
         self._draining = False
         self._assignments: Assignments[ClientAssignment] = Assignments(
             self.peer_id, limits.target_wait_s, self._tell, limits.prefixes
@@ -99,17 +111,22 @@ class Router:
     async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
         """See `Generator`."""
         self.check_room(1)
-        assignment = ClientAssignment(Session(generation, secrets.token_bytes(KEY_BYTES)), self._clock())
+        name = generation.session
+        context = self._tracer.opened(name, generation.traceparent, prompt_tokens=len(generation.prompt))
+        session = Session(replace(generation, traceparent=context), secrets.token_bytes(KEY_BYTES))
+        assignment = ClientAssignment(session, self._clock())
         try:
             self._send(self._assignments.add(assignment, self._clock()))
             while True:
                 event = await assignment.out.get()
                 if isinstance(event, Failed):
+                    self._tracer.ended(name, type(event.error).__name__)
                     raise event.error
                 yield event
                 if isinstance(event, Ended):
                     return
         finally:
+            self._tracer.ended(name, "cancelled")
             self._send(self._assignments.cancel(assignment))
             if not self._draining:
                 self.audits.ended(assignment.session, assignment.served_by)
@@ -119,6 +136,8 @@ class Router:
 
     def _send(self, sends: list[Send]) -> None:
         for address, message in sends:
+            if isinstance(message, Open):
+                self._tracer.marked("given to", [message.session], address=address, attempt=message.attempt)
             if link := self._targets.get(address) or self._drafters.get(address):
                 link.send(message)
 
@@ -129,13 +148,14 @@ class Router:
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
-                log.info("%s refuses a session: %s", address, message.message)
+                log.info("%s refuses a session: %s", address, message.message, extra={"session": message.session})
+            self._tracer.heard(address, message)
             self._send(self._assignments.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
         for item in frame.malformed:
-            log.error("malformed %s from %s: %s", item.kind, address, item.why)
+            log.error("malformed %s from %s: %s", item.kind, address, item.why, extra={"session": item.session})
             self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 
@@ -189,6 +209,13 @@ class Router:
         """What was done because drafters' blocks had become bad, by drafter and step."""
         counts = self._assignments.remedies.counts
         return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
+
+    @property
+    def activity(self) -> RouterActivity:
+        """For whoever watches the router."""
+        seeking = sum(one.session.phase is Phase.SEEKING for one in self._assignments)
+        breakers = self._assignments.breakers
+        return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
 
     @property
     def routed(self) -> dict[str, int]:

@@ -131,6 +131,7 @@ class Breakers:
     """All breakers of a router, by drafter's address."""
 
     def __init__(self) -> None:
+        self.opened: Counter[tuple[str, str]] = Counter()  # by address and cause
         self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
 
     def takes(self, address: str, now: float) -> bool:
@@ -147,18 +148,27 @@ class Breakers:
         True: the drafter is given up as silent now, and its sessions are to be moved.
         """
         if answer is DraftAnswer.MISSED:
-            return self._breakers[address].missed(now, SILENT_S if has_drafted else FIRST_BLOCK_S)
+            opens = self._breakers[address].missed(now, SILENT_S if has_drafted else FIRST_BLOCK_S)
+            self.opened[address, "silent"] += opens
+            return opens
         if answer is DraftAnswer.GIVEN:
             self._breakers[address].answered(session)
         return False
 
     def refused(self, address: str, now: float) -> None:
         """The drafter says that it is overloaded."""
+        self.opened[address, "overloaded"] += self._breakers[address].takes(now)
         self._breakers[address].refused(now)
 
     def collapsed(self, address: str, now: float) -> bool:
         """Its blocks became bad in a session that it had begun anew; True: it is given up now."""
-        return self._breakers[address].collapsed(now)
+        opens = self._breakers[address].collapsed(now)
+        self.opened[address, "bad"] += opens
+        return opens
+
+    def are_open(self, now: float) -> dict[str, bool]:
+        """By address, whether no session is given to the drafter."""
+        return {address: not breaker.takes(now) for address, breaker in dict(self._breakers).items()}
 
     def ended_well(self, address: str) -> None:
         """A session is over that it drafted well for to the end."""

@@ -3,7 +3,7 @@
 The policy is pure; this is the one place that holds what is known of the replica by now.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +39,9 @@ class Pacer:
     def __init__(self, policy: Pacing, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
         self.acceptance = AcceptanceCounts()  # of all blocks since the beginning
+        self.chosen: Counter[int] = Counter()  # how often a block of so many tokens was asked for
+        self.blocks_timed = 0  # that came after they were asked for
+        self.block_delay_s = 0.0  # of them together
         self._policy = policy
         self._gate = SpeculationGate()
         self._chances = Chances()  # of all sessions' blocks
@@ -69,6 +72,8 @@ class Pacer:
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """A block of so many tokens came, so long after the verdict that asked for it."""
+        self.blocks_timed += 1
+        self.block_delay_s += delay_s
         at = octave(self.load.sessions)
         self._delays[at] = self._delays[at].after(tokens, delay_s, DELAY_MEMORY)
 
@@ -85,6 +90,7 @@ class Pacer:
         if speculates:
             stats.decided(decision.tokens > 0, decision.hold_step, decision.is_trial)
         self._gate.round(sessions, decision.is_trial and is_left_off)
+        self.chosen[decision.tokens] += 1
         return decision
 
     def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:

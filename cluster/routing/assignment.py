@@ -69,8 +69,8 @@ class Assignments(Generic[F]):
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
         self._waiting: dict[str, F] = {}  # of them, those that may lack a target or a drafter
-        self._breakers = Breakers()  # of the drafters
-        self._watch = DrafterWatch(self._breakers)
+        self.breakers = Breakers()  # of the drafters
+        self._watch = DrafterWatch(self.breakers)
         self.given_up = self._watch.given_up  # times that a drafter was silent for too long
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class Assignments(Generic[F]):
         is_planned = peer in self.targets.leaving
         self.targets.gone(peer)
         self.drafters.gone(peer)
-        self._breakers.forget(peer)
+        self.breakers.forget(peer)
         self._choice.gone(peer)
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
         how = "has left" if is_planned else "is lost"
@@ -210,7 +210,7 @@ class Assignments(Generic[F]):
         if refusal.reason is not RefusalReason.OVERLOADED:
             return
         if peer in self.drafters:
-            self._breakers.refused(peer, now)
+            self.breakers.refused(peer, now)
         else:
             self._choice.refused(peer, now)
         if peer in self.targets.leaving and peer == assignment.session.target:
@@ -235,11 +235,11 @@ class Assignments(Generic[F]):
     def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
         """By load, and by how near it is to the session's target."""
         worth = self.nearness.worth(session.target)
-        return self.drafters.choose(lambda one: one != avoid and self._breakers.takes(one, now), worth=worth)
+        return self.drafters.choose(lambda one: one != avoid and self.breakers.takes(one, now), worth=worth)
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
         sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
-        self._breakers.placed(drafter, assignment.name, now)
+        self.breakers.placed(drafter, assignment.name, now)
         return sends
 
     def _leave_silent(self, now: float) -> list[Send]:
@@ -271,7 +271,7 @@ class Assignments(Generic[F]):
         sends = self._carry_out(assignment, assignment.session.leave_drafter())
         if other is not None and assignment.session.wants_drafter:
             sends += self._assign_drafter(assignment, other, now)
-        if self._breakers.collapsed(left, now):
+        if self.breakers.collapsed(left, now):
             self.remedies.given_up(left)
             sends += self._move_off(left, now)
         return sends

@@ -56,6 +56,7 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    traceparent: str = ""  # W3C trace context of what the session is part of; empty: not traced
     grammar: str = ""  # see `Open`
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
@@ -335,6 +336,7 @@ class Session:
             max_draft_tokens=g.max_draft_tokens,
             grammar=g.grammar,
             ticket_key=self._ticket_key,
+            traceparent=g.traceparent,
             rules=g.rules,
             scoring=g.scoring,
             priority=g.priority,

@@ -24,6 +24,8 @@ class Admission:
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
         self.pages = pages
         self.preempted = 0  # times that a session lost its pages to older ones
+        self.prefix_tokens = 0  # of sessions as they were first let into the cache, without audits
+        self.prefix_hits = 0  # of them, whose keys and values were there
         self._limit = limit
         self._opens: list[Open] = []  # for the engine, with the next step
         self._closes: list[str] = []
@@ -68,9 +70,15 @@ class Admission:
             self.running[name] = session
             self.order[name] = None
             if not session.in_engine:
+                self._count_prefix(session)
                 session.in_engine = True
                 self._opens.append(session.open)
             yield session
+
+    def _count_prefix(self, session: TargetSession) -> None:
+        if not session.open.audit:
+            self.prefix_tokens += session.prefix.length
+            self.prefix_hits += session.cached_len
 
     def forget(self, name: str) -> None:
         """Frees all that a session holds; an unknown one is left alone."""

@@ -55,7 +55,7 @@ class VerificationScheduler:
         self._intake = Intake(
             limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel, self.refusals
         )
-        self._reporter = TargetReporter(limits, self._admission, self._pacer)
+        self.reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
         self.departure = self._intake.departure
         self._in_step: list[tuple[TargetSession, Row]] = []
@@ -159,7 +159,7 @@ class VerificationScheduler:
 
     def report(self, now: float) -> TargetReport:
         """For autoscaling, of the time since it was last asked for."""
-        return self._reporter.report(self.step_s, self.idle_s, now)
+        return self.reporter.report(self.step_s, self.idle_s, now)
 
     def load(self) -> dict[str, float]:
         """Sessions in the cache, without audits, and in the queue."""
@@ -256,7 +256,7 @@ class VerificationScheduler:
             self._pacer.block_verified(session.asked, room, drafted, outcome.path)
         asked = min(session.asked, room)
         collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
-        self._reporter.deciding(session, now)
+        self.reporter.deciding(session, now)
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
         if not is_over:

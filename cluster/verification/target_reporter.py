@@ -1,10 +1,30 @@
-"""What a target replica reports for the size of its pool and of the draft pool."""
+"""What a target replica reports: for the size of its pool and of the draft pool, and to whoever watches it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from cluster.autoscaling.reports import Growth, TargetReport, share
 from cluster.pacing.pacer import Pacer
 from cluster.verification.admission import Admission
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.sequence import TargetSession
+
+
+@dataclass(frozen=True, slots=True)
+class TargetActivity:
+    """What is so now, and what was counted since the beginning."""
+
+    running: int
+    queued: int
+    cache: float  # share of the pages that sessions hold
+    plain_rate: float  # tokens a second of plain decoding, as measured
+    gain: float  # by speculation over that
+    speculates: bool
+    chosen: Mapping[int, int]  # how often a block of so many tokens was asked for
+    blocks_timed: int  # that came after they were asked for
+    block_delay_s: float  # of them together, from the verdict before
+    prefix_tokens: int  # of sessions as they were let into the cache
+    prefix_hits: int  # of them, whose keys and values were there
 
 
 class TargetReporter:
@@ -45,6 +65,23 @@ class TargetReporter:
             first_token_s=share(grown["first_s"] + so_far_s, grown["first"] + len(unread)),
             backlog_s=self._backlog_s(unread),
             gain=load.gain if load.speculates else 1.0,
+        )
+
+    def activity(self) -> TargetActivity:
+        """For whoever watches the replica; audits are work, too."""
+        load = self._pacer.load
+        return TargetActivity(
+            running=len(self._admission.running),
+            queued=len(self._admission.waiting),
+            cache=1 - share(self._admission.pages.available, self._limits.pages),
+            plain_rate=load.plain_rate,
+            gain=load.gain,
+            speculates=load.speculates,
+            chosen=dict(self._pacer.chosen),
+            blocks_timed=self._pacer.blocks_timed,
+            block_delay_s=self._pacer.block_delay_s,
+            prefix_tokens=self._admission.prefix_tokens,
+            prefix_hits=self._admission.prefix_hits,
         )
 
     def _backlog_s(self, unread: list[TargetSession]) -> float:

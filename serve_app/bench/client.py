@@ -17,6 +17,8 @@ from serve_app.bench.measures import Tally, TimedAnswer
 TIMEOUT = httpx.Timeout(300, connect=5)
 LIMITS = httpx.Limits(max_connections=None)
 
+COUNTED = ("completion_tokens", "draft_tokens", "accepted_tokens", "verifies", "blocks")  # in the order of a Tally
+
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
 
@@ -95,10 +97,14 @@ class ChatEndpoint:
         return state
 
     async def counters(self) -> "Counters":
-        """What the router has counted; of several routers, of one."""
+        """What all routers have counted."""
+        return Counters.parse(await self.exposition())
+
+    async def exposition(self) -> str:
+        """All metrics, in Prometheus' text format."""
         response = await self._http.get("/metrics")
         _check(response)
-        return Counters.parse(response.text)
+        return response.text
 
     async def ask(
         self, model: str, question: ChatQuestion, on_pieces: Callable[[Sequence[Piece]], None] | None = None
@@ -117,7 +123,7 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What one router has counted since it started."""
+    """What routers have counted since they started."""
 
     running_requests: int
     tally: Tally
@@ -126,10 +132,13 @@ class Counters:
     def parse(cls, exposition: str) -> Self:
         """From Prometheus' text format."""
         families = text_string_to_metric_families(exposition)
-        values = {sample.name.removeprefix("slipstream_"): int(sample.value) for f in families for sample in f.samples}
-        counted = "completion_tokens", "draft_tokens", "accepted_tokens", "verifies", "blocks"
+        values: dict[str, int] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            name = sample.name.removeprefix("slipstream_")
+            if name in ("running_requests", *(f"{one}_total" for one in COUNTED)):
+                values[name] = values.get(name, 0) + int(sample.value)
         try:
-            return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in counted)))
+            return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in COUNTED)))
         except KeyError as error:
             raise EndpointError(f"the metrics lack slipstream_{error.args[0]}; is this Slipstream?") from error
 

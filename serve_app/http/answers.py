@@ -81,6 +81,7 @@ class Transcript:
         self.rejected = 0
         self.cached = 0  # tokens of the prompt that had been computed before
         self.finish: FinishReason | None = None
+        self.first_token_s: float | None = None  # after the session's start
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
@@ -240,7 +241,9 @@ async def _follow_one(
             async for output in outputs:
                 if isinstance(output, Emit):
                     now = clock()
-                    first = transcript.tokens == 0
+                    first = transcript.first_token_s is None
+                    if first:
+                        transcript.first_token_s = now - last
                     metrics.committed(output, now - last, first=first)
                     last = now
                     delta = transcript.extend(output)

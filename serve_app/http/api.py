@@ -46,7 +46,7 @@ from serve_app.http.formats import (
 )
 from serve_app.http.generation import Generator
 from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.metrics import Metrics
 from serve_app.http.plain.plain_routes import add_plain_routes
 from serve_app.http.plain.served_model import fingerprint
 from serve_app.http.plain.tokenizing import Tokenizing
@@ -55,6 +55,9 @@ from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.http.structured.grammar_check import GrammarCheck
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.watching.records import RequestRecord
+from serve_app.http.watching.request_log import logged
+from serve_app.http.watching.request_spans import NoRequestSpans, RequestSpans
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
@@ -81,16 +84,28 @@ def create_api(
     defaults: GenerationDefaults = NO_DEFAULTS,
     checkpoint: str = "",
     further: Sequence[Route] = (),
+    spans: RequestSpans | None = None,
+    exposition: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
     """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is.
 
-    `defaults` are taken for what requests leave out; `further` routes are served beside the API.
+    `defaults` are taken for what requests leave out; `further` routes are served beside the API; `exposition` is what
+    Prometheus is told, if not `metrics` alone.
     """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    grammars = GrammarCheck(text.grammars())
-    service = Service(generator, text, config, metrics, bodies, grammars, fingerprint(config, checkpoint), defaults)
+    service = Service(
+        generator,
+        text,
+        config,
+        metrics,
+        bodies,
+        GrammarCheck(text.grammars()),
+        fingerprint(config, checkpoint),
+        defaults,
+        spans or NoRequestSpans(),
+    )
     for endpoint in (
         ApiEndpoint(CompletionDialect(), service),
         ApiEndpoint(ChatDialect(), service),
@@ -113,7 +128,8 @@ def create_api(
 
     @api.get("/metrics")
     async def expose_metrics() -> Response:
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        told = metrics.exposition() if exposition is None else await exposition()
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     api.add_middleware(KeyGuard, callers=Callers.of(server.keys))
     if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
@@ -141,6 +157,7 @@ class Service:
     grammars: GrammarCheck
     fingerprint: str
     defaults: GenerationDefaults = NO_DEFAULTS
+    spans: RequestSpans = NoRequestSpans()
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -166,11 +183,18 @@ class ApiEndpoint(Generic[RequestT]):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
         caller: Caller = scope[CALLER]
-        with self._service.metrics.request(self._dialect.endpoint) as record, caller.exchange() as exchange:
-            request = Request(scope, receive)
+        request = Request(scope, receive)
+        with (
+            service.metrics.request(self._dialect.endpoint) as record,
+            service.spans.request(self._dialect.endpoint, self.path, request.headers, record),
+            logged(self._dialect.endpoint, record, service.clock),
+            caller.exchange() as exchange,
+        ):
+            record.name = _asked_name(request) or self._new_name()
             response = await self._respond(request, record, exchange)
-            response.headers.setdefault(REQUEST_ID, _asked_name(request) or self._new_name())
+            response.headers.setdefault(REQUEST_ID, record.name)
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
 
@@ -182,7 +206,7 @@ class ApiEndpoint(Generic[RequestT]):
             self._service.generator.check_room(1)
             _check_name(request)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body, exchange, _asked_name(request))
+                answer = await self._prepare(body, exchange, _asked_name(request), record)
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.stream:
                 whole = await while_connected(request.receive, answer.whole())
@@ -198,7 +222,9 @@ class ApiEndpoint(Generic[RequestT]):
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes, exchange: Exchange, asked_name: str | None) -> "ApiAnswer":
+    async def _prepare(
+        self, body: bytes, exchange: Exchange, asked_name: str | None, record: RequestRecord
+    ) -> "ApiAnswer":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         exchange.caller.check(request)
@@ -206,8 +232,9 @@ class ApiEndpoint(Generic[RequestT]):
         if terms.grammar is not None:
             await self._service.grammars.check(terms.grammar)
         exchange.take(terms.sessions)
-        name = asked_name or request.request_id or self._new_name()
-        return await self._service.aside(self._resolve, request, terms, exchange.caller, name)
+        record.request = request
+        record.name = asked_name or request.request_id or record.name
+        return await self._service.aside(self._resolve, request, terms, exchange.caller, record)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
@@ -216,7 +243,7 @@ class ApiEndpoint(Generic[RequestT]):
         self._dialect.check(request, service.text)
         return request, replace(terms, grammar=self._dialect.held(request, service.text, terms.grammar))
 
-    def _resolve(self, request: RequestT, terms: Terms, caller: Caller, name: str) -> "ApiAnswer":
+    def _resolve(self, request: RequestT, terms: Terms, caller: Caller, record: RequestRecord) -> "ApiAnswer":
         service = self._service
         dialect = self._dialect
         context = service.config.model.max_context
@@ -230,17 +257,22 @@ class ApiEndpoint(Generic[RequestT]):
             vocabulary=service.text.vocabulary,
             draw=service.draw,
             bad_words=bad_words_of(request, service.text),
+            traceparent=record.traceparent,
         )
         generations = caller.bounded(resolved)
         head = Head(
-            id=f"{dialect.id_prefix}{name}",
+            id=f"{dialect.id_prefix}{record.name}",
             created=int(time.time()),
             model=request.model,
             system_fingerprint=service.fingerprint,
         )
         told = [self._choice(request, index, generation) for index, generation in enumerate(generations)]
+        record.response_id = head["id"]
+        record.sessions = [generation.session for generation in generations]
+        record.prompt_tokens = sum(map(len, prompts))
+        record.choices = [choice.transcript for choice, _ in told]
         writer = dialect.writer(request, head, service.text)
-        return ApiAnswer(writer, service, request.stream, told, sum(map(len, prompts)), name)
+        return ApiAnswer(writer, service, request.stream, told, record.prompt_tokens, record.name)
 
     def _choice(self, request: RequestT, index: int, generation: Generation) -> ToldChoice:
         text = self._service.text

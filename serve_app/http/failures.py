@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from serve_app.http.bodies import BodyTimeoutError, BodyTooLargeError
-from serve_app.http.metrics import CLIENT_LEFT
 from serve_app.http.plain.served_model import UnknownModelError
+from serve_app.http.watching.records import CLIENT_LEFT
 from serve_app.http.wire.parsing import shortened
 from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
@@ -67,7 +67,9 @@ def failure_of(error: Exception) -> Failure:
             )
             return Failure(error.status_code, detail, error.headers or {})
         case _:
-            _logger.error("a request failed unexpectedly", exc_info=error)
+            wordless = RuntimeError(f"{type(error).__name__}; what it says is left out, for it may quote a prompt")
+            where = error.__traceback__
+            _logger.error("a request failed unexpectedly", exc_info=(RuntimeError, wordless, where))
             message = "the server failed to process this request; its log says why"
             return Failure(500, ErrorDetail(message=message, type="server_error", code="internal_error"))
 

@@ -20,26 +20,24 @@ Share of verifies that had a block to verify; the others were plain decoding:
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.routing.session import Emit
+from serve_app.http.watching.prompt_versions import PromptVersions
+from serve_app.http.watching.records import CLIENT_LEFT, ChoiceRecord, RequestRecord
+from serve_app.publishing.vllm_names import VllmNames
+from serve_app.publishing.whole_exposition import exposition
 
-CLIENT_LEFT = 499
-"""The status under which requests are counted whose client did not wait for the answer."""
+__all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
+
+ABORTED = "abort"  # vLLM's word for what has ended without a reason of its own
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
-
-
-@dataclass
-class RequestRecord:
-    """How a running request ends, so far."""
-
-    status: int = CLIENT_LEFT
 
 
 Counts = Callable[[], Mapping[tuple[str, str], int]]
@@ -69,9 +67,16 @@ class Metrics:
         clock: Callable[[], float] = time.monotonic,
         remedies: Counts = dict,
         handovers: Counts = dict,
+        model: str = "",
     ) -> None:
-        """`remedies` is asked what was done about bad drafters, by drafter and step; `handovers` is a router's."""
+        """`remedies` is asked what was done about bad drafters, by drafter and step; `handovers` is a router's.
+
+        `model` is what is served.
+        """
         self.registry = registry = CollectorRegistry()
+        self._vllm_names = VllmNames(registry, model)
+        self._versions = PromptVersions()
+        registry.register(self._versions)
         text = "Steps taken because the blocks of a drafter had become bad"
         registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), remedies))
         text = "Sessions that went on elsewhere, by the pool of who had them: planned where it left, or it was lost"
@@ -102,6 +107,25 @@ class Metrics:
         self._accepted_tokens = Counter("slipstream_accepted_tokens", "Draft tokens accepted", registry=registry)
         self._blocks = Counter("slipstream_blocks", "Blocks verified", registry=registry)
         self._verifies = Counter("slipstream_verifies", "Verdicts committed", registry=registry)
+        self._accepted_at = Counter(
+            "slipstream_accepted_tokens_at", "Draft tokens accepted, by position", ["position"], registry=registry
+        )
+        self._positions: list[Counter] = []  # of `_accepted_at`, so that a verdict looks none up
+        self._finished = Counter(
+            "slipstream_finished", "Choices that have ended, by reason", ["finished_reason"], registry=registry
+        )
+        self._token_time = Histogram(
+            "slipstream_time_per_output_token_seconds",
+            "Mean time between a choice's tokens after its first",
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
+        self._prompt_lengths = Histogram(
+            "slipstream_request_prompt_tokens", "Tokens of a request's prompts", buckets=_TOKENS, registry=registry
+        )
+        self._answer_lengths = Histogram(
+            "slipstream_request_completion_tokens", "Tokens of a choice", buckets=_TOKENS, registry=registry
+        )
 
     @contextmanager
     def request(self, endpoint: str) -> Iterator[RequestRecord]:
@@ -113,11 +137,23 @@ class Metrics:
                 yield record
             finally:
                 self._requests.labels(endpoint, str(record.status)).inc()
-                self._latency.observe(self._clock() - started)
+                seconds = self._clock() - started
+                self._latency.observe(seconds)
+                if record.request is not None:
+                    self._versions.ended(record, seconds)
+                for choice in record.choices:
+                    self._choice_ended(choice, seconds)
+
+    def _choice_ended(self, choice: ChoiceRecord, seconds: float) -> None:
+        self._finished.labels(choice.finish or ABORTED).inc()
+        self._answer_lengths.observe(choice.tokens)
+        if choice.first_token_s is not None and choice.tokens > 1:
+            self._token_time.observe((seconds - choice.first_token_s) / (choice.tokens - 1))
 
     def prompt(self, tokens: int) -> None:
         """Counts a prompt that is about to be served."""
         self._prompt_tokens.inc(tokens)
+        self._prompt_lengths.observe(tokens)
 
     def committed(self, emit: Emit, seconds: float, *, first: bool) -> None:
         """Counts a verdict that came `seconds` after the one before, or after the start for the first."""
@@ -127,7 +163,16 @@ class Metrics:
         self._accepted_tokens.inc(emit.accepted)
         self._blocks.inc(emit.drafted > 0)
         self._verifies.inc()
+        for position in range(emit.accepted):
+            if position == len(self._positions):
+                self._positions.append(self._accepted_at.labels(str(position)))
+            self._positions[position].inc()
+
+    def families(self) -> Iterator[Metric]:
+        """All there is by now, and what vLLM has, too, under its names as well."""
+        yield from self.registry.collect()
+        yield from self._vllm_names.collect()
 
     def exposition(self) -> bytes:
-        """The registry in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """The families in Prometheus' text format."""
+        return exposition([self.families()])

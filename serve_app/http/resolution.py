@@ -63,6 +63,7 @@ def resolve(
     vocabulary: int,
     draw: Draw,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    traceparent: str = "",
 ) -> list[Generation]:
     """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
     generations = []
@@ -92,6 +93,7 @@ def resolve(
                 priority=request.priority,
                 cache_salt=request.cache_salt or "",
                 wants_rejected=request.speculation.rejected,
+                traceparent=traceparent,
             )
             for choice in range(request.n)
         ]

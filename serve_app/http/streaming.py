@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.http.failures import Failure, failure_of
-from serve_app.http.metrics import RequestRecord
+from serve_app.http.watching.records import RequestRecord
 
 T = TypeVar("T")
 

@@ -15,15 +15,18 @@ from serve_app.bench.tables import shown, table
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 from serve_app.status.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
 from serve_app.status.scaling_status import pools_table
+from serve_app.status.version_status import versions_table
 
 
-async def endpoint_status(url: str) -> Table:
-    """Health, model and counters; raises EndpointError when nothing answers."""
+async def endpoint_status(url: str) -> Group:
+    """Health, model, counters and versions of prompts; raises EndpointError when nothing answers."""
     async with ChatEndpoint.at(url) as endpoint:
         health = await endpoint.health()
         model = await endpoint.model()
-        counters = await endpoint.counters()
-    return _endpoint_table(url, health, model, counters)
+        exposition = await endpoint.exposition()
+    versions = versions_table(exposition)
+    whole = _endpoint_table(url, health, model, Counters.parse(exposition))
+    return Group(whole, *([versions] if versions is not None else []))
 
 
 def ray_status(address: str, application: str) -> Group | str:

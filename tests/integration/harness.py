@@ -30,6 +30,7 @@ from cluster.drafting.state_intake import NO_BOUNDS, StateBounds
 from cluster.pacing.policy import Adaptive, LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Ended, Generation
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.roles import PeerRole
 from cluster.trust.trust_options import TrustConfig
 from cluster.verification.bounds import VerificationLimits
@@ -182,6 +183,8 @@ async def cluster(
     reading: StateReading | None = None,  # of the targets' hidden states, if the drafters' method reads them
     trust: TrustConfig | None = None,
     grammars: GrammarCompiler | None = None,  # over the vocabulary
+    sessions: int = SESSIONS,  # that each target and each drafter serves at once
+    tracer: Callable[[str], SessionTracer] = lambda _: NoTracing(),  # of a service, by its name
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -196,11 +199,13 @@ async def cluster(
         runner = target_runner(index) if reading is None else reading.runner(pages)
         engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY, grammars=grammars)))
         limits = VerificationLimits(
-            VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE, states=layout
+            VOCABULARY, CONTEXT, sessions, max_step_tokens=4 * sessions, pages=pages, page_size=PAGE_SIZE, states=layout
         )
         engine = wrap_engine(PacedEngine(engines[-1], pace))
         pacing = LockStep() if lock_step else Adaptive()
-        replica = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing)
+        replica = TargetReplica(
+            engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing, tracer=tracer("target")
+        )
         server = await serve_target(replica, "127.0.0.1", trust=trust)
         replicas[server.address] = replica
         servers[server.address] = server
@@ -208,11 +213,12 @@ async def cluster(
     for _ in range(drafters):
         drafter = Drafter(
             a_draft_model(draft_logits, grammars) if reading is None else reading.method(),
-            DrafterLimits(VOCABULARY, CONTEXT, SESSIONS, layout, NO_BOUNDS if reading is None else reading.bounds),
+            DrafterLimits(VOCABULARY, CONTEXT, sessions, layout, NO_BOUNDS if reading is None else reading.bounds),
             IDENTITY.vocabulary,
             IDENTITY.target_model,
             draft_ahead=not lock_step,
             credentials=credentials_of(trust, PeerRole.DRAFTER),
+            tracer=tracer("drafter"),
         )
         server = await serve_drafter(drafter, "127.0.0.1", trust=trust)
         drafting[server.address] = drafter
@@ -226,7 +232,9 @@ async def cluster(
     audits = Audits(audit or AuditConfig(), "float32", differences.append)
     limits_of_router = RouterLimits(max_sessions=100, target_wait_s=target_wait_s)
     shown = credentials_of(trust, PeerRole.ROUTER)
-    router = Router(StaticMembership(members), IDENTITY, limits_of_router, audits, credentials=shown)
+    router = Router(
+        StaticMembership(members), IDENTITY, limits_of_router, audits, credentials=shown, tracer=tracer("router")
+    )
     tasks.append(asyncio.create_task(router.run()))
     whole = Cluster(router, pace, replicas, drafting, servers, differences)
     try:

@@ -37,7 +37,9 @@ def as_chat(asked: ResponsesRequest, bounds: RequestBounds) -> ResponsesChat:
     """Items become messages, of which one of the assistant holds its reasoning, its text and its calls."""
     instructions = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
     named = {"temperature", "top_p", "stream", "parallel_tool_calls", "seed", "top_k", "min_p", "request_id"}
-    same = asked.model_dump(include=named | {"model", "chat_template_kwargs", "speculation", "user", "store"})
+    same = asked.model_dump(
+        include=named | {"model", "metadata", "chat_template_kwargs", "speculation", "user", "store"}
+    )
     choice = asked.tool_choice
     chat = {
         **same,

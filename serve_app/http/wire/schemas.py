@@ -4,6 +4,7 @@ Requests are strict: an unknown field, a wrong type or a feature that is not ser
 `null` means "not given", as in OpenAI's API.
 """
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
@@ -33,6 +34,8 @@ from serve_app.http.wire.unserved_fields import (
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
+PROMPT_VERSION = "prompt_version"  # of `metadata`: what it says is told by metrics and traces
+VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
 REQUEST_ID_PATTERN = r"^[\w.:-]{1,128}$"
 
@@ -95,9 +98,15 @@ class GenerationRequest(SamplingFields, UnservedFields):
     stream_options: StreamOptions = StreamOptions()
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: in the answer's id
     ignore_eos: Flag = False  # vLLM's: go on to max_tokens
+    metadata: Annotated[dict[str, str] | None, bounded(lambda most: most.labels)] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
     speculation: SpeculationOptions = SpeculationOptions()  # extension
+
+    @property
+    def prompt_version(self) -> str | None:
+        """Which version of its prompt the client says that this is."""
+        return (self.metadata or {}).get(PROMPT_VERSION)
 
     @property
     def prompt_count(self) -> int:
@@ -112,6 +121,15 @@ class GenerationRequest(SamplingFields, UnservedFields):
     def token_limits(self) -> dict[str, int]:
         """The limits on generated tokens that the client gave, by field."""
         return {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
+
+    @field_validator("metadata")
+    @classmethod
+    def _version_is_short(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        version = (value or {}).get(PROMPT_VERSION)
+        if version is not None and re.fullmatch(VERSION_PATTERN, version) is None:
+            rule = "prompt_version has to be 1 to 64 letters, digits or any of _.:/@+-"
+            raise PydanticCustomError("prompt_version", rule)
+        return value
 
     @property
     def top_of_tokens(self) -> int | None:

@@ -7,7 +7,7 @@ name, for an answer without the feature would be a wrong one.
 
 from typing import Annotated, Any, Literal
 
-from serve_app.http.wire.field_types import Flag, RequestPart, bounded, unserved
+from serve_app.http.wire.field_types import Flag, RequestPart, unserved
 
 
 class UnservedFields(RequestPart):
@@ -47,7 +47,6 @@ class UnservedCompletionFields(UnservedFields):
 class UnservedChatFields(UnservedFields):
     """Of chat completions."""
 
-    metadata: Annotated[dict[str, str] | None, bounded(lambda most: most.labels)] = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None

@@ -1,7 +1,9 @@
 """Alerts and dashboard ask only for metrics that are published, by labels that they have."""
 
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,17 @@ import promql_parser
 import pytest
 import ray
 
+from cluster.routing.session import Emit
+from cluster.verification.target_reporter import TargetActivity
 from serve_app.http.metrics import Metrics
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.replies import FinishReason
+from serve_app.http.wire.schemas import ChatRequest
+from serve_app.publishing.levels import drafter_levels, router_levels, target_levels
+from serve_app.publishing.ray_mirror import exported
 from serve_app.replica_counters import CAUSE, HELP, LABELS
+from serve_app.router import RouterActivity
 from tests.unit.k8s.overlays import K8S, ROOT, Json, dashboard, errors, load
 
 MONITORING = K8S / "components" / "monitoring"
@@ -52,7 +63,25 @@ SCHEMAS = {
             "podMetricsEndpoints",
             selector=mapping("matchLabels", matchLabels=STRINGS),
             podTargetLabels=items(STRING),
-            podMetricsEndpoints=items(mapping("port", port=STRING, path=STRING)),
+            podMetricsEndpoints=items(
+                mapping(
+                    "port",
+                    port=STRING,
+                    path=STRING,
+                    metricRelabelings=items(
+                        mapping(
+                            "sourceLabels",
+                            "regex",
+                            "targetLabel",
+                            "replacement",
+                            sourceLabels=items(STRING),
+                            regex=STRING,
+                            targetLabel=STRING,
+                            replacement=STRING,
+                        )
+                    ),
+                )
+            ),
         ),
     ),
     "PrometheusRule": resource(
@@ -102,12 +131,28 @@ def published() -> dict[str, set[str]]:
     """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
     found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE)} | SERVE_LABELS for family in HELP}
     metrics = Metrics(remedies=lambda: {("drafter", "plain"): 1})
+    metrics.committed(Emit((1, 2), 1, 2), 0.1, first=True)
     with metrics.request("chat") as record:
         record.status = 200
-    for family in metrics.registry.collect():
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
+        record.request = parse(ChatRequest, json.dumps(CHAT).encode(), RequestBounds())
+        record.choices = [Choice()]
+    families = [
+        *metrics.families(),
+        *router_levels(RouterActivity(1, {"drafter": True}, {("drafter", "silent"): 1}), "toy"),
+        *target_levels(TargetActivity(1, 1, 0.5, 1.0, 1.0, True, {4: 1}, 1, 1.0, 1, 1), 1, "toy"),
+        *drafter_levels({"sessions": 1.0}, {"asked": 1.0}),
+    ]
+    for name, labels in exported(families).items():
+        found[relabelled(name)] = labels | SERVE_LABELS
     return found
+
+
+def relabelled(name: str) -> str:
+    """A metric's name as the PodMonitor of all pods has it."""
+    (manifest,) = load(MONITORING / "pod-monitor.yaml")
+    (rule,) = manifest["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+    assert (rule["sourceLabels"], rule["targetLabel"]) == (["__name__"], "__name__")
+    return re.sub(f"^{rule['regex']}$", rule["replacement"].replace("$", "\\"), name)
 
 
 def selected(expression: Any) -> Iterator[Any]:
@@ -124,6 +169,26 @@ def serve_metrics() -> set[str]:
     """The names that Ray Serve's own metrics have in its source."""
     source = Path(ray.__file__).parent / "serve" / "_private"
     return {f"ray_{name}" for path in source.glob("*.py") for name in re.findall(r'"(serve_\w+)"', path.read_text())}
+
+
+@dataclass
+class Choice:
+    """One that has ended."""
+
+    tokens: int = 2
+    accepted: int = 1
+    rejected: int = 1
+    finish: FinishReason | None = "stop"
+    first_token_s: float | None = 0.1
+
+
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "metadata": {"prompt_version": "v1"}}
+HISTOGRAM = ("_bucket", "_sum", "_count")
+
+
+def base(name: str) -> str:
+    """A histogram's name without what its samples add."""
+    return next((name.removesuffix(end) for end in HISTOGRAM if name.endswith(end)), name)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +225,37 @@ def test_a_misspelt_metric_would_be_noticed(known: dict[str, set[str]]) -> None:
 
 def test_what_is_published_by_a_replica_is_on_the_dashboard() -> None:
     text = "\n".join(query for _, query in queries())
-    assert [name for name in published() if name.startswith("ray_") and name not in text] == []
+    assert [name for name in published() if name.startswith("ray_") and base(name) not in text] == []
+
+
+def test_what_vllm_publishes_has_its_names_again() -> None:
+    names = published()
+    assert not [name for name in names if name.startswith("ray_vllm")]
+    assert {base(name).removesuffix("_total") for name in names if name.startswith("vllm:")} == VLLM
+
+
+VLLM = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:num_preemptions",
+    "vllm:prompt_tokens",
+    "vllm:generation_tokens",
+    "vllm:request_success",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
+}
+"""As vLLM documents them; counters have `_total` behind that."""
 
 
 @pytest.mark.parametrize("file", ["pod-monitor.yaml", "prometheus-rule.yaml"])
@@ -185,7 +280,9 @@ def test_every_alert_has_a_name_of_its_own_and_is_explained() -> None:
 
 def test_the_page_of_metrics_names_every_counter_of_replicas() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    assert [name for name in published() if name.startswith("ray_") and f"`{name}`" not in page] == []
+    pages = page + (ROOT / "docs" / "observability.md").read_text()
+    assert [name for name in published() if name.startswith("ray_") and f"`{base(name)}`" not in pages] == []
+    assert [name for name in VLLM if f"`{name}`" not in pages] == []
 
 
 def test_every_panel_shows_something_and_has_a_place_of_its_own() -> None:

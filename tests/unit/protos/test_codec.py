@@ -107,6 +107,7 @@ def opens(draw: st.DrawFn) -> Open:
         rival=rival,
         ticket_key=draw(st.binary(max_size=64)),
         ticket=draw(st.none() | TICKETS),
+        traceparent=draw(st.just("") | st.from_regex("00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", fullmatch=True)),
         rules=draw(st.just(TokenRules()) | RULES),
         scoring=draw(SCORINGS),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
@@ -412,6 +413,7 @@ BAD_OPENS = {
     "a long salt": (with_fields(cache_salt="x" * 257), "cache_salt"),
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
+    "half a traceparent": (with_fields(traceparent="00-" + 32 * "a"), "is no W3C trace context"),
     "a long ticket_key": (with_fields(ticket_key=bytes(65)), "ticket_key has 65 bytes"),
     "half a ticket": (with_ticket(bytes(8)), "proof has 8 bytes"),
 }

@@ -187,3 +187,17 @@ def test_all_breakers_hear_of_collapses_and_good_ends_by_address():
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
     breakers.ended_well("a")
     assert breakers.takes("a", 0.0)
+
+
+def test_openings_are_counted_by_cause_and_breakers_that_are_open_are_told():
+    breakers = Breakers()
+    breakers.refused("a", 0.0)
+    breakers.refused("a", 0.0)  # it is open already
+    for _ in range(COLLAPSES):
+        breakers.collapsed("b", 0.0)
+    for at in range(MISSES):
+        breakers.note("c", "s", DraftAnswer.MISSED, True, at * SILENT_S)
+    assert +breakers.opened == {("a", "overloaded"): 1, ("b", "bad"): 1, ("c", "silent"): 1}
+    now = (MISSES - 1) * SILENT_S
+    assert breakers.takes("d", now)
+    assert breakers.are_open(now) == {"a": False, "b": False, "c": True, "d": False}

@@ -7,7 +7,7 @@ import pytest
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Detach
+from protos.messages import Detach, Verdict
 from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, LIMITS, Desk
 
 PROMPT = (1, 2, 3)
@@ -94,3 +94,33 @@ def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
         desk.now += 0.1
         desk.step()
         assert report(desk).undrafted == 1
+
+
+def test_a_prompt_that_was_there_before_is_found_in_the_cache_and_an_audit_does_not_count() -> None:
+    desk = Desk()
+    page = desk.limits.page_size
+    prompt = tuple(range(1, page + 2))
+    for name, is_audit in (("a", False), ("b", False), ("c", True)):
+        desk.open(name, tokens=prompt, max_len=len(prompt) + 1, audit=is_audit)
+        desk.finish()
+    activity = desk.scheduler.reporter.activity()
+    assert (activity.prefix_tokens, activity.prefix_hits) == (2 * len(prompt), page)
+    assert (activity.running, activity.queued, activity.cache) == (0, 0, 0.0)
+
+
+def test_chosen_lengths_and_the_time_that_blocks_take_are_counted() -> None:
+    desk = Desk(patience=lambda _: 10.0, hold=10.0, asked=2)
+    desk.open(tokens=PROMPT, max_len=20)
+    desk.attach(PROMPT)
+    desk.now = 1.0
+    desk.block(PROMPT, (4, 5))  # the first is not timed: its drafter had a prompt to read
+    decided = next(message.tokens for _, message in desk.step() if isinstance(message, Verdict))
+    desk.now = 2.5
+    desk.block((*PROMPT, *decided), (4, 5))
+    activity = desk.scheduler.reporter.activity()
+    assert (activity.blocks_timed, activity.block_delay_s) == (1, 1.5)
+    assert activity.running == 1
+    assert activity.cache > 0
+    before = activity.chosen[2]
+    desk.step()
+    assert desk.scheduler.reporter.activity().chosen[2] == before + 1

@@ -1,11 +1,13 @@
 """What is counted."""
 
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
 
 from cluster.routing.session import Emit
 from serve_app.http.metrics import CLIENT_LEFT, Metrics
+from serve_app.http.wire.replies import FinishReason
 
 
 def test_verdicts_are_counted() -> None:
@@ -55,6 +57,34 @@ def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() ->
     remedies["1.2.3.4:5", "given up"] = 2
     labels = {"drafter": "1.2.3.4:5", "remedy": "given up"}
     assert metrics.registry.get_sample_value("slipstream_drafter_remedies_total", labels) == 2
+
+
+def test_accepted_tokens_are_told_by_position() -> None:
+    metrics = Metrics()
+    for accepted in (2, 0, 1):
+        metrics.committed(Emit((1, 2, 3), accepted=accepted, drafted=3), 0.1, first=False)
+    at = [metrics.registry.get_sample_value("slipstream_accepted_tokens_at_total", {"position": p}) for p in "012"]
+    assert at == [2, 1, None]
+
+
+@dataclass
+class Choice:
+    tokens: int
+    finish: FinishReason | None
+    first_token_s: float | None
+    accepted: int = 0
+    rejected: int = 0
+
+
+def test_choices_are_counted_by_their_ends_and_timed_after_their_first_token() -> None:
+    metrics = Metrics(clock=iter((0.0, 5.0)).__next__)
+    with metrics.request("chat") as record:
+        record.choices = [Choice(5, "stop", 1.0), Choice(1, "length", 1.0), Choice(0, None, None)]
+    sample = metrics.registry.get_sample_value
+    ends = [sample("slipstream_finished_total", {"finished_reason": end}) for end in ("stop", "length", "abort")]
+    assert ends == [1, 1, 1]
+    assert sample("slipstream_time_per_output_token_seconds_count") == 1
+    assert sample("slipstream_time_per_output_token_seconds_sum") == 1.0
 
 
 def test_sessions_that_went_elsewhere_are_counted_as_the_router_has_them():

@@ -72,7 +72,6 @@ OF_CHAT = {
     "function_call": ([None, "none"], "auto"),
     "functions": ([None, []], [{"name": "f"}]),
     "media_io_kwargs": ([None, {}], {"image": {}}),
-    "metadata": ([None, {}, {"prompt": "v7"}], {"prompt": 7}),
     "mm_processor_kwargs": ([None, {}], {"a": 1}),
     "modalities": ([None, ["text"]], ["audio"]),
     "moderation": ([None], {"model": "x"}),
@@ -169,9 +168,9 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
             "min_p",
         ),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
-        *("ignore_eos", "speculation", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
-        *("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-        *("response_format", "structured_outputs", "logprobs", "top_logprobs"),
+        *("ignore_eos", "metadata", "speculation", "tools", "tool_choice", "parallel_tool_calls"),
+        *("include_reasoning", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"),
+        *("continue_final_message", "response_format", "structured_outputs", "logprobs", "top_logprobs"),
         *SamplingFields.model_fields,
     }
     assert CompletionRequest.model_fields.keys() - served - {"echo"} == (OF_BOTH | OF_COMPLETIONS).keys()

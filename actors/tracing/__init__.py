@@ -1,0 +1,1 @@
+"""Spans by OpenTelemetry, of what a process does for the sessions that are traced."""

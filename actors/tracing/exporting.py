@@ -1,0 +1,54 @@
+"""How spans leave a process: each service of it has a provider of its own, for a trace tells services apart by that."""
+
+from dataclasses import dataclass
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace import SpanKind, Tracer
+
+from actors.tracing.session_spans import SessionSpans
+from cluster.errors import ConfigError
+from cluster.tracing.round_events import MOST_EVENTS
+from cluster.tracing.tracing_options import TracingConfig
+
+EXPORT_PERIOD_MS = 1000  # spans that have ended are lost with their process, for so long
+
+
+@dataclass(frozen=True, slots=True)
+class TracedService:
+    """The spans of one service, which are sent by a thread of its own."""
+
+    tracer: Tracer
+    provider: TracerProvider
+    slow_s: float
+
+    @classmethod
+    def begun(cls, options: TracingConfig, service: str, exporter: SpanExporter | None = None) -> "TracedService":
+        """Of a service's name; raises ConfigError where what sends spans is not installed."""
+        provider = TracerProvider(
+            ParentBasedTraceIdRatio(options.sample),
+            Resource.create({"service.name": f"slipstream-{service}", "service.namespace": "slipstream"}),
+            span_limits=SpanLimits(max_events=MOST_EVENTS),
+        )
+        sender = exporter or _otlp_exporter(options)
+        provider.add_span_processor(BatchSpanProcessor(sender, schedule_delay_millis=EXPORT_PERIOD_MS))
+        return cls(provider.get_tracer("slipstream"), provider, options.slow_s)
+
+    def sessions(self, name: str, kind: SpanKind = SpanKind.SERVER) -> SessionSpans:
+        """The spans of what the service does for sessions."""
+        return SessionSpans(self.tracer, name, kind, self.slow_s)
+
+    def close(self) -> None:
+        """Sends what has not left yet."""
+        self.provider.shutdown()
+
+
+def _otlp_exporter(options: TracingConfig) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        missing = f"tracing.endpoint is set, and what sends spans is not installed: {error}"
+        raise ConfigError(f"{missing}; pip install 'slipstream-serving[tracing]'") from error
+    return OTLPSpanExporter(endpoint=options.endpoint)

@@ -1,0 +1,32 @@
+"""The tracing of one service as configured: spans, or nothing at all, and then OpenTelemetry is not even imported."""
+
+from typing import TYPE_CHECKING
+
+from cluster.tracing.session_tracer import NoTracing, SessionTracer
+from cluster.tracing.tracing_options import TracingConfig
+
+if TYPE_CHECKING:
+    from actors.tracing.exporting import TracedService
+
+
+class ServiceTracing:
+    """Of one service in this process."""
+
+    def __init__(self, options: TracingConfig, service: str) -> None:
+        """Raises ConfigError where tracing is on and what sends spans is not installed."""
+        self.service = _begun(options, service) if options.is_on else None
+
+    def sessions(self, work: str) -> SessionTracer:
+        """Whoever is told of sessions; `work` names what the service does for one."""
+        return NoTracing() if self.service is None else self.service.sessions(work)
+
+    def close(self) -> None:
+        """Sends what has not left yet; may take a while."""
+        if self.service is not None:
+            self.service.close()
+
+
+def _begun(options: TracingConfig, service: str) -> "TracedService":
+    from actors.tracing.exporting import TracedService
+
+    return TracedService.begun(options, service)

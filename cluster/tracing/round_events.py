@@ -1,0 +1,73 @@
+"""What happens in the rounds of one session, as one process sees it: bounded, counted, and free of tokens and texts."""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.tracing.session_tracer import Fact
+from protos.messages import Attach, Block, DraftAnswer, DraftRequest, Message, NoDraft, Refusal, Resync, Verdict
+
+MOST_EVENTS = 1024  # of a session, the latest; an answer of a thousand tokens has some three hundred rounds
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEvent:
+    at_ns: int
+    name: str
+    facts: Mapping[str, Fact]
+
+
+def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
+    """What a message says of a round; None where it says nothing of one."""
+    match message:
+        case Verdict():
+            return "verdict", {
+                "length": message.base_len,
+                "decided": len(message.tokens),
+                "accepted": message.accepted,
+                "drafted": message.drafted,
+                "answer": message.answer.name.lower(),
+            }
+        case Block():
+            return "block", {"length": message.base_len, "tokens": message.size}
+        case NoDraft():
+            return "no draft", {"length": message.base_len}
+        case DraftRequest():
+            asked: dict[str, Fact] = {"length": message.base_len, "most_tokens": message.max_tokens}
+            return "asked", {**asked, "step_is_held": message.hold_step}
+        case Attach() | Resync():
+            return type(message).__name__.lower(), {"length": message.have_len}
+        case Refusal():
+            return "refusal", {"reason": message.reason.name.lower()}
+    return None
+
+
+class SessionEvents:
+    """The latest events of a session, and the sums over all of them."""
+
+    def __init__(self, most: int = MOST_EVENTS) -> None:
+        self.latest: deque[RoundEvent] = deque(maxlen=most)
+        self.left_out = 0
+        self.sums: Counter[str] = Counter(rounds=0, decided=0, drafted=0, accepted=0, missed=0)
+        self._decided_at = -1  # the length before the latest verdict: a target says each to a router and to a drafter
+
+    def add(self, at_ns: int, name: str, facts: Mapping[str, Fact]) -> None:
+        self.left_out += len(self.latest) == self.latest.maxlen
+        self.latest.append(RoundEvent(at_ns, name, facts))
+
+    def message(self, at_ns: int, message: Message) -> None:
+        """A message of the session came or went."""
+        if isinstance(message, Verdict):
+            if message.base_len <= self._decided_at:
+                return
+            self._count(message)
+        if (found := described(message)) is not None:
+            self.add(at_ns, *found)
+
+    def _count(self, verdict: Verdict) -> None:
+        self._decided_at = verdict.base_len
+        self.sums["rounds"] += 1
+        self.sums["decided"] += len(verdict.tokens)
+        self.sums["drafted"] += verdict.drafted
+        self.sums["accepted"] += verdict.accepted
+        self.sums["missed"] += verdict.answer is DraftAnswer.MISSED

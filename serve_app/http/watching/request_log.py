@@ -1,0 +1,35 @@
+"""A line in the log for each request that has ended: numbers, ids, the version of its prompt, and nothing it said."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from serve_app.http.watching.records import RequestRecord
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Lasts as long as the request. `sessions` are what other processes' lines call its choices."""
+    began = clock()
+    try:
+        yield
+    finally:
+        if log.isEnabledFor(logging.INFO):
+            choices = record.choices
+            told: dict[str, object] = {
+                "request": record.response_id,
+                "endpoint": endpoint,
+                "status": record.status,
+                "seconds": round(clock() - began, 6),
+                "prompt_tokens": record.prompt_tokens,
+                "completion_tokens": sum(choice.tokens for choice in choices),
+                "accepted_tokens": sum(choice.accepted for choice in choices),
+                "rejected_tokens": sum(choice.rejected for choice in choices),
+                "sessions": " ".join(record.sessions),
+            }
+            if record.request is not None and record.request.prompt_version is not None:
+                told["prompt_version"] = record.request.prompt_version
+            log.info("a request has ended", extra=told)

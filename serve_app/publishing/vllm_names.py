@@ -1,0 +1,59 @@
+"""Our measures under vLLM's names as well, so that dashboards, autoscalers and load generators made for vLLM find them.
+
+Nothing is measured twice: a family that vLLM has, too, is read once more under its name when it is collected.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+PREFIX = "vllm:"
+MODEL = "model_name"
+
+NAMES: Mapping[str, str] = {
+    "slipstream_prompt_tokens": "prompt_tokens",
+    "slipstream_completion_tokens": "generation_tokens",
+    "slipstream_finished": "request_success",
+    "slipstream_request_seconds": "e2e_request_latency_seconds",
+    "slipstream_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "slipstream_inter_token_seconds": "inter_token_latency_seconds",
+    "slipstream_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "slipstream_request_prompt_tokens": "request_prompt_tokens",
+    "slipstream_request_completion_tokens": "request_generation_tokens",
+    "slipstream_blocks": "spec_decode_num_drafts",
+    "slipstream_draft_tokens": "spec_decode_num_draft_tokens",
+    "slipstream_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "slipstream_accepted_tokens_at": "spec_decode_num_accepted_tokens_per_pos",
+}
+"""A router's families that are what vLLM counts."""
+
+
+class VllmNames(Collector):
+    """The families of a registry that vLLM knows, under its names and with the model that it labels them with."""
+
+    def __init__(self, source: Collector, model: str, names: Mapping[str, str] = NAMES) -> None:
+        self._source = source
+        self._model = model
+        self._names = names
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._source.collect():
+            if (name := self._names.get(family.name)) is not None:
+                yield renamed(family, PREFIX + name, {MODEL: self._model})
+
+
+def renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
+    """The same family under another name, with further labels."""
+    made = Metric(name, family.documentation, family.type)
+    made.samples = [
+        Sample(name + sample.name.removeprefix(family.name), {**sample.labels, **labels}, sample.value)
+        for sample in family.samples
+    ]
+    return made
+
+
+def with_labels(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Families with further labels."""
+    return (renamed(family, family.name, labels) for family in families)

@@ -1,0 +1,140 @@
+"""Spans of sessions: begun by an Open, ended by whatever ends the session, told in detail where it was slow."""
+
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from actors.tracing.service_tracing import ServiceTracing
+from actors.tracing.session_spans import MOST_SESSIONS, NANO, SessionSpans
+from cluster.tracing.round_events import SessionEvents
+from cluster.tracing.session_tracer import NoTracing
+from cluster.tracing.tracing_options import TracingConfig
+from protos.messages import Close, DraftAnswer, Finish, Message, Refusal, RefusalReason, Verdict
+from tests.unit.cluster.samples import a_block, an_open
+
+PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+UNSAMPLED = f"00-{'ab' * 16}-{'cd' * 8}-00"
+
+
+class Traced:
+    """Spans under a clock that stands still, and those that have ended."""
+
+    def __init__(self, slow_s: float = 0.0) -> None:
+        self.now_ns = NANO
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        tracer = provider.get_tracer("test")
+        self.spans = SessionSpans(tracer, "verify", SpanKind.SERVER, slow_s, lambda: self.now_ns)
+
+    def opened(self, session: str = "s", traceparent: str = PARENT, peer: str = "router#1") -> None:
+        self.spans.heard(peer, an_open(session, traceparent=traceparent))
+
+    @property
+    def ended(self) -> Sequence[ReadableSpan]:
+        return self._exporter.get_finished_spans()
+
+    @property
+    def only(self) -> ReadableSpan:
+        (span,) = self.ended
+        return span
+
+
+def a_verdict(length: int, finish: Finish = Finish.NONE, answer: DraftAnswer = DraftAnswer.GIVEN) -> Verdict:
+    return Verdict("s", 1, length, 0, (7, 8), 1, 3, finish, answer)
+
+
+def test_a_span_is_below_the_routers_and_tells_the_sums_of_its_rounds() -> None:
+    traced = Traced()
+    traced.opened()
+    traced.spans.said(a_verdict(3))
+    traced.spans.said(a_verdict(3))  # the same, to the drafter
+    traced.spans.said(a_verdict(5, answer=DraftAnswer.MISSED))
+    assert not traced.ended
+    traced.spans.said(a_verdict(7, Finish.LENGTH))
+    span = traced.only
+    assert span.parent is not None
+    assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == ("ab" * 16, "cd" * 8)
+    told = dict(span.attributes or {})
+    assert told["slipstream.end"] == "length"
+    sums = {name: told[f"slipstream.{name}"] for name in ("rounds", "decided", "drafted", "accepted", "missed")}
+    assert sums == {"rounds": 3, "decided": 6, "drafted": 9, "accepted": 3, "missed": 1}
+
+
+@pytest.mark.parametrize(("took_s", "names"), [(1, []), (2, ["block", "verify"])])
+def test_only_a_slow_session_is_told_round_by_round(took_s: int, names: list[str]) -> None:
+    traced = Traced(slow_s=2)
+    traced.opened()
+    traced.spans.heard("drafter#1", a_block((1, 2, 3), (4, 5)))
+    traced.now_ns += took_s * NANO
+    traced.spans.marked("verify", ["s", "another"], rows=2)
+    traced.spans.heard("router#1", Close("s", 1))
+    assert [event.name for event in traced.only.events] == names
+    if names:
+        block, verify = traced.only.events
+        assert dict(block.attributes or {}) == {"slipstream.length": 3, "slipstream.tokens": 2}
+        assert dict(verify.attributes or {}) == {"slipstream.rows": 2}
+        assert verify.timestamp - block.timestamp == took_s * NANO
+
+
+@pytest.mark.parametrize("traceparent", ["", UNSAMPLED])
+def test_what_is_not_sampled_has_no_span(traceparent: str) -> None:
+    traced = Traced()
+    traced.opened(traceparent=traceparent)
+    traced.spans.said(a_verdict(3, Finish.STOP))
+    assert not traced.ended
+
+
+@pytest.mark.parametrize(
+    ("message", "end"),
+    [(Refusal("s", 1, RefusalReason.OVERLOADED, "full"), "refused"), (a_verdict(3, Finish.STOP), "stop")],
+)
+def test_what_is_said_ends_a_session(message: Message, end: str) -> None:
+    traced = Traced()
+    traced.opened()
+    traced.spans.said(message)
+    assert (traced.only.attributes or {})["slipstream.end"] == end
+
+
+def test_a_session_goes_on_where_somebody_else_refuses_it() -> None:
+    traced = Traced()
+    traced.opened()
+    traced.spans.heard("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
+    assert not traced.ended
+
+
+def test_a_stream_that_breaks_ends_what_was_opened_over_it() -> None:
+    traced = Traced()
+    traced.opened("s", peer="router#1")
+    traced.opened("t", peer="router#2")
+    traced.opened("s", peer="router#3")  # it came back
+    traced.spans.gone("router#1")
+    assert not traced.ended
+    traced.spans.gone("router#2")
+    assert [(span.attributes or {})["slipstream.session"] for span in traced.ended] == ["t"]
+
+
+def test_only_so_many_sessions_are_traced_at_once() -> None:
+    traced = Traced()
+    for index in range(MOST_SESSIONS):
+        assert traced.spans.opened(f"s{index}", PARENT)
+    assert traced.spans.opened("one more", PARENT) == ""
+
+
+def test_the_latest_events_stay_and_those_left_out_are_counted() -> None:
+    events = SessionEvents(most=2)
+    for name in ("a", "b", "c"):
+        events.add(0, name, {})
+    assert ([event.name for event in events.latest], events.left_out) == (["b", "c"], 1)
+
+
+def test_without_an_endpoint_nothing_is_traced() -> None:
+    tracing = ServiceTracing(TracingConfig(), "target")
+    assert tracing.service is None
+    tracer = tracing.sessions("verify")
+    assert isinstance(tracer, NoTracing)
+    assert tracer.opened("s", PARENT) == ""
