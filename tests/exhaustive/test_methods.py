@@ -203,11 +203,14 @@ async def test_under_ratio_words_follow_plain_decoding(served: Served, plainly: 
     options = {"temperature": 1.0, "max_tokens": WORD_TOKENS}
     if not plainly.lines:
         plainly.lines = (await asked(served, [LINES] * PLAIN_DRAWS, AT_ONCE, NONE, **options)).texts
-    found = await asked(served, [LINES] * DRAWS, AT_ONCE, RATIO_CHAIN, "ratio", **options)
-    print(f"\naccepted {found.accepted} of {found.drafted}")
-    assert found.accepted > 0, "no draft token was accepted: this showed nothing"
+    rounds: list[Answers] = []
+    while sum(each.accepted for each in rounds) == 0:  # adaptive pacing asks for nothing while a busy machine is slow
+        assert len(rounds) < PATIENCE, "no draft token was accepted: this showed nothing"
+        rounds.append(await asked(served, [LINES] * DRAWS, AT_ONCE, RATIO_CHAIN, "ratio", **options))
+    print(f"\naccepted {[each.accepted for each in rounds]} of {[each.drafted for each in rounds]}")
+    texts = [text for each in rounds for text in each.texts]
     for place in (0, 1):
-        assert homogeneity(words(plainly.lines, place), words(found.texts, place)) > FALSE_ALARM
+        assert homogeneity(words(plainly.lines, place), words(texts, place)) > FALSE_ALARM
 
 
 def words(texts: list[str], place: int) -> list[str]:
