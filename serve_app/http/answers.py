@@ -15,7 +15,7 @@ from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import Detokenizer, StopMatcher
-from serve_app.http.wire.replies import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
+from serve_app.http.wire.replies import CompletionTokensDetails, FinishReason, PromptTokensDetails, StopReason, Usage
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
@@ -43,6 +43,7 @@ class Delta:
     offset: int = 0  # characters before the text
     scored: tuple[ScoredToken, ...] = ()  # the tokens, if scores were asked for
     rejected: tuple[str, ...] = ()  # for each piece
+    stop_reason: StopReason = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class AnswerForm:
 
     stop_ids: frozenset[int] = frozenset()  # that end the session: the last token's text is left out
     keeps_stop: bool = False  # it is not left out
+    named_stop_ids: frozenset[int] = frozenset()  # those of them that the request gave, beside the model's own
     min_tokens: int = 0  # in the text of which no stop string is looked for
     echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer is to begin with it
     echoed_text: str = ""
@@ -81,6 +83,7 @@ class Transcript:
         self.rejected = 0
         self.cached = 0  # tokens of the prompt that had been computed before
         self.finish: FinishReason | None = None
+        self.stop_reason: StopReason = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
@@ -89,6 +92,7 @@ class Transcript:
         self._due: list[HeldPiece] = [HeldPiece(form.echoed_text, False)] if form.echoed_text else []
         self._rejected = ""  # to be told with the next piece
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
+        self._last = -1  # token
 
     def extend(self, emit: Emit) -> Delta | None:
         """Adds committed tokens; None while there is no text that is to be given out."""
@@ -97,6 +101,7 @@ class Transcript:
         if emit.prompt_scores:
             self._take_prompt_scores(emit.prompt_scores)
         for position, token in enumerate(emit.tokens):
+            self._last = token
             drafted = position < emit.accepted
             if emit.rejected and not drafted:
                 self._rejected = self._detokenizer.preview(emit.rejected)
@@ -109,6 +114,7 @@ class Transcript:
             self._due += self._release(self._detokenizer.push(token), drafted)
             if self._stops.matched:
                 self.finish = "stop"
+                self.stop_reason = self._stops.match
                 break
         return self._delta() if self.finish or (self._due and self._is_time()) else None
 
@@ -121,6 +127,8 @@ class Transcript:
         self._due += self._release(self._detokenizer.finish(), drafted=False)
         self._due += self._take(len(self._stops.finish()))
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
+        if finish is Finish.STOP and self._last in self._form.named_stop_ids:
+            self.stop_reason = self._last
         return self._delta()
 
     def _release(self, text: str, drafted: bool) -> list[HeldPiece]:
@@ -168,7 +176,7 @@ class Transcript:
         gained = self.tokens - tokens, self.accepted - accepted
         told = tuple((piece.text, piece.drafted) for piece in pieces)
         rejected = tuple(piece.rejected for piece in pieces)
-        return Delta(self.index, text, *gained, told, is_first, self.finish, offset, scored, rejected)
+        return Delta(self.index, text, *gained, told, is_first, self.finish, offset, scored, rejected, self.stop_reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,13 +250,16 @@ class ApiEndpoint(Generic[RequestT]):
         form = AnswerForm(
             stop_ids=frozenset(generation.stop_ids),
             keeps_stop=request.include_stop_str_in_output,
+            named_stop_ids=frozenset(request.stop_token_ids) - (set() if request.ignore_eos else set(text.eos_ids)),
             min_tokens=request.min_tokens,
             echoed=echoed,
             echoed_text=text.decode(echoed, skips) if echoed else "",
         )
         stops = StopMatcher(request.stop, request.include_stop_str_in_output)
         interval = self._service.config.server.stream_interval
-        transcript = Transcript(index, text.detokenizer(skips), stops, interval, form)
+        transcript = Transcript(
+            index, text.detokenizer(skips, request.spaces_between_special_tokens), stops, interval, form
+        )
         reader = dialect.reader(request, text, generation.prompt)
         telling = Telling(index, reader, dialect.telling(request), self._service.draw)
         return ToldChoice(Choice(generation, transcript), telling)

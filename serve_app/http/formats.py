@@ -222,6 +222,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
             text=part.text,
             logprobs=_of_completion(part.scored, scores, part.offset),
             finish_reason=part.finish,
+            stop_reason=part.stop_reason,
         )
         return CompletionChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
@@ -271,6 +272,7 @@ class ChatDialect(Dialect[ChatRequest]):
             delta=_chat_delta(part),
             logprobs=_of_chat(part.scored, scores),
             finish_reason=part.finish,
+            stop_reason=part.stop_reason,
         )
         return ChatChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
@@ -328,15 +330,17 @@ def _chat_delta(part: Part) -> ChatDelta:
 
 def _whole_completion(told: ToldChoice, scores: ScoreForm) -> CompletionChoice:
     transcript = told.choice.transcript
-    text = transcript.text
-    logprobs = _of_completion(transcript.scored, scores)
-    finish = transcript.finish
-    if scores.prompt_top is None:
-        return CompletionChoice(index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish)
-    of_prompt = _of_prompt(told.choice, scores.prompt_top, scores)
-    return ScoredCompletionChoice(
-        index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish, prompt_logprobs=of_prompt
+    choice = CompletionChoice(
+        index=transcript.index,
+        text=transcript.text,
+        logprobs=_of_completion(transcript.scored, scores),
+        finish_reason=transcript.finish,
+        stop_reason=transcript.stop_reason,
     )
+    if scores.prompt_top is None:
+        return choice
+    of_prompt = _of_prompt(told.choice, scores.prompt_top, scores)
+    return ScoredCompletionChoice(**dict(choice), prompt_logprobs=of_prompt)
 
 
 def _whole_chat(told: ToldChoice, scores: ScoreForm) -> ChatChoice:
@@ -348,8 +352,14 @@ def _whole_chat(told: ToldChoice, scores: ScoreForm) -> ChatChoice:
         reasoning_content=telling.reasoning or None,
         tool_calls=telling.calls or None,
     )
-    logprobs = _of_chat(told.choice.transcript.scored, scores)
-    return ChatChoice(index=telling.index, message=message, logprobs=logprobs, finish_reason=telling.finish)
+    transcript = told.choice.transcript
+    return ChatChoice(
+        index=telling.index,
+        message=message,
+        logprobs=_of_chat(transcript.scored, scores),
+        finish_reason=telling.finish,
+        stop_reason=transcript.stop_reason,
+    )
 
 
 def _of_completion(scored: Sequence[ScoredToken], scores: ScoreForm, offset: int = 0) -> CompletionLogprobs | None:

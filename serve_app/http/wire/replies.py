@@ -5,6 +5,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+StopReason = int | str | None
+"""vLLM's: what the request named and the choice ended with, a token or a stop string."""
 
 
 class _Body(BaseModel):
@@ -86,6 +88,7 @@ class CompletionChoice(_Body):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None
 
 
 class ScoredCompletionChoice(CompletionChoice):
@@ -158,6 +161,7 @@ class ChatChoice(_Body):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    stop_reason: StopReason = None
 
 
 class ChatCompletion(_Reply):
@@ -175,6 +179,7 @@ class ChatChunkChoice(_Body):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None
 
 
 class ChatChunk(_Reply):

@@ -30,6 +30,21 @@ def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
 
 
+def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) -> None:
+    by_string = transcript(codec, "END", "ND")
+    delta = by_string.extend(Emit(codec.encode("aENDb"), 0, 0))
+    assert delta is not None
+    assert (delta.finish, delta.stop_reason) == ("stop", "END")
+    (newline,) = codec.encode("\n")
+    for named, reason in ((frozenset({newline}), newline), (frozenset[int](), None)):
+        choice = formed(codec, stop_ids=frozenset({newline}), named_stop_ids=named)
+        choice.extend(Emit((*codec.encode("a"), newline), 1, 1))
+        assert choice.end(Finish.STOP).stop_reason == reason
+        longer = formed(codec, stop_ids=frozenset({newline}), named_stop_ids=named)
+        longer.extend(Emit(codec.encode("a"), 1, 1))
+        assert longer.end(Finish.LENGTH).stop_reason is None
+
+
 def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:
     delta = transcript(codec).extend(Emit(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
     assert delta is not None
