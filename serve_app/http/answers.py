@@ -1,7 +1,7 @@
 """From committed tokens to the text of an answer, for all its choices at once."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,7 +15,15 @@ from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import Detokenizer, StopMatcher
-from serve_app.http.wire.replies import CompletionTokensDetails, FinishReason, PromptTokensDetails, StopReason, Usage
+from serve_app.http.wire.replies import (
+    CompletionTokensDetails,
+    FinishReason,
+    PromptTokensDetails,
+    RequestMetrics,
+    SpeculativeDecoding,
+    StopReason,
+    Usage,
+)
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
@@ -81,6 +89,8 @@ class Transcript:
         self.tokens = 0
         self.accepted = 0
         self.rejected = 0
+        self.drafted = 0
+        self.accepted_by_step: Counter[int] = Counter()  # of steps that had a draft, by accepted tokens
         self.cached = 0  # tokens of the prompt that had been computed before
         self.finish: FinishReason | None = None
         self.stop_reason: StopReason = None
@@ -97,6 +107,9 @@ class Transcript:
     def extend(self, emit: Emit) -> Delta | None:
         """Adds committed tokens; None while there is no text that is to be given out."""
         self.rejected += emit.drafted - emit.accepted
+        if emit.drafted:
+            self.drafted += emit.drafted
+            self.accepted_by_step[emit.accepted] += 1
         self.cached += emit.cached
         if emit.prompt_scores:
             self._take_prompt_scores(emit.prompt_scores)
@@ -203,6 +216,28 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, reasoning_tokens: in
             rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
             reasoning_tokens=reasoning_tokens,
         ),
+    )
+
+
+def metrics_of(choices: Sequence[Choice]) -> RequestMetrics | None:
+    """What became of their drafts; None where there were none."""
+    counts = sum((choice.transcript.accepted_by_step for choice in choices), Counter[int]())
+    steps = counts.total()
+    if not steps:
+        return None
+    most = max(max(counts), *(choice.generation.max_draft_tokens for choice in choices))
+    accepted = sum(length * count for length, count in counts.items())
+    drafted = sum(choice.transcript.drafted for choice in choices)
+    return RequestMetrics(
+        speculative_decoding=SpeculativeDecoding(
+            acceptance_histogram=tuple([counts[length] for length in range(most + 1)]),
+            num_spec_tokens=most,
+            num_spec_steps=steps,
+            num_draft_tokens=drafted,
+            num_accepted_draft_tokens=accepted,
+            draft_acceptance_rate=accepted / drafted,
+            mean_acceptance_length=1 + accepted / steps,
+        )
     )
 
 

@@ -31,7 +31,7 @@ from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
-from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, usage_of
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, metrics_of, usage_of
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
@@ -315,7 +315,8 @@ class ApiAnswer:
                 for part in self.told[delta.index].telling.parts(delta):
                     for event in self.writer.part(part, self._usage):
                         yield event
-        for event in self.writer.closing(self._usage()):
+        metrics = metrics_of([choice for choice, _ in self.told])
+        for event in self.writer.closing(self._usage(), metrics):
             yield event
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:

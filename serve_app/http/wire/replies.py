@@ -31,6 +31,22 @@ class Usage(_Body):
     completion_tokens_details: CompletionTokensDetails
 
 
+class SpeculativeDecoding(_Body):
+    """vLLM's: what became of the drafts of all choices, by verification steps that had one."""
+
+    acceptance_histogram: tuple[int, ...]  # steps by how many draft tokens they accepted, none to `num_spec_tokens`
+    num_spec_tokens: int  # at most, of one step along one path
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float
+    mean_acceptance_length: float  # with the target's own token
+
+
+class RequestMetrics(_Body):
+    speculative_decoding: SpeculativeDecoding
+
+
 class Trace(_Body):
     """Extension, on request: what the chunk's text came from."""
 
@@ -99,6 +115,7 @@ class Completion(_Reply):
     object: Literal["text_completion"] = "text_completion"
     choices: tuple[ScoredCompletionChoice | CompletionChoice, ...]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None  # None: nothing was drafted
 
 
 class CompletionChunk(Completion):
@@ -168,6 +185,7 @@ class ChatCompletion(_Reply):
     object: Literal["chat.completion"] = "chat.completion"
     choices: tuple[ChatChoice, ...]
     usage: Usage
+    metrics: RequestMetrics | None = None  # None: nothing was drafted
 
 
 class ScoredChatCompletion(ChatCompletion):
@@ -186,6 +204,7 @@ class ChatChunk(_Reply):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: tuple[ChatChunkChoice, ...]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
     slipstream: Trace = Trace()
 
 
