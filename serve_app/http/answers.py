@@ -1,7 +1,7 @@
 """From committed tokens to the text of an answer, for all its choices at once."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,7 +15,15 @@ from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import Detokenizer, StopMatcher
-from serve_app.http.wire.replies import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
+from serve_app.http.wire.replies import (
+    CompletionTokensDetails,
+    FinishReason,
+    PromptTokensDetails,
+    RequestMetrics,
+    SpeculativeDecoding,
+    StopReason,
+    Usage,
+)
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
@@ -43,6 +51,7 @@ class Delta:
     offset: int = 0  # characters before the text
     scored: tuple[ScoredToken, ...] = ()  # the tokens, if scores were asked for
     rejected: tuple[str, ...] = ()  # for each piece
+    stop_reason: StopReason = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ class AnswerForm:
 
     stop_ids: frozenset[int] = frozenset()  # that end the session: the last token's text is left out
     keeps_stop: bool = False  # it is not left out
+    named_stop_ids: frozenset[int] = frozenset()  # those of them that the request gave, beside the model's own
     min_tokens: int = 0  # in the text of which no stop string is looked for
     echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer is to begin with it
     echoed_text: str = ""
@@ -79,9 +89,12 @@ class Transcript:
         self.tokens = 0
         self.accepted = 0
         self.rejected = 0
+        self.drafted = 0
+        self.accepted_by_step: Counter[int] = Counter()  # of steps that had a draft, by accepted tokens
         self.cached = 0  # tokens of the prompt that had been computed before
         self.finish: FinishReason | None = None
         self.first_token_s: float | None = None  # after the session's start
+        self.stop_reason: StopReason = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
@@ -90,14 +103,19 @@ class Transcript:
         self._due: list[HeldPiece] = [HeldPiece(form.echoed_text, False)] if form.echoed_text else []
         self._rejected = ""  # to be told with the next piece
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
+        self._last = -1  # token
 
     def extend(self, emit: Emit) -> Delta | None:
         """Adds committed tokens; None while there is no text that is to be given out."""
         self.rejected += emit.drafted - emit.accepted
+        if emit.drafted:
+            self.drafted += emit.drafted
+            self.accepted_by_step[emit.accepted] += 1
         self.cached += emit.cached
         if emit.prompt_scores:
             self._take_prompt_scores(emit.prompt_scores)
         for position, token in enumerate(emit.tokens):
+            self._last = token
             drafted = position < emit.accepted
             if emit.rejected and not drafted:
                 self._rejected = self._detokenizer.preview(emit.rejected)
@@ -110,6 +128,7 @@ class Transcript:
             self._due += self._release(self._detokenizer.push(token), drafted)
             if self._stops.matched:
                 self.finish = "stop"
+                self.stop_reason = self._stops.match
                 break
         return self._delta() if self.finish or (self._due and self._is_time()) else None
 
@@ -122,6 +141,8 @@ class Transcript:
         self._due += self._release(self._detokenizer.finish(), drafted=False)
         self._due += self._take(len(self._stops.finish()))
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
+        if finish is Finish.STOP and self._last in self._form.named_stop_ids:
+            self.stop_reason = self._last
         return self._delta()
 
     def _release(self, text: str, drafted: bool) -> list[HeldPiece]:
@@ -169,7 +190,7 @@ class Transcript:
         gained = self.tokens - tokens, self.accepted - accepted
         told = tuple((piece.text, piece.drafted) for piece in pieces)
         rejected = tuple(piece.rejected for piece in pieces)
-        return Delta(self.index, text, *gained, told, is_first, self.finish, offset, scored, rejected)
+        return Delta(self.index, text, *gained, told, is_first, self.finish, offset, scored, rejected, self.stop_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +217,28 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, reasoning_tokens: in
             rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
             reasoning_tokens=reasoning_tokens,
         ),
+    )
+
+
+def metrics_of(choices: Sequence[Choice]) -> RequestMetrics | None:
+    """What became of their drafts; None where there were none."""
+    counts = sum((choice.transcript.accepted_by_step for choice in choices), Counter[int]())
+    steps = counts.total()
+    if not steps:
+        return None
+    most = max(max(counts), *(choice.generation.max_draft_tokens for choice in choices))
+    accepted = sum(length * count for length, count in counts.items())
+    drafted = sum(choice.transcript.drafted for choice in choices)
+    return RequestMetrics(
+        speculative_decoding=SpeculativeDecoding(
+            acceptance_histogram=tuple([counts[length] for length in range(most + 1)]),
+            num_spec_tokens=most,
+            num_spec_steps=steps,
+            num_draft_tokens=drafted,
+            num_accepted_draft_tokens=accepted,
+            draft_acceptance_rate=accepted / drafted,
+            mean_acceptance_length=1 + accepted / steps,
+        )
     )
 
 

@@ -31,7 +31,7 @@ from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
-from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, usage_of
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, metrics_of, usage_of
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
@@ -282,13 +282,16 @@ class ApiEndpoint(Generic[RequestT]):
         form = AnswerForm(
             stop_ids=frozenset(generation.stop_ids),
             keeps_stop=request.include_stop_str_in_output,
+            named_stop_ids=frozenset(request.stop_token_ids) - (set() if request.ignore_eos else set(text.eos_ids)),
             min_tokens=request.min_tokens,
             echoed=echoed,
             echoed_text=text.decode(echoed, skips) if echoed else "",
         )
         stops = StopMatcher(request.stop, request.include_stop_str_in_output)
         interval = self._service.config.server.stream_interval
-        transcript = Transcript(index, text.detokenizer(skips), stops, interval, form)
+        transcript = Transcript(
+            index, text.detokenizer(skips, request.spaces_between_special_tokens), stops, interval, form
+        )
         reader = dialect.reader(request, text, generation.prompt)
         telling = Telling(index, reader, dialect.telling(request), self._service.draw)
         return ToldChoice(Choice(generation, transcript), telling)
@@ -344,7 +347,8 @@ class ApiAnswer:
                 for part in self.told[delta.index].telling.parts(delta):
                     for event in self.writer.part(part, self._usage):
                         yield event
-        for event in self.writer.closing(self._usage()):
+        metrics = metrics_of([choice for choice, _ in self.told])
+        for event in self.writer.closing(self._usage(), metrics):
             yield event
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:

@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
-from serve_app.http.answers import Choice
+from serve_app.http.answers import Choice, metrics_of
 from serve_app.http.conversation.logprobs import (
     ScoredToken,
     TokenText,
@@ -51,6 +51,7 @@ from serve_app.http.wire.replies import (
     CompletionChunk,
     CompletionLogprobs,
     PromptLogprobs,
+    RequestMetrics,
     ScoredChatCompletion,
     ScoredCompletionChoice,
     ToolCallDelta,
@@ -98,7 +99,7 @@ class EventWriter(Protocol):
         """Events of one choice's opening, next text, call or end; `usage` says what was used so far."""
         ...
 
-    def closing(self, usage: Usage) -> Iterable[str]:
+    def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
         """The last events."""
         ...
 
@@ -160,7 +161,7 @@ class Dialect(ABC, Generic[RequestT]):
         """One choice's opening, next text or end, and the usage so far where the client asked for it."""
 
     @abstractmethod
-    def closing(self, head: Head, usage: Usage) -> BaseModel:
+    def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> BaseModel:
         """The chunk that tells the usage."""
 
 
@@ -181,9 +182,12 @@ class ChunkWriter(Generic[RequestT]):
         so_far = usage() if self._options.continuous_usage_stats else None
         return (self._event(self._dialect.chunk(self._head, part, so_far, self._scores)),)
 
-    def closing(self, usage: Usage) -> Iterable[str]:
-        told = (self._event(self._dialect.closing(self._head, usage)),) if self._options.include_usage else ()
-        return (*told, as_event("[DONE]"))
+    def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
+        if not self._options.include_usage:
+            return (as_event("[DONE]"),)
+        chunk = self._dialect.closing(self._head, usage, metrics)
+        told = chunk.model_dump_json(exclude={name: what for name, what in self._left_out.items() if name != "metrics"})
+        return (as_event(told), as_event("[DONE]"))
 
     def failed(self, failure: Failure) -> str:
         return as_event(failure.body)
@@ -194,7 +198,7 @@ class ChunkWriter(Generic[RequestT]):
 
 def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
     """Fields of chunks that the request does not ask for."""
-    left_out: dict[str, bool | dict[str, bool]] = {}
+    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # but for the last
     if not request.stream_options.include_usage:
         left_out["usage"] = True
     if not request.speculation.rejected:
@@ -214,7 +218,8 @@ class CompletionDialect(Dialect[CompletionRequest]):
         return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
 
     def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> Completion:
-        return Completion(**head, choices=tuple([_whole_completion(one, scores) for one in told]), usage=usage)
+        made = tuple([_whole_completion(one, scores) for one in told])
+        return Completion(**head, choices=made, usage=usage, metrics=metrics_of([one.choice for one in told]))
 
     def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> CompletionChunk:
         choice = CompletionChoice(
@@ -222,11 +227,12 @@ class CompletionDialect(Dialect[CompletionRequest]):
             text=part.text,
             logprobs=_of_completion(part.scored, scores, part.offset),
             finish_reason=part.finish,
+            stop_reason=part.stop_reason,
         )
         return CompletionChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
-    def closing(self, head: Head, usage: Usage) -> CompletionChunk:
-        return CompletionChunk(**head, choices=(), usage=usage)
+    def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> CompletionChunk:
+        return CompletionChunk(**head, choices=(), usage=usage, metrics=metrics)
 
 
 class ChatDialect(Dialect[ChatRequest]):
@@ -260,10 +266,11 @@ class ChatDialect(Dialect[ChatRequest]):
 
     def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> ChatCompletion:
         made = tuple([_whole_chat(one, scores) for one in told])
+        metrics = metrics_of([one.choice for one in told])
         if scores.prompt_top is None:
-            return ChatCompletion(**head, choices=made, usage=usage)
+            return ChatCompletion(**head, choices=made, usage=usage, metrics=metrics)
         of_prompt = _of_prompt(told[0].choice, scores.prompt_top, scores)
-        return ScoredChatCompletion(**head, choices=made, usage=usage, prompt_logprobs=of_prompt)
+        return ScoredChatCompletion(**head, choices=made, usage=usage, metrics=metrics, prompt_logprobs=of_prompt)
 
     def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> ChatChunk:
         choice = ChatChunkChoice(
@@ -271,11 +278,12 @@ class ChatDialect(Dialect[ChatRequest]):
             delta=_chat_delta(part),
             logprobs=_of_chat(part.scored, scores),
             finish_reason=part.finish,
+            stop_reason=part.stop_reason,
         )
         return ChatChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
 
-    def closing(self, head: Head, usage: Usage) -> ChatChunk:
-        return ChatChunk(**head, choices=(), usage=usage)
+    def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> ChatChunk:
+        return ChatChunk(**head, choices=(), usage=usage, metrics=metrics)
 
 
 class ResponsesDialect(ChatDialect):
@@ -309,7 +317,8 @@ class _ResponseEvents:
         del usage
         return self._writer.part(part)
 
-    def closing(self, usage: Usage) -> Iterable[str]:
+    def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
+        del metrics
         return self._writer.closing(usage)
 
     def failed(self, failure: Failure) -> str:
@@ -328,15 +337,17 @@ def _chat_delta(part: Part) -> ChatDelta:
 
 def _whole_completion(told: ToldChoice, scores: ScoreForm) -> CompletionChoice:
     transcript = told.choice.transcript
-    text = transcript.text
-    logprobs = _of_completion(transcript.scored, scores)
-    finish = transcript.finish
-    if scores.prompt_top is None:
-        return CompletionChoice(index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish)
-    of_prompt = _of_prompt(told.choice, scores.prompt_top, scores)
-    return ScoredCompletionChoice(
-        index=transcript.index, text=text, logprobs=logprobs, finish_reason=finish, prompt_logprobs=of_prompt
+    choice = CompletionChoice(
+        index=transcript.index,
+        text=transcript.text,
+        logprobs=_of_completion(transcript.scored, scores),
+        finish_reason=transcript.finish,
+        stop_reason=transcript.stop_reason,
     )
+    if scores.prompt_top is None:
+        return choice
+    of_prompt = _of_prompt(told.choice, scores.prompt_top, scores)
+    return ScoredCompletionChoice(**dict(choice), prompt_logprobs=of_prompt)
 
 
 def _whole_chat(told: ToldChoice, scores: ScoreForm) -> ChatChoice:
@@ -348,8 +359,14 @@ def _whole_chat(told: ToldChoice, scores: ScoreForm) -> ChatChoice:
         reasoning_content=telling.reasoning or None,
         tool_calls=telling.calls or None,
     )
-    logprobs = _of_chat(told.choice.transcript.scored, scores)
-    return ChatChoice(index=telling.index, message=message, logprobs=logprobs, finish_reason=telling.finish)
+    transcript = told.choice.transcript
+    return ChatChoice(
+        index=telling.index,
+        message=message,
+        logprobs=_of_chat(transcript.scored, scores),
+        finish_reason=telling.finish,
+        stop_reason=transcript.stop_reason,
+    )
 
 
 def _of_completion(scored: Sequence[ScoredToken], scores: ScoreForm, offset: int = 0) -> CompletionLogprobs | None:

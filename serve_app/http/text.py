@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self
 
 from llguidance import LLTokenizer
@@ -34,9 +35,13 @@ class Detokenizer:
     U+FFFD, decodes it again with each token, and never gives out a tail of bytes that makes no character.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int], joined_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """Texts of `special_ids` are left out, between two of `joined_ids` is no space."""
         self._tokenizer = tokenizer
         self._special_ids = special_ids
+        self._joined_ids = joined_ids
         # The window begins with tokens that were given out already: some decoders treat the very first token
         # differently, for instance by dropping its leading space.
         self._window: list[int] = []
@@ -105,7 +110,11 @@ class Detokenizer:
         return self._decode(self._window[:start]) + self._decode(self._window[start:end]) == whole
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        if self._joined_ids.isdisjoint(tokens):
+            return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        starts = [n for n in range(1, len(tokens)) if self._joined_ids.issuperset(tokens[n - 1 : n + 1])]
+        parts = [tokens[start:end] for start, end in pairwise((0, *starts, len(tokens)))]
+        return "".join(self._tokenizer.decode(part, skip_special_tokens=False) for part in parts)
 
 
 class StopMatcher:
@@ -121,7 +130,11 @@ class StopMatcher:
         self._keeps_stop = keeps_stop
         self._held = ""
         self._starts: list[int] = []  # in `_held`, rising: from each on, it reads like the beginning of a stop string
-        self.matched = False
+        self.match: str | None = None  # the stop string that was complete first
+
+    @property
+    def matched(self) -> bool:
+        return self.match is not None
 
     def push(self, text: str) -> str:
         """The text that is safe to give out now; nothing after a match."""
@@ -151,7 +164,7 @@ class StopMatcher:
             if nearest == len(self._stops) or not self._stops[nearest].startswith(tail):
                 continue
             if self._stops[nearest] == tail:
-                self.matched = True
+                self.match = tail
                 self._starts = [start]
                 return True
             left.append(start)
@@ -236,6 +249,11 @@ class TextCodec:
     def _grammar_vocabulary(self) -> LLTokenizer:
         return grammar_vocabulary(self.tokenizer, self.eos_ids)
 
-    def detokenizer(self, skips_special: bool = True) -> Detokenizer:
-        """For one answer; a reader knows its parts by special tokens, and is to have them."""
-        return Detokenizer(self.tokenizer.backend_tokenizer, self._special_ids if skips_special else frozenset())
+    def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
+        """For one answer; a reader knows its parts by special tokens, and is to have them.
+
+        Without `spaces_special` there is no space between added tokens, where some decoders put one.
+        """
+        skipped = self._special_ids if skips_special else frozenset()
+        joined = frozenset[int]() if spaces_special else frozenset(self._added.values())
+        return Detokenizer(self.tokenizer.backend_tokenizer, skipped, joined)

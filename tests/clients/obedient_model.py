@@ -1,5 +1,6 @@
 """A server whose model is a few rules: it calls the tool that it is asked to call, else it says a few words.
 
+Where its answer must have a form, it says what it would say as far as the form has it, then the shortest that it knows.
 Run as a program, it prints its address and serves until it is ended.
 """
 
@@ -23,6 +24,7 @@ from tests.asgi_front import config_of
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 TOKENS_AT_ONCE = 3
+SHORTEST = '"}]:,{[1<'  # what ends a value, an object and a list, and what they need, before all other tokens
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n|\Z)", re.DOTALL)
 
 
@@ -31,6 +33,8 @@ class ObedientModel:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
+        self._grammars = codec.grammars()
+        self._preferred = [token for char in SHORTEST for token in codec.encode(char)]
 
     def check_room(self, sessions: int) -> None:
         """There always is."""
@@ -39,10 +43,26 @@ class ObedientModel:
         text = answer(self._codec.tokenizer.decode(list(generation.prompt)))
         room = generation.max_len - len(generation.prompt)
         tokens = (*self._codec.encode(text), *self._codec.eos_ids)
+        if generation.grammar:
+            tokens = self._formed(generation.grammar, tokens, room)
         for start in range(0, min(room, len(tokens)), TOKENS_AT_ONCE):
             yield Emit(tokens[start : min(room, start + TOKENS_AT_ONCE)], 0, 0)
             await asyncio.sleep(0)
         yield Ended(Finish.LENGTH if room < len(tokens) else Finish.STOP)
+
+    def _formed(self, grammar: str, wished: tuple[int, ...], room: int) -> tuple[int, ...]:
+        """An answer by the grammar: the wished one up to where that has it."""
+        assert self._grammars is not None, "the codec's vocabulary has grammars"
+        followed = self._grammars.follow(grammar)
+        tokens: list[int] = []
+        while len(tokens) <= room and not (tokens and tokens[-1] in self._codec.eos_ids):
+            (mask,) = followed.masks([()])
+            assert mask is not None, "it has not ended"
+            next_wished = wished[len(tokens) :][:1] if tuple(tokens) == wished[: len(tokens)] else ()
+            order = (*next_wished, *self._codec.eos_ids, *self._preferred, *range(self._codec.vocabulary))
+            tokens.append(next(token for token in order if mask[token // 8] >> token % 8 & 1))
+            followed.advance(tokens[-1:])
+        return tuple(tokens)
 
 
 def answer(prompt: str) -> str:

@@ -8,7 +8,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 
 class TestSlipstream(ChatModelIntegrationTests):
-    """What is declared False here needs a grammar over the answer's tokens, or images."""
+    """All but images, sounds and files, which a language model does not read."""
 
     @pytest.fixture(autouse=True)
     def _server(self, base_url: str) -> None:
@@ -24,12 +24,12 @@ class TestSlipstream(ChatModelIntegrationTests):
 
     @property
     def has_tool_choice(self) -> bool:
-        return False
+        return True
 
     @property
     def has_structured_output(self) -> bool:
-        return False
+        return True
 
     @property
     def supports_json_mode(self) -> bool:
-        return False
+        return True

@@ -1,5 +1,7 @@
 """LiteLLM, as of an endpoint that speaks OpenAI's language."""
 
+import json
+
 import litellm
 import pytest
 
@@ -33,6 +35,19 @@ def test_a_call_and_its_reasoning(stream: bool) -> None:
     (call,) = message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", '{"day": 7}')
     assert message.reasoning_content == "A tool is asked for."
+
+
+def test_a_call_that_must_be_made() -> None:
+    answer = litellm.completion(MODEL, [{"role": "user", "content": "Hello."}], tools=TOOLS, tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+def test_an_answer_by_a_schema() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "day", "schema": SCHEMA | {"required": ["day"]}}}
+    answer = litellm.completion(MODEL, [{"role": "user", "content": "Hello."}], response_format=form)
+    assert isinstance(json.loads(answer.choices[0].message.content)["day"], int)
 
 
 def test_a_refusal_has_its_kind() -> None:

@@ -49,7 +49,9 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[openai.AsyncO
     made: Any = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
     async with harness.cluster(**made, lock_step=True) as c:
         c.hurry()
-        config = validated({"model": {"target": "models/toy", "max_context": CONTEXT}, "draft": {"model": "models/draft"}})
+        config = validated(
+            {"model": {"target": "models/toy", "max_context": CONTEXT}, "draft": {"model": "models/draft"}}
+        )
 
         async def ready() -> HealthReport:
             return HealthReport(status="ok", audit="ok")

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
 
 from cluster.errors import RequestError
-from serve_app.http.conversation.chat_template import ChatTemplate, TemplateOptions
+from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
 from serve_app.http.conversation.reading import CALLS_FIELD, REASONING_FIELDS, Call, read_whole
 from serve_app.http.conversation.response_templates import ResponseReaders
 
@@ -76,7 +76,10 @@ def _turn(template: ChatTemplate, response: ResponseTemplate) -> str:
         {"id": f"probe000{n}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
         for n, name in enumerate(NAMES)
     ]
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages: list[Message] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
     text = template.written(messages, TemplateOptions(tools=_tools(), begins_answer=False))
     if response.start_anchor_re.search(text) is None:
         raise ValueError("its response template finds no beginning of an answer in what its chat template writes")

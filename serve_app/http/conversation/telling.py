@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.conversation.reading import Call, Content, Reader, Reasoning, Saying
-from serve_app.http.wire.replies import FinishReason, FunctionReply, ToolCallReply, Trace
+from serve_app.http.wire.replies import FinishReason, FunctionReply, StopReason, ToolCallReply, Trace
 
 
 class Gain(Protocol):
@@ -39,6 +39,9 @@ class Gain(Protocol):
     @property
     def finish(self) -> FinishReason | None: ...
 
+    @property
+    def stop_reason(self) -> StopReason: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -47,6 +50,7 @@ class Part:
     index: int
     text: str = ""
     finish: FinishReason | None = None
+    stop_reason: StopReason = None
     trace: Trace = field(default_factory=Trace)
     opening: bool = False
     reasoning: str = ""
@@ -109,7 +113,7 @@ class Telling:
             parts = [Part(self.index)]
         if gain.finish is not None:
             self.finish = "tool_calls" if self.calls and gain.finish == "stop" else gain.finish
-            parts.append(Part(self.index, finish=self.finish))
+            parts.append(Part(self.index, finish=self.finish, stop_reason=gain.stop_reason))
         opening = [Part(self.index, opening=True)] if gain.is_first and self._options.opening else []
         return opening + self._traced(parts, gain)
 

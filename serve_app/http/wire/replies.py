@@ -5,6 +5,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+StopReason = int | str | None
+"""vLLM's: what the request named and the choice ended with, a token or a stop string."""
 
 
 class _Body(BaseModel):
@@ -27,6 +29,22 @@ class Usage(_Body):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
     completion_tokens_details: CompletionTokensDetails
+
+
+class SpeculativeDecoding(_Body):
+    """vLLM's: what became of the drafts of all choices, by verification steps that had one."""
+
+    acceptance_histogram: tuple[int, ...]  # steps by how many draft tokens they accepted, none to `num_spec_tokens`
+    num_spec_tokens: int  # at most, of one step along one path
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float
+    mean_acceptance_length: float  # with the target's own token
+
+
+class RequestMetrics(_Body):
+    speculative_decoding: SpeculativeDecoding
 
 
 class Trace(_Body):
@@ -86,6 +104,7 @@ class CompletionChoice(_Body):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None
 
 
 class ScoredCompletionChoice(CompletionChoice):
@@ -96,6 +115,7 @@ class Completion(_Reply):
     object: Literal["text_completion"] = "text_completion"
     choices: tuple[ScoredCompletionChoice | CompletionChoice, ...]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None  # None: nothing was drafted
 
 
 class CompletionChunk(Completion):
@@ -158,12 +178,14 @@ class ChatChoice(_Body):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    stop_reason: StopReason = None
 
 
 class ChatCompletion(_Reply):
     object: Literal["chat.completion"] = "chat.completion"
     choices: tuple[ChatChoice, ...]
     usage: Usage
+    metrics: RequestMetrics | None = None  # None: nothing was drafted
 
 
 class ScoredChatCompletion(ChatCompletion):
@@ -175,12 +197,14 @@ class ChatChunkChoice(_Body):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None
 
 
 class ChatChunk(_Reply):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: tuple[ChatChunkChoice, ...]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
     slipstream: Trace = Trace()
 
 

@@ -40,6 +40,7 @@ class SamplingFields(RequestPart):
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.token_ids)] = ()
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
+    spaces_between_special_tokens: Flag = True  # as the model's decoder has them; false: between added tokens are none
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: as many as there is room for
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Top | None = None

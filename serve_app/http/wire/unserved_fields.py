@@ -27,7 +27,6 @@ class UnservedFields(RequestPart):
     return_token_offsets: Annotated[Any, unserved(False)] = None
     return_tokens_as_token_ids: Annotated[Any, unserved(False)] = None
     routed_experts_prompt_start: Annotated[Any, unserved(0)] = None
-    spaces_between_special_tokens: Annotated[Any, unserved(True)] = None
     stream_interval: Annotated[Any, unserved(1)] = None
     thinking_token_budget: Annotated[Any, unserved(-1)] = None
     use_beam_search: Annotated[Any, unserved(False)] = None

@@ -12,7 +12,7 @@ from cluster.errors import TargetLostError
 from cluster.routing.session import Emit, Ended, Generation
 from protos.messages import Acceptance, Finish, Sampling
 from protos.scores import TokenScore
-from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, metrics_of
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import StopMatcher, TextCodec
 
@@ -28,6 +28,39 @@ def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
     assert delta.pieces == (("a", True), ("b", True), ("c", False))
     assert (delta.text, delta.tokens, delta.accepted, delta.is_first) == ("abc", 3, 2, True)
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
+
+
+def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> None:
+    first = Choice(generation(0), transcript(codec))
+    other = Choice(generation(1), transcript(codec, "c"))
+    assert metrics_of([first, other]) is None
+    first.transcript.extend(Emit(codec.encode("abc"), accepted=2, drafted=4))
+    first.transcript.extend(Emit(codec.encode("d"), accepted=0, drafted=0))
+    other.transcript.extend(Emit(codec.encode("abcd"), accepted=3, drafted=3))
+    other.transcript.extend(Emit(codec.encode("e"), accepted=0, drafted=1))
+    metrics = metrics_of([first, other])
+    assert metrics is not None
+    told = metrics.speculative_decoding
+    most = first.generation.max_draft_tokens
+    assert told.acceptance_histogram == (1, 0, 1, 1, *[0] * (most - 3))
+    assert (told.num_spec_tokens, told.num_spec_steps) == (most, 3)
+    assert (told.num_draft_tokens, told.num_accepted_draft_tokens) == (8, 5)
+    assert (told.draft_acceptance_rate, told.mean_acceptance_length) == (5 / 8, 1 + 5 / 3)
+
+
+def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) -> None:
+    by_string = transcript(codec, "END", "ND")
+    delta = by_string.extend(Emit(codec.encode("aENDb"), 0, 0))
+    assert delta is not None
+    assert (delta.finish, delta.stop_reason) == ("stop", "END")
+    (newline,) = codec.encode("\n")
+    for named, reason in ((frozenset({newline}), newline), (frozenset[int](), None)):
+        choice = formed(codec, stop_ids=frozenset({newline}), named_stop_ids=named)
+        choice.extend(Emit((*codec.encode("a"), newline), 1, 1))
+        assert choice.end(Finish.STOP).stop_reason == reason
+        longer = formed(codec, stop_ids=frozenset({newline}), named_stop_ids=named)
+        longer.extend(Emit(codec.encode("a"), 1, 1))
+        assert longer.end(Finish.LENGTH).stop_reason is None
 
 
 def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:

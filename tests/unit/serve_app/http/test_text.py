@@ -173,6 +173,16 @@ class LeadingSpaceDropper:
         return "".join(f" w{token}" for token in tokens).removeprefix(" ")
 
 
+@pytest.mark.parametrize(("spaces", "expected"), [(True, "a [X] [Y] b [X]"), (False, "a [X][Y] b [X]")])
+def test_spaces_between_added_tokens_alone_are_left_out_where_they_are_not_wanted(spaces: bool, expected: str) -> None:
+    backend = Tokenizer(models.WordPiece({"a": 0, "b": 1, "[U]": 2}, unk_token="[U]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[X]", "[Y]"])
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend), ())
+    detokenizer = codec.detokenizer(skips_special=False, spaces_special=spaces)
+    assert "".join([*map(detokenizer.push, (0, 3, 4, 1, 3)), detokenizer.finish()]) == expected
+
+
 def test_a_decoder_that_drops_the_first_space_keeps_the_others() -> None:
     detokenizer = Detokenizer(LeadingSpaceDropper(), frozenset())  # type: ignore[arg-type]
     assert [detokenizer.push(token) for token in (1, 2, 3)] == ["w1", " w2", " w3"]

@@ -49,7 +49,6 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
     "return_tokens_as_token_ids": ([None, False], True),
     "routed_experts_prompt_start": ([0], 1),
     "session_id": ([None, "conversation 7"], 7),
-    "spaces_between_special_tokens": ([True], False),
     "stream_interval": ([None, 1], 2),
     "thinking_token_budget": ([None, -1], 5),
     "use_beam_search": ([False], True),

@@ -155,6 +155,20 @@ async def test_a_whole_answer_has_the_parts_of_its_stream(front: AsgiFront) -> N
     assert (call["index"], call["function"]) == (0, message["tool_calls"][0]["function"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_says_what_of_the_request_ended_it(front: AsgiFront, stream: bool) -> None:
+    (end,) = front.codec.encode("!")
+    for fields, reason in (({"stop": "b"}, "b"), ({"stop_token_ids": [end]}, end), ({}, None)):
+        front.plays([*front.emits("a!" if "stop_token_ids" in fields else "abc"), STOP])
+        for path, asking in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "x"})):
+            body = {"model": MODEL, "stream": stream, **asking, **fields}
+            answer = (await front.http.post(f"/v1/{path}", json=body)).text
+            lines = [line.removeprefix("data: ") for line in answer.splitlines() if line and "[DONE]" not in line]
+            reasons = [choice["stop_reason"] for line in lines for choice in json.loads(line)["choices"]]
+            assert reasons[-1] == reason
+            assert set(reasons[:-1]) <= {None}
+
+
 async def test_a_message_that_only_calls_has_no_content(front: AsgiFront) -> None:
     front.plays([*front.emits(f"{CALL}<|im_end|>"), STOP])
     answer = await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])
