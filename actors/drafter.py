@@ -166,7 +166,7 @@ class Drafter:
     def _send(self, sends: list[Send]) -> None:
         """Delivers to a router's stream or a target's address."""
         for receiver, message in sends:
-            self._tracer.said(message)
+            self._tracer.said(receiver, message)
             if outbox := self._routers.get(receiver):
                 outbox.put(message)
             elif link := self._targets.get(receiver) or self._feeds.get(receiver):

@@ -156,7 +156,7 @@ class TargetReplica:
 
     def _send(self, sends: list[Send]) -> None:
         for stream, message in sends:
-            self._tracer.said(message)
+            self._tracer.said(stream, message)
             if outbox := self._outboxes.get(stream):
                 outbox.put(message)
 

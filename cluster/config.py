@@ -279,6 +279,15 @@ class AuditConfig(_Frozen):
     max_record_bytes: Positive = Field(1 << 20, description="size at which nothing more is appended")
 
 
+class OperatorsConfig(_Frozen):
+    """An address of its own for `/metrics` and the live page; the API is there, too."""
+
+    host: str = Field("127.0.0.1", description="address to listen on, of each machine with a router")
+    port: int = Field(
+        0, ge=0, le=65535, description="where set, `/metrics` and the live page are there and not at server.port"
+    )
+
+
 class ServerConfig(_Frozen):
     """The HTTP front and the router."""
 
@@ -326,6 +335,7 @@ class ServerConfig(_Frozen):
         description="how the target writes reasoning and tool calls, as a response template of transformers; auto: the"
         " checkpoint's own, or what transformers knows of its architecture; none: all of an answer is content",
     )
+    operators: OperatorsConfig = OperatorsConfig()
     audit: AuditConfig = AuditConfig()
 
 

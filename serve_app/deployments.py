@@ -349,9 +349,12 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.access.operators import OperatorsAddress
+        from serve_app.http.api import create_api
         from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
+        from serve_app.http.watching.request_spans import request_spans
         from serve_app.page.page_routes import page_routes
         from serve_app.page.page_watch import PageWatch
         from serve_app.page.pool_samples import PoolSamples
@@ -365,10 +368,7 @@ class RouterDeployment:
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._config = config
-        self._checkpoint = identity.target_model
-        self._text = TextCodec.load(str(folder), config.server)
-        uses_defaults = config.server.generation_defaults == "model"
-        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
+        text = TextCodec.load(str(folder), config.server)
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
@@ -391,25 +391,24 @@ class RouterDeployment:
         self._mirror = RayMirror(self._levels)
         self._whole = WholeExposition([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
         watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
-        self._page = page_routes(watch) if config.server.page else []
-        self._work = asyncio.create_task(self._router.run())
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        from serve_app.http.api import create_api
-        from serve_app.http.watching.request_spans import request_spans
-
-        return create_api(
+        self._api = create_api(
             self._router,
-            self._text,
-            self._config,
+            text,
+            config,
             self._metrics,
             self._health,
-            self._defaults,
-            self._checkpoint,
-            self._page,
+            load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS,
+            identity.target_model,
+            page_routes(watch) if config.server.page else [],
             request_spans(self._http_tracing),
             self._whole,
         )
+        at = config.server.operators
+        self._operators = OperatorsAddress(self._api, at.host, at.port) if at.port else None
+        self._work = asyncio.create_task(self._router.run())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._api
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"
@@ -463,4 +462,8 @@ class RouterDeployment:
         """Serve has waited for the requests that ran here, for `server.drain_s`."""
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
+        if self._operators is not None:
+            await self._operators.close()
         await self._router.close()
+        for tracing in (self._http_tracing, self._tracing):
+            await asyncio.to_thread(tracing.close)

@@ -61,9 +61,12 @@ class SessionSpans:
             case _:
                 self._note(message)
 
-    def said(self, message: Message) -> None:
+    def said(self, peer: str, message: Message) -> None:
+        traced = self._sessions.get(getattr(message, "session", ""))
+        if traced is None or (isinstance(message, Verdict) and peer != traced.by):
+            return  # a target tells drafters of what its router is told as well
         self._note(message)
-        if isinstance(message, Refusal):
+        if isinstance(message, Refusal) and peer == traced.by:
             self.ended(message.session, "refused")
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:

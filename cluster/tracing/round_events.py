@@ -49,7 +49,6 @@ class SessionEvents:
         self.latest: deque[RoundEvent] = deque(maxlen=most)
         self.left_out = 0
         self.sums: Counter[str] = Counter(rounds=0, decided=0, drafted=0, accepted=0, missed=0)
-        self._decided_at = -1  # the length before the latest verdict: a target says each to a router and to a drafter
 
     def add(self, at_ns: int, name: str, facts: Mapping[str, Fact]) -> None:
         self.left_out += len(self.latest) == self.latest.maxlen
@@ -58,14 +57,11 @@ class SessionEvents:
     def message(self, at_ns: int, message: Message) -> None:
         """A message of the session came or went."""
         if isinstance(message, Verdict):
-            if message.base_len <= self._decided_at:
-                return
             self._count(message)
         if (found := described(message)) is not None:
             self.add(at_ns, *found)
 
     def _count(self, verdict: Verdict) -> None:
-        self._decided_at = verdict.base_len
         self.sums["rounds"] += 1
         self.sums["decided"] += len(verdict.tokens)
         self.sums["drafted"] += verdict.drafted

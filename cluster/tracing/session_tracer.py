@@ -20,8 +20,8 @@ class SessionTracer(Protocol):
         """A message came."""
         ...
 
-    def said(self, message: Message) -> None:
-        """A message goes out."""
+    def said(self, peer: str, message: Message) -> None:
+        """A message goes out to this peer."""
         ...
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
@@ -46,7 +46,7 @@ class NoTracing:
     def heard(self, peer: str, message: Message) -> None:
         return
 
-    def said(self, message: Message) -> None:
+    def said(self, peer: str, message: Message) -> None:
         return
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:

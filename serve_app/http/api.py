@@ -31,6 +31,7 @@ from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
+from serve_app.http.access.operators import OperatorsDoor
 from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, metrics_of, usage_of
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
@@ -132,6 +133,8 @@ def create_api(
         return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     api.add_middleware(KeyGuard, callers=Callers.of(server.keys))
+    if server.operators.port:
+        api.add_middleware(OperatorsDoor)
     if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
         api.add_middleware(
             CORSMiddleware, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)

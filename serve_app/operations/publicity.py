@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from cluster.config import ServerConfig, SlipstreamConfig
+from cluster.config import OperatorsConfig, ServerConfig, SlipstreamConfig
 from cluster.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -10,13 +10,15 @@ LOOPBACK = "127.0.0.1"
 
 def check_keys(server: ServerConfig) -> None:
     """Raises ConfigError for an address that others can reach, where anybody would be served unsaid."""
-    if not is_loopback(server.host) and not is_guarded(server):
-        raise ConfigError(f"server.host is {server.host}, which others can reach, and {missing_keys()}")
+    for name, host in (("server.host", server.host), ("server.operators.host", server.operators.host)):
+        if not is_loopback(host) and not is_guarded(server):
+            raise ConfigError(f"{name} is {host}, which others can reach, and {missing_keys()}")
 
 
 def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
     """The same, but on loopback and without keys: for a server that is started to be measured."""
-    return config.model_copy(update={"server": config.server.model_copy(update={"host": LOOPBACK, "keys": {}})})
+    alone = {"host": LOOPBACK, "keys": {}, "operators": OperatorsConfig()}
+    return config.model_copy(update={"server": config.server.model_copy(update=alone)})
 
 
 def is_guarded(server: ServerConfig) -> bool:

@@ -1,5 +1,7 @@
 """What is seen of a deployment on Ray: metrics of all processes at one router, Ray's own port, one trace, the log."""
 
+import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,13 +30,30 @@ def collector() -> Iterator[tuple[str, Collector]]:
 
 
 @pytest.fixture(scope="module")
-def served(collector: tuple[str, Collector]) -> Iterator[Served]:
+def as_json() -> Iterator[None]:
+    """Serve's logs are JSON, as the page on watching says."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_SERVE_LOG_ENCODING", "JSON")
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(collector: tuple[str, Collector], as_json: None) -> Iterator[Served]:
     """Two routers in front of one target and one drafter; a few answers have been given."""
-    options = (f"tracing.endpoint={collector[0]}", "tracing.sample=0", "tracing.slow_s=0", "server.routers=2")
-    with demo_served(*options) as endpoint:
+    tracing = (f"tracing.endpoint={collector[0]}", "tracing.sample=0", "tracing.slow_s=0")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with demo_served(*tracing, "server.routers=2", f"server.operators.port={port}") as endpoint:
         for index in range(ANSWERS):
-            ask(endpoint, {"traceparent": f"00-{TRACE}-{'b' * 16}-01"} if index == 0 else {})
+            traced = {"traceparent": f"00-{TRACE}-{'b' * 16}-01"} if index == 0 else {}
+            ask(endpoint, {"X-Request-Id": f"sky-{index}", **traced})
         yield endpoint
+
+
+@pytest.fixture
+def operators(served: Served) -> str:
+    """Their address, which both routers share."""
+    return f"http://127.0.0.1:{served.config.server.operators.port}"
 
 
 def ask(served: Served, headers: dict[str, str]) -> None:
@@ -66,9 +85,17 @@ def total(found: list[Sample], name: str, **labels: str) -> float:
     return sum(one.value for one in found if one.name == name and labels.items() <= one.labels.items())
 
 
-def test_any_router_tells_the_metrics_of_all_processes(served: Served) -> None:
+def test_metrics_and_page_are_at_the_operators_address_alone(served: Served, operators: str) -> None:
+    for path in ("/metrics", "/", "/page/state"):
+        assert httpx.get(f"{served.url}{path}", trust_env=False).status_code == 404
+        assert httpx.get(f"{operators}{path}", trust_env=False, timeout=60).status_code == 200
+    for url in (served.url, operators):
+        assert httpx.get(f"{url}/health", trust_env=False).json()["status"] == "ok"
+
+
+def test_any_router_tells_the_metrics_of_all_processes(served: Served, operators: str) -> None:
     for _ in range(4):  # whichever router is asked
-        found = samples(f"{served.url}/metrics")
+        found = samples(f"{operators}/metrics")
         assert {one.labels["deployment"] for one in found} == {"Router", "Target", "Drafter"}
         assert len({one.labels["replica"] for one in found if one.labels["deployment"] == "Router"}) == 2
         assert total(found, "vllm:generation_tokens_total", model_name=served.config.model.name) == 24 * ANSWERS
@@ -76,7 +103,7 @@ def test_any_router_tells_the_metrics_of_all_processes(served: Served) -> None:
         assert total(found, "vllm:prefix_cache_hits_total") > 0
         assert total(found, "slipstream_target_seconds_total", cause="step") > 0
         assert total(found, "slipstream_prompt_version_requests_total", prompt_version="sky@1") == ANSWERS
-    table = versions_table(httpx.get(f"{served.url}/metrics", trust_env=False).text)
+    table = versions_table(httpx.get(f"{operators}/metrics", trust_env=False).text)
     assert table is not None
     assert next(iter(table.columns[1].cells)) == str(ANSWERS)
 
@@ -108,15 +135,21 @@ def test_one_request_is_one_trace_in_four_services(served: Served, collector: tu
     assert {event.name for event in collector[1].only("target").events} >= {"verify", "verdict"}
 
 
-def test_serve_has_a_line_for_each_request_and_no_word_of_them(served: Served) -> None:
+def test_each_request_has_a_structured_line_by_its_id_and_no_line_quotes_any(served: Served) -> None:
     folder = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs" / "serve"
 
     def lines() -> list[str]:
         return [line for file in folder.glob("*.log") for line in file.read_text(errors="replace").splitlines()]
 
-    def ended() -> list[str]:
-        return [line for line in lines() if "a request has ended" in line]
+    def ended() -> dict[str, dict[str, Any]]:
+        told = [json.loads(line) for line in lines() if "a request has ended" in line]
+        return {line["request"]: line for line in told}
 
     eventually(lambda: len(ended()) >= ANSWERS, "each request has a line")
-    assert all("prompt_version=sky@1" in line and "sessions=" in line for line in ended())
+    for index in range(ANSWERS):
+        line = ended()[f"chatcmpl-sky-{index}"]
+        assert line["request_id"] == f"sky-{index}", "as in the lines of Serve itself"
+        assert (line["endpoint"], line["status"], line["completion_tokens"]) == ("chat", 200, 24)
+        assert line["prompt_version"] == "sky@1"
+        assert line["sessions"]
     assert not [line for line in lines() if "Rosebud" in line]

@@ -65,7 +65,7 @@ OPERATIONS = (
     Operation("get", "/v1/models/{name}", "One of them", answers=ModelCard),
     Operation("get", "/version", "The version of this server", answers=VersionReport, needs_key=False),
     Operation("get", "/health", "Whether requests can be served", answers=HealthReport, needs_key=False),
-    Operation("get", "/metrics", "What this router has seen, for Prometheus", needs_key=False),
+    Operation("get", "/metrics", "What all processes have measured, for Prometheus", needs_key=False),
 )
 
 

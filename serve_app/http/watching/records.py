@@ -28,8 +28,8 @@ class RequestRecord:
     status: int = CLIENT_LEFT
     traceparent: str = ""  # of what is done for it; empty: it is not traced
     request: GenerationRequest | None = None  # once it is understood
-    name: str = ""  # that its client may find it by, which its answer's id ends with
-    response_id: str = ""
+    name: str = ""  # which the answer tells in a header
+    response_id: str = ""  # which ends with it; empty until the request is taken
     sessions: Sequence[str] = ()
     prompt_tokens: int = 0
     choices: Sequence[ChoiceRecord] = ()

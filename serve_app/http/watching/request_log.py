@@ -20,7 +20,7 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
         if log.isEnabledFor(logging.INFO):
             choices = record.choices
             told: dict[str, object] = {
-                "request": record.response_id,
+                "request": record.response_id or record.name,
                 "endpoint": endpoint,
                 "status": record.status,
                 "seconds": round(clock() - began, 6),

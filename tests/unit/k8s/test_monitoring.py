@@ -130,7 +130,7 @@ def queries() -> Iterator[tuple[str, str]]:
 def published() -> dict[str, set[str]]:
     """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
     found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE)} | SERVE_LABELS for family in HELP}
-    metrics = Metrics(remedies=lambda: {("drafter", "plain"): 1})
+    metrics = Metrics(remedies=lambda: {("drafter", "plain"): 1}, handovers=lambda: {("target", "planned"): 1})
     metrics.committed(Emit((1, 2), 1, 2), 0.1, first=True)
     with metrics.request("chat") as record:
         record.status = 200
@@ -256,6 +256,24 @@ VLLM = {
     "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
 """As vLLM documents them; counters have `_total` behind that."""
+
+
+NAMED = re.compile(r"\b(?:ray_slipstream_|slipstream_|vllm:)[a-z_]+_(?:total|seconds|bucket|sum|count)\b")
+
+
+@pytest.mark.parametrize("page", sorted([*(ROOT / "docs").glob("*.md"), K8S / "README.md"]), ids=lambda page: page.name)
+def test_every_metric_that_a_page_names_is_published(page: Path) -> None:
+    names = published()
+    known = {name.removeprefix("ray_") for name in [*names, *map(base, names)]}
+    named = {name.removeprefix("ray_") for name in NAMED.findall(page.read_text())}
+    assert {name for name in named if name not in known and f"{name}_total" not in known} == set()
+
+
+def test_a_metric_that_a_page_misspells_would_be_noticed() -> None:
+    assert NAMED.findall("ask for `ray_slipstream_guess_total`, or `vllm:guess_total`") == [
+        "ray_slipstream_guess_total",
+        "vllm:guess_total",
+    ]
 
 
 @pytest.mark.parametrize("file", ["pod-monitor.yaml", "prometheus-rule.yaml"])

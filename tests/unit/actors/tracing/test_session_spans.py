@@ -51,11 +51,11 @@ def a_verdict(length: int, finish: Finish = Finish.NONE, answer: DraftAnswer = D
 def test_a_span_is_below_the_routers_and_tells_the_sums_of_its_rounds() -> None:
     traced = Traced()
     traced.opened()
-    traced.spans.said(a_verdict(3))
-    traced.spans.said(a_verdict(3))  # the same, to the drafter
-    traced.spans.said(a_verdict(5, answer=DraftAnswer.MISSED))
+    traced.spans.said("router#1", a_verdict(3))
+    traced.spans.said("drafter#1", a_verdict(3))  # the same
+    traced.spans.said("router#1", a_verdict(5, answer=DraftAnswer.MISSED))
     assert not traced.ended
-    traced.spans.said(a_verdict(7, Finish.LENGTH))
+    traced.spans.said("router#1", a_verdict(7, Finish.LENGTH))
     span = traced.only
     assert span.parent is not None
     assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == ("ab" * 16, "cd" * 8)
@@ -85,7 +85,7 @@ def test_only_a_slow_session_is_told_round_by_round(took_s: int, names: list[str
 def test_what_is_not_sampled_has_no_span(traceparent: str) -> None:
     traced = Traced()
     traced.opened(traceparent=traceparent)
-    traced.spans.said(a_verdict(3, Finish.STOP))
+    traced.spans.said("router#1", a_verdict(3, Finish.STOP))
     assert not traced.ended
 
 
@@ -96,14 +96,25 @@ def test_what_is_not_sampled_has_no_span(traceparent: str) -> None:
 def test_what_is_said_ends_a_session(message: Message, end: str) -> None:
     traced = Traced()
     traced.opened()
-    traced.spans.said(message)
+    traced.spans.said("router#1", message)
     assert (traced.only.attributes or {})["slipstream.end"] == end
+
+
+def test_the_last_round_counts_though_the_drafter_is_told_of_it_first_and_of_more() -> None:
+    traced = Traced()
+    traced.opened()
+    traced.spans.said("router#1", a_verdict(3))
+    traced.spans.said("drafter#1", Verdict("s", 1, 3, 0, (7, 8, 7, 8), 0, 0, Finish.LENGTH))
+    traced.spans.said("router#1", a_verdict(5, Finish.LENGTH))
+    told = dict(traced.only.attributes or {})
+    assert (told["slipstream.rounds"], told["slipstream.decided"]) == (2, 4)
 
 
 def test_a_session_goes_on_where_somebody_else_refuses_it() -> None:
     traced = Traced()
     traced.opened()
     traced.spans.heard("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
+    traced.spans.said("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
     assert not traced.ended
 
 

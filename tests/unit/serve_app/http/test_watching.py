@@ -15,8 +15,10 @@ from cluster.errors import RequestError
 from cluster.routing.session import Emit, Ended
 from protos.messages import Finish
 from serve_app.http.api import create_api
+from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, ResponsesDialect
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
+from serve_app.http.watching.genai_spans import OPERATIONS
 from serve_app.http.watching.prompt_versions import OTHER, PromptVersions
 from serve_app.http.watching.records import RequestRecord
 from serve_app.http.watching.request_log import logged
@@ -175,6 +177,20 @@ async def test_no_log_holds_a_prompt_or_an_answer(
         assert ANSWER not in told
 
 
+def test_a_request_that_was_refused_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), logged("chat", RequestRecord(400, name="n1")):
+        pass
+    assert [vars(line)["request"] for line in caplog.records] == ["n1"]
+
+
+# ------------------------------------------------------------ spans
+
+
+@pytest.mark.parametrize("dialect", [ChatDialect, CompletionDialect, ResponsesDialect])
+def test_every_endpoint_has_an_operation_of_the_conventions(dialect: type[Dialect[Any]]) -> None:
+    assert OPERATIONS[dialect.endpoint] in ("chat", "text_completion")
+
+
 # ------------------------------------------------------------ metadata
 
 
@@ -193,3 +209,9 @@ def test_metadata_is_taken_and_only_its_prompt_version_is_used(
     for wrong in ({"prompt": 7}, {"prompt_version": 7}, {str(index): "" for index in range(17)}):
         with pytest.raises(RequestError, match="metadata"):
             with_metadata(schema, wrong)
+
+
+def test_a_response_names_its_prompts_version_as_a_chat_does() -> None:
+    asked = {"model": "toy", "input": "hi", "metadata": {"prompt_version": "v7"}}
+    chat = ResponsesDialect().parse(json.dumps(asked).encode(), RequestBounds())
+    assert chat.prompt_version == "v7"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.config import ServerConfig
+from cluster.config import OperatorsConfig, ServerConfig
 from cluster.errors import ConfigError
 from cluster.trust.api_keys import ApiKey
 from serve_app.operations.publicity import check_keys, for_this_machine
@@ -16,6 +16,8 @@ def test_a_public_address_without_keys_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.keys is empty"):
         check_keys(ServerConfig(host=host))
     check_keys(ServerConfig(host=host, keys=KEYS))
+    with pytest.raises(ConfigError, match=r"server\.operators\.host"):
+        check_keys(ServerConfig(operators=OperatorsConfig(host=host)))
     check_keys(ServerConfig(host=host, insecure=True))
 
 
@@ -25,6 +27,8 @@ def test_this_machines_own_needs_none(host: str) -> None:
 
 
 def test_a_server_for_this_machine_needs_none_whatever_its_configuration_says() -> None:
-    config = for_this_machine(config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3}))
+    config = for_this_machine(
+        config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3, "operators": {"port": 9400}})
+    )
     check_keys(config.server)
-    assert (config.server.keys, config.server.routers) == ({}, 3)
+    assert (config.server.keys, config.server.routers, config.server.operators.port) == ({}, 3, 0)
