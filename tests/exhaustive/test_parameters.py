@@ -57,7 +57,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """Every session is drafted for in every round, whether it pays on this machine or not."""
-    with demo_served("speculation.pacing=lock_step", f"speculation.max_draft_tokens={max(SHAPES.values())}") as served:
+    longest = f"speculation.max_draft_tokens={max(SHAPES.values())}"
+    with demo_served("speculation.pacing=lock_step", "draft.resources.background=false", longest) as served:
         yield served
 
 

@@ -54,8 +54,8 @@ END = "[DONE]"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with toy_server() as url:
-        yield url
+    with toy_server() as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
