@@ -5,8 +5,8 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive chaos test-mutations test-gpu test-browser page-pictures test-clients random_scenarios \
-	check docs bench
+.PHONY: bench chaos check demo docs models page-pictures random_scenarios setup test test-browser test-clients test- \
+	exhaustive test-gpu test-hostile test-mutations
 
 setup: .venv/.complete
 
@@ -52,6 +52,11 @@ test-gpu: setup
 # The live page in Chromium; skipped, with a word, where there is none. `pip install '.[browser]'` brings what drives it.
 test-browser: models
 	$(BIN)/pytest tests/browser -rs
+
+# What strangers send: 2000 requests by the description of the API, and load that is meant to hurt; about half an hour.
+# `pip install '.[hostile]'` brings schemathesis, without which that part is skipped, with a word.
+test-hostile: models
+	$(BIN)/pytest tests/hostile -s -rs --timeout 3600
 
 # The pictures of the page in README.md and docs: under load, on the demo's pair.
 page-pictures: models

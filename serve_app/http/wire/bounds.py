@@ -20,3 +20,5 @@ class RequestBounds:
     choices: int = 4096  # that an answer may be one of
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body
+    members: int = 1 << 16  # fields of all its objects
+    strings: int = 1 << 18  # of a body whose text must be told from the rest to count these

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from protos.from_pb import MAX_BIAS, MAX_SALT_CHARS, REPETITION_PENALTIES
@@ -31,7 +31,9 @@ class SamplingFields(RequestPart):
     """Of both endpoints; most are vLLM's."""
 
     repetition_penalty: Annotated[Number, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
-    logit_bias: Annotated[dict[TokenId, Bias], bounded(lambda most: most.token_ids)] = Field(default_factory=dict)
+    logit_bias: Annotated[
+        dict[TokenId, Bias], BeforeValidator(_as_ids), bounded(lambda most: most.token_ids)  # the last comes first
+    ] = Field(default_factory=dict)
     bad_words: Annotated[tuple[Word, ...], Field(fail_fast=True), bounded(lambda most: most.words)] = ()
     allowed_token_ids: Annotated[
         tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.allowed, least=1)
@@ -46,11 +48,6 @@ class SamplingFields(RequestPart):
     prompt_logprobs: Top | None = None
     priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers first
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _token_ids(cls, value: Any) -> Any:
-        return _as_ids(value)
 
     @field_validator("truncate_prompt_tokens")
     @classmethod

@@ -1,6 +1,7 @@
 """Bodies that are made to be expensive: each is refused early, and the refusal is short."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
 
-BOUNDS = RequestBounds(prompts=8, prompt_tokens=64, messages=16, parts=4, stops=4, labels=4, containers=100)
+BOUNDS = RequestBounds(
+    prompts=8, prompt_tokens=64, messages=16, parts=4, stops=4, labels=4, containers=100, token_ids=4
+)
 MANY = 20_000
 LONG = "k" * 1_000_000
 MAX_ANSWER_BYTES = 5000
@@ -43,6 +46,7 @@ def user(content: object) -> dict[str, Any]:
         ({"prompt": "a", "seed": LONG}, "seed"),
         ({"prompt": "a", "speculation": {"acceptance": LONG}}, "speculation.acceptance"),
         ({"prompt": "a", "stop": LONG}, "stop[0]"),
+        ({"prompt": "a", "logit_bias": dict.fromkeys(["x", *map(str, range(MANY))], 1)}, "logit_bias"),
         ({"messages": [1] * MANY}, "messages"),
         ({"messages": [{"role": LONG, "content": "a"}]}, "messages[0].role"),
         (user([1] * MANY), "messages[0].content"),
@@ -88,10 +92,28 @@ def test_nothing_but_brackets_is_not_parsed(piece: str) -> None:
         parse(CompletionRequest, f'{{"prompt": [{",".join([piece] * 100)}]}}'.encode(), BOUNDS)
 
 
-@pytest.mark.parametrize("text", ["[" * 1000, '\\"[' * 1000, "{}\\\\" * 1000, "\n[" * 1000, "é[" * 1000])
+def test_nothing_but_fields_is_not_parsed() -> None:
+    fields = ",".join(f'"f{number}":1' for number in range(100))
+    with pytest.raises(RequestError, match="more than 99 fields"):
+        parse(CompletionRequest, f"{{{fields}}}".encode(), replace(BOUNDS, members=99))
+
+
+@pytest.mark.parametrize("text", [":", "["])
+def test_of_very_many_strings_none_is_looked_at(text: str) -> None:
+    body = json.dumps({"model": "toy", "prompt": [text] * 200}).encode()
+    with pytest.raises(RequestError, match="more than 200 strings"):
+        parse(CompletionRequest, body, replace(BOUNDS, members=99, strings=200))
+
+
+def test_a_list_of_ids_is_counted_before_they_are_read() -> None:
+    message = str(refusal({"prompt": "a", "logit_bias": dict.fromkeys(["x", *map(str, range(MANY))], 1)}))
+    assert message == f"logit_bias: this has {MANY + 1} items, expected 0 to 4"
+
+
+@pytest.mark.parametrize("text", [":" * 1000, "[" * 1000, '\\"[' * 1000, "{}\\\\" * 1000, "\n[" * 1000, "é[" * 1000])
 def test_brackets_in_text_are_text(text: str) -> None:
     body = json.dumps({"model": "toy", "prompt": text, "user": "["}).encode()
-    assert parse(CompletionRequest, body, BOUNDS).prompt == (text,)
+    assert parse(CompletionRequest, body, replace(BOUNDS, members=99)).prompt == (text,)
 
 
 @pytest.mark.parametrize("body", [b'{"a": "' + b'[\\"' * MANY, b'"[' * MANY, b"[" * MANY + b"\\"])

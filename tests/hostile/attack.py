@@ -1,0 +1,249 @@
+"""What a stranger does to hurt a server, as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS`.
+
+It runs in a process of its own, at the lowest priority: on few cores it would else take from the server the very time
+that is measured. It speaks HTTP over bare sockets, so that it costs little and may stop anywhere. It prints a line of
+JSON for each exchange.
+"""
+
+import asyncio
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+COMPLETIONS = "/v1/completions"
+SLOW_READERS = 64
+TRICKLING = 500
+LEAVING = 200
+PER_SECOND = 50  # requests of an overload: ten times what a small pair answers on two cores
+PATIENCE_S = 30
+LOWEST_PRIORITY = 19
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one exchange; status 0: nothing, as the stranger left before."""
+
+    name: str
+    status: int
+    param: str | None = None
+    ms: float = 0.0  # from the request's last byte to the answer's first
+    length: int = 0  # bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the server is, and what it serves."""
+
+    host: str
+    port: int
+    model: str
+
+    @asynccontextmanager
+    async def connection(
+        self, receive_buffer: int = 0
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Closed at once afterwards, whatever is on its way."""
+        plug = socket.socket()
+        plug.setblocking(False)
+        if receive_buffer:
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await asyncio.get_running_loop().sock_connect(plug, (self.host, self.port))
+        reader, writer = await asyncio.open_connection(sock=plug, limit=receive_buffer or 1 << 20)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    def asks(self, **fields: Any) -> bytes:
+        return self.posts(json.dumps({"model": self.model, "prompt": "Once upon a time", **fields}).encode())
+
+    def posts(self, body: bytes) -> bytes:
+        return self.head(len(body)) + body
+
+    def head(self, length: int) -> bytes:
+        lines = (f"POST {COMPLETIONS} HTTP/1.1", f"Host: {self.host}", f"Content-Length: {length}")
+        return "\r\n".join((*lines, "Content-Type: application/json", "Connection: close", "", "")).encode()
+
+    async def exchange(self, name: str, request: bytes) -> Answer:
+        """A whole request for a whole answer; the server may answer, and hang up, before all has been sent."""
+        async with self.connection() as (reader, writer), asyncio.timeout(PATIENCE_S):
+            writer.write(request)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                return Answer(name, 0)
+            sent = time.monotonic()
+            first = await reader.readline()
+            ms = 1000 * (time.monotonic() - sent)
+            rest = await reader.read()
+            return _answer(name, first + rest, ms)
+
+
+def _answer(name: str, answer: bytes, ms: float) -> Answer:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = int(head.split(maxsplit=2)[1])
+    error = json.loads(body)["error"] if status >= 400 and body.startswith(b"{") else {}
+    return Answer(name, status, error.get("param"), round(ms, 1), len(answer))
+
+
+# ------------------------------------------------------------ bodies
+
+
+def hostile_bodies(model: str) -> dict[str, bytes]:
+    """By name; each is to be refused."""
+
+    def with_model(rest: str) -> bytes:
+        return f'{{"model": "{model}", {rest}}}'.encode()
+
+    def asks(rest: str) -> bytes:
+        return with_model(f'"prompt": "a", {rest}')
+
+    megabytes = 1 << 20
+    short = '"a",' * (megabytes - 100)
+    unknown = ", ".join(f'"x{number}": 1' for number in range(200_000))
+    biases = ", ".join(f'"{token}": 1' for token in range(300_000))
+    patterns = {f"k{number}": {"type": "string", "pattern": "^[a-z]{1,30}$"} for number in range(1000)}
+    schema = json.dumps({"type": "object", "properties": patterns})
+    return {
+        "negative tokens": with_model(f'"prompt": [[{"-1," * 200_000} -1]]'),
+        "many prompts": with_model(f'"prompt": [{short} "a"]'),
+        "a long prompt": with_model(f'"prompt": "{"word " * (3 * megabytes // 5)}"'),
+        "brackets": b"[" * 3 * megabytes,
+        "nested": with_model(f'"prompt": {"[" * 15_000}{"]" * 15_000}'),
+        "objects": asks(f'"logit_bias": [{"{}," * megabytes}{{}}]'),
+        "unknown fields": asks(unknown),
+        "a long number": asks(f'"seed": {"9" * 3 * megabytes}'),
+        "a long fraction": asks(f'"temperature": 7.{"1" * 3 * megabytes}'),
+        "a huge exponent": asks('"temperature": 1e999999999'),
+        "no text": with_model('"prompt": "')[:-1] + b"\xff" * megabytes + b'"}',
+        "many stops": asks(f'"stop": [{short} "a"]'),
+        "many biases": asks(f'"logit_bias": {{{biases}}}'),
+        "many words": asks(f'"bad_words": [{short} "a"]'),
+        "a large grammar": asks(f'"structured_outputs": {{"json": {schema}}}'),
+        "a bad pattern": asks('"structured_outputs": {"regex": "(a"}'),
+        "too large": with_model(f'"prompt": "{"a" * 5 * megabytes}"'),
+        "unfinished": asks('"n": 1')[:-1],
+        "half a character": asks('"stop": "\\ud800"'),
+    }
+
+
+async def bodies(place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """One after the other, over and over."""
+    made = {name: place.posts(body) for name, body in hostile_bodies(place.model).items()}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for name, request in made.items():
+            yield await place.exchange(name, request)
+            await asyncio.sleep(0.05)
+
+
+# ------------------------------------------------------------ connections
+
+
+async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """Each asks for a long stream, and reads a few bytes a second of it."""
+
+    async def one() -> Answer:
+        async with place.connection(receive_buffer=2048) as (reader, writer):
+            writer.write(place.asks(stream=True, max_tokens=400, ignore_eos=True, logprobs=20))
+            first = await reader.readline()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                await reader.read(16)
+                await asyncio.sleep(1)
+            return _answer("slow reader", first + b"\r\n", 0.0)
+
+    async for answer in _all([one for _ in range(SLOW_READERS)]):
+        yield answer
+
+
+async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """Each sends a byte of its body a second, and never the last."""
+
+    async def one() -> Answer:
+        async with place.connection() as (reader, writer):
+            writer.write(place.head(100_000))
+            answer = asyncio.ensure_future(reader.readline())
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not answer.done():
+                writer.write(b" ")
+                await asyncio.wait((answer,), timeout=1)
+            if not answer.done():
+                answer.cancel()
+                return Answer("trickling", 0)
+            return _answer("trickling", answer.result() + b"\r\n", 0.0) if answer.result() else Answer("trickling", 0)
+
+    async for answer in _all([one for _ in range(TRICKLING)]):
+        yield answer
+
+
+async def leaving(place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """Each asks, whole or streamed, and is gone at some moment."""
+    rng = random.Random(1)
+
+    async def one(stream: bool, leaves_at: float, stays_s: float) -> Answer:
+        await asyncio.sleep(leaves_at * seconds)
+        async with place.connection() as (_, writer):
+            writer.write(place.asks(stream=stream, max_tokens=400, n=rng.choice((1, 3))))
+            await writer.drain()
+            await asyncio.sleep(stays_s)
+            return Answer("leaving", 0)
+
+    moments = [(rng.random() < 0.5, rng.random(), rng.choice((0.0, 0.01, 0.3, 2.0))) for _ in range(LEAVING)]
+    async for answer in _all([lambda moment=moment: one(*moment) for moment in moments]):
+        yield answer
+
+
+async def overload(place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """So many a second, whatever is answered."""
+
+    async def one(at_s: float) -> Answer:
+        await asyncio.sleep(at_s)
+        return await place.exchange("overload", place.asks(max_tokens=16))
+
+    moments = [number / PER_SECOND for number in range(int(seconds * PER_SECOND))]
+    async for answer in _all([lambda at_s=at_s: one(at_s) for at_s in moments]):
+        yield answer
+
+
+async def _all(works: list[Callable[[], Awaitable[Answer]]]) -> AsyncIterator[Answer]:
+    """At once, as they end; a connection that the server does not take, or ends, is an answer too."""
+
+    async def guarded(work: Callable[[], Awaitable[Answer]]) -> Answer:
+        try:
+            return await work()
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, IndexError) as error:
+            return Answer(type(error).__name__, 0)
+
+    for done in asyncio.as_completed([guarded(work) for work in works]):
+        yield await done
+
+
+KINDS: dict[str, Callable[[Place, float], AsyncIterator[Answer]]] = {
+    "bodies": bodies,
+    "slow_readers": slow_readers,
+    "trickling": trickling,
+    "leaving": leaving,
+    "overload": overload,
+}
+
+
+async def attack(kind: str, url: str, model: str, seconds: float) -> None:
+    parts = urlsplit(url)
+    place = Place(parts.hostname or "", parts.port or 80, model)
+    async with aclosing(KINDS[kind](place, seconds)) as answers:
+        async for answer in answers:
+            print(json.dumps(asdict(answer)), flush=True)
+
+
+if __name__ == "__main__":
+    os.nice(LOWEST_PRIORITY)
+    asyncio.run(attack(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])))

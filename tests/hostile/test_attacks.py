@@ -1,0 +1,178 @@
+"""The demo's pair under attack, while eight streams run: they hardly notice, and nothing of it stays.
+
+Not part of the default suite: `make test-hostile`. `-s` prints what was measured. How fast a refusal comes is printed
+and not asserted, for a busy machine has a say in it; `docs/benchmarks.md` has what a quiet one said.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.hostile.attack import hostile_bodies
+from tests.integration.serving import Served, demo_served
+from tests.integration.test_serving import assert_nothing_left
+
+MODEL = "SmolLM2-135M-Instruct"
+STREAMS = 8
+USUAL_S = 20.0  # for which the streams are watched before an attack
+SECONDS = {"bodies": 30.0, "slow_readers": 30.0, "trickling": 30.0, "leaving": 30.0, "overload": 60.0}
+WORST = 3  # times the usual worst gap
+MOST_KEPT = 50 << 20  # bytes of a process's memory
+MOST_OPEN = 8  # file descriptors more than before
+CALM_S = 5.0  # in which connections are closed and memory is given back
+LOOKED_AT = ("ProxyActor", "ServeReplica", "Rank")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    limits = ("server.max_requests=40", "server.body_timeout_s=5", "target.cache_per_rank.gib=0.5")
+    with demo_served(*limits) as served:
+        yield served
+        assert_nothing_left(served)
+
+
+@dataclass
+class Watched:
+    """Streams that go on, each followed by another, and the gaps between their events."""
+
+    url: str
+    gaps: list[float] = field(default_factory=list)  # seconds
+    failures: Counter[str] = field(default_factory=Counter)
+    _begun: int = 0
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as client:
+            await asyncio.gather(*(self._stream_on(client) for _ in range(STREAMS)))
+
+    async def _stream_on(self, client: httpx.AsyncClient) -> None:
+        while True:
+            self._begun += 1
+            body = {"model": MODEL, "prompt": f"Chapter {self._begun}.", "max_tokens": 900, "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                if answer.status_code != 200:
+                    self.failures[str(answer.status_code)] += 1
+                    await asyncio.sleep(0.5)
+                    continue
+                await self._follow(answer)
+
+    async def _follow(self, answer: httpx.Response) -> None:
+        last: float | None = None
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                now = time.monotonic()
+                if last is not None:
+                    self.gaps.append(now - last)
+                last = now
+                if "error" in json.loads(line.removeprefix("data: ")):
+                    self.failures["event"] += 1
+
+    def taken(self) -> list[float]:
+        """The gaps since they were last taken."""
+        taken = self.gaps
+        self.gaps = []
+        assert len(taken) > 10 * STREAMS, "the streams hardly went on"
+        return taken
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one process holds."""
+
+    memory: int  # bytes that are its own
+    files: int
+
+
+def held() -> dict[str, Held]:
+    """By process, of those that serve."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        name = " ".join(process.cmdline()).strip()
+        if any(part in name for part in LOOKED_AT):
+            found[f"{name.partition('.')[0]} {process.pid}"] = Held(process.memory_full_info().uss, process.num_fds())
+    assert found, "no process that serves was found"
+    return found
+
+
+async def attacked(url: str, kind: str) -> list[dict[str, Any]]:
+    """The answers that the stranger had."""
+    command = (sys.executable, "-m", "tests.hostile.attack", kind, url, MODEL, str(SECONDS[kind]))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def describe(gaps: list[float]) -> str:
+    worst = max(gaps)
+    middle = statistics.median(gaps)
+    return f"{len(gaps)} gaps, median {1000 * middle:.0f} ms, worst {1000 * worst:.0f} ms"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", SECONDS)
+async def test_streams_go_on_and_nothing_stays(served: Served, kind: str) -> None:
+    watched = Watched(served.url)
+    streaming = asyncio.create_task(watched.run())
+    try:
+        await asyncio.sleep(USUAL_S / 2)
+        watched.gaps.clear()
+        before = held()
+        await asyncio.sleep(USUAL_S)
+        usual = watched.taken()
+        answers = await attacked(served.url, kind)
+        under = watched.taken()
+        await asyncio.sleep(CALM_S)
+        after = held()
+    finally:
+        streaming.cancel()
+        await asyncio.wait((streaming,))
+    print(f"\n{kind}: usually {describe(usual)}; under attack {describe(under)}; {dict(watched.failures)}")
+    tell(answers)
+    tell_growth(before, after)
+    await asyncio.to_thread(assert_nothing_left, served)
+    check(kind, answers)
+    assert not watched.failures
+    assert max(under) < WORST * max(usual)
+    for name, one in after.items():
+        assert one.memory < before[name].memory + MOST_KEPT, f"{name} keeps memory"
+        assert one.files < before[name].files + MOST_OPEN, f"{name} keeps files open"
+
+
+def tell(answers: list[dict[str, Any]]) -> None:
+    """How often each answer came, and how fast."""
+    rows: dict[tuple[str, int, str | None], list[float]] = {}
+    for one in answers:
+        rows.setdefault((one["name"], one["status"], one["param"]), []).append(one["ms"])
+    for (name, status, param), ms in sorted(rows.items(), key=str):
+        print(
+            f"  {name}: {status} {param or ''}, {len(ms)} times, median {statistics.median(ms)} ms, worst {max(ms)} ms"
+        )
+
+
+def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
+    for name, one in after.items():
+        grown = (one.memory - before[name].memory) / (1 << 20)
+        print(f"  {name}: {grown:+.1f} MB, {one.files - before[name].files:+} files")
+
+
+def check(kind: str, answers: list[dict[str, Any]]) -> None:
+    """Each is an answer that was served, or a clean refusal."""
+    statuses = Counter(one["status"] for one in answers)
+    assert all(status in (0, 200) or 400 <= status < 500 for status in statuses), statuses
+    if kind == "bodies":
+        names = {one["name"] for one in answers}
+        assert names == hostile_bodies(MODEL).keys()
+    if kind == "overload":
+        assert statuses[429] > 0, "it was no overload"
+        assert statuses[200] > 0

@@ -1,0 +1,55 @@
+"""What strangers begin and do not end is over once they have left: sessions, tasks, connections, bodies.
+
+Not part of the default suite: `make test-hostile`. The models are toys, so it is the router and the API that are seen.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.hostile.toy_server import MODEL, ToyServer, toy_server
+
+SECONDS = "8"
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ToyServer]:
+    with toy_server(max_requests=64, body_timeout_s=3) as server:
+        yield server
+
+
+def attack(server: ToyServer, kind: str) -> None:
+    command = [sys.executable, "-m", "tests.hostile.attack", kind, server.url, MODEL, SECONDS]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.1)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", ["leaving", "slow_readers", "trickling", "bodies"])
+def test_nothing_is_left_of_them(server: ToyServer, kind: str) -> None:
+    attack(server, kind)  # what is made once is made now
+    eventually(lambda: running(server) == 0, "no request runs")
+    tasks = server.tasks
+    files = open_files()
+    attack(server, kind)
+    eventually(lambda: running(server) == 0, "no request runs")
+    eventually(lambda: server.tasks <= tasks, f"there are {tasks} tasks again, of {server.tasks}")
+    eventually(lambda: open_files() <= files, f"{files} files are open again, of {open_files()}")
+
+
+def running(server: ToyServer) -> float:
+    return server.metrics.registry.get_sample_value("slipstream_running_requests") or 0.0

@@ -1,0 +1,131 @@
+"""What `/openapi.json` says holds: two thousand requests by schemathesis, allowed ones and forbidden ones.
+
+Not part of the default suite: `make test-hostile`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from jsonschema import Draft202012Validator
+
+from tests.hostile.toy_server import MODEL, toy_server
+
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: pip install '.[hostile]'")
+rules = pytest.importorskip("schemathesis.specs.openapi.checks")
+
+CASES = {
+    ("post", "/v1/chat/completions"): 600,
+    ("post", "/v1/completions"): 500,
+    ("post", "/v1/responses"): 400,
+    ("post", "/tokenize"): 300,
+    ("post", "/detokenize"): 150,
+    ("get", "/v1/models/{name}"): 30,
+    ("get", "/v1/models"): 5,
+    ("get", "/version"): 5,
+    ("get", "/health"): 5,
+    ("get", "/metrics"): 5,
+}
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    rules.status_code_conformance,
+    rules.content_type_conformance,
+    rules.response_schema_conformance,
+    rules.negative_data_rejection,
+]
+# What a request needs to be served, else hardly one of the allowed ones would be: names and texts are random.
+SOUND: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "hé"}]},
+    "/v1/completions": {"model": MODEL, "prompt": "hé"},
+    "/v1/responses": {"model": MODEL, "input": "hé"},
+    "/tokenize": {"model": MODEL, "prompt": "hé"},
+    "/detokenize": {"model": MODEL, "tokens": [104, 105]},
+}
+FEW_FIELDS = 4
+LEAST_SERVED = 0.1  # of the requests to an operation
+EVENT = "data: "
+END = "[DONE]"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with toy_server() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def schema(url: str) -> Any:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def test_every_operation_is_asked(schema: Any) -> None:
+    asked = {(method, path) for path, methods in schema.raw_schema["paths"].items() for method in methods}
+    assert asked == CASES.keys()
+    assert sum(CASES.values()) == 2000
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("method", "path"), CASES, ids=map(" ".join, CASES))
+def test_every_answer_is_a_described_one(schema: Any, method: str, path: str) -> None:
+    counts: Counter[int] = Counter()
+    chunks = event_schema(schema.raw_schema, method, path)
+
+    @given(case=cases(schema[path][method]))
+    @settings(max_examples=CASES[method, path], deadline=None, suppress_health_check=list(HealthCheck))
+    def ask(case: Any) -> None:
+        response = case.call(timeout=60)
+        counts[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            check_events(response.text, chunks)
+
+    ask()
+    print(f"{method} {path}: {dict(sorted(counts.items()))}")
+    least = LEAST_SERVED if path in SOUND else 0
+    assert counts[200] >= least * counts.total(), "hardly any was served, so this showed little"
+
+
+def cases(operation: Any) -> SearchStrategy[Any]:
+    """Allowed ones with few fields, which are mostly served; allowed ones; forbidden ones."""
+    allowed = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
+    if operation.path not in SOUND:
+        return allowed
+    return st.one_of(
+        sound(allowed, SOUND[operation.path]),
+        allowed,
+        operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE),
+    )
+
+
+@st.composite
+def sound(draw: DrawFn, allowed: SearchStrategy[Any], needed: dict[str, Any]) -> Any:
+    """One with what is needed, and a few of its other fields."""
+    case = draw(allowed)
+    others = sorted(case.body.keys() - needed.keys())
+    kept = draw(st.sets(st.sampled_from(others), max_size=FEW_FIELDS)) if others else set()
+    case.body = {name: case.body[name] for name in kept} | needed
+    return case
+
+
+def event_schema(document: dict[str, Any], method: str, path: str) -> Draft202012Validator | None:
+    """Of the data of a stream's events, where it is described."""
+    content = document["paths"][path][method]["responses"]["200"]["content"]
+    described = content.get("text/event-stream", {}).get("x-event-data")
+    return described and Draft202012Validator({**described, "components": document["components"]})
+
+
+def check_events(text: str, chunks: Draft202012Validator | None) -> None:
+    """Each is one that is described, or a failure; the stream is whole."""
+    lines = [line.removeprefix(EVENT) for line in text.splitlines() if line.startswith(EVENT)]
+    if chunks is None:
+        assert json.loads(lines[-1])["type"] in ("response.completed", "response.incomplete")
+        return
+    *events, last = lines
+    assert last == END
+    for event in events:
+        chunks.validate(json.loads(event))

@@ -1,0 +1,87 @@
+"""The whole of the service in one thread, at a port: API, router, drafter and target, around toy models.
+
+They say random bytes, and each step is instant, so thousands of requests take minutes.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import uvicorn
+
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.models.toy import ToyRunner
+from cluster.config import validated
+from serve_app.http.api import create_api
+from serve_app.http.conversation.response_templates import find_template
+from serve_app.http.metrics import Metrics
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.replies import HealthReport
+from tests.integration import harness
+from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
+
+MODEL = "toy"
+CONTEXT = 96  # tokens: an answer without a limit ends soon
+TOKENIZER = talking_tokenizer()
+VOCABULARY = len(TOKENIZER)
+Started = tuple[uvicorn.Server, asyncio.AbstractEventLoop]
+LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(6))
+
+
+@dataclass(frozen=True)
+class ToyServer:
+    """A running one."""
+
+    url: str
+    loop: asyncio.AbstractEventLoop
+    metrics: Metrics
+
+    @property
+    def tasks(self) -> int:
+        return len(asyncio.all_tasks(self.loop))
+
+
+@contextmanager
+def toy_server(**server: Any) -> Iterator[ToyServer]:
+    """With this for its section `server`. Fails where something of a session is left when it is over."""
+    started: Future[Started] = Future()
+    with ThreadPoolExecutor(1) as thread, patch.object(harness, "VOCABULARY", VOCABULARY):
+        metrics = Metrics()
+        serving = thread.submit(lambda: asyncio.run(_serve(started, server, metrics)))
+        wait((started, serving), return_when=FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        listening, loop = started.result()
+        port = listening.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield ToyServer(f"http://127.0.0.1:{port}", loop, metrics)
+        finally:
+            listening.should_exit = True
+            serving.result()
+
+
+async def _serve(started: "Future[Started]", server: dict[str, Any], metrics: Metrics) -> None:
+    grammars = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
+    toys = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
+    model = {"target": f"models/{MODEL}", "max_context": CONTEXT}
+    config = validated({"model": model, "draft": {"model": "models/draft"}, "server": server})
+    codec = TextCodec(TOKENIZER, (TOKENIZER.eos_token_id,), find_template("auto", TOKENIZER, MODEL_TYPE))
+
+    async def health() -> HealthReport:
+        return HealthReport(status="ok", audit="off")
+
+    async with harness.cluster(**toys, lock_step=True) as c:
+        c.hurry()
+        api = create_api(c.router, codec, config, metrics, health)
+        listening = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error", lifespan="off"))
+        serving = asyncio.create_task(listening.serve())
+        while not listening.started:
+            await asyncio.sleep(0.01)
+        started.set_result((listening, asyncio.get_running_loop()))
+        await serving
