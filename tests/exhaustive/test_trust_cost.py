@@ -53,7 +53,7 @@ async def test_the_cost_of_certificates_and_of_tokens(tmp_path: Path) -> None:
         ratios = sorted(one / base for one, base in zip(times, found["nothing"], strict=True))
         low, high = ratios[len(ratios) // 4], ratios[-len(ratios) // 4]
         print(
-            f"\n{name}: {1e3 * median(times):.3f} ms a round, {geometric_mean(ratios):.3f} times as long as with nothing"
+            f"\n{name}: {1e3 * median(times):.3f} ms a round, {geometric_mean(ratios):.3f} times what it takes without"
             f" (middle half {low:.3f} to {high:.3f})"
         )
         assert geometric_mean(ratios) < MOST

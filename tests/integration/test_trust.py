@@ -83,10 +83,12 @@ async def test_who_has_no_valid_certificate_does_not_get_through_the_handshake(d
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "those who belong are served as before"
 
 
-@pytest.mark.parametrize("kind", ["none", "plain", "foreign"])
-async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once(kind, tmp_path, monkeypatch, caplog):
-    """Those who do are not, however often they come."""
-    monkeypatch.setattr(handshakes, "PASSED_S", 0.5)
+@pytest.mark.parametrize(("kind", "connections"), [("none", 3), ("foreign", 3), ("plain", 1)])
+async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once(
+    kind, connections, tmp_path, monkeypatch, caplog
+):
+    """Those who do are not, however often they come. Plain channels share a connection that failed."""
+    monkeypatch.setattr(handshakes, "PASSED_S", 3)
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
         Authority().issue(tmp_path / kind, VERIFY.caller)
@@ -95,13 +97,13 @@ async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once
         for _ in range(3):
             async with shown(c, VERIFY, tmp_path / "drafter") as stream:
                 assert await is_welcome(stream, VERIFY)
-        await asyncio.sleep(1)
+        await asyncio.sleep(4)
         assert target.refusals.counts == {}
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                     await is_welcome(VERIFY.stub(channel), VERIFY)
-        await eventually(lambda: target.refusals.counts[handshakes.CAUSE] >= 3, "all are counted")
+        await eventually(lambda: target.refusals.counts[handshakes.CAUSE] >= connections, "all are counted")
         assert len([record for record in caplog.records if handshakes.CAUSE in record.getMessage()]) == 1
 
 
@@ -208,31 +210,33 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
 
 
 async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path):
-    """Ten times, of the same authority as cert-manager does, each time with every stream dialled anew."""
+    """Of one authority, as cert-manager does, again and again, each time with a stream that has to be dialled anew."""
     authority = Authority()
     async with cluster(targets=2, drafters=2, trust=authority.issue_all(tmp_path)) as c:
+        c.pace.step_s = 0.005
         done = asyncio.Event()
         answered = 0
 
         async def ask() -> None:
             nonlocal answered
             while not done.is_set():
-                assert await c.tokens(c.generation(max_len=3 + 60)) == plain_greedy((1, 2, 3), 60)
+                assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
                 answered += 1
 
         asking = asyncio.gather(*(ask() for _ in range(6)))
-        served = [*c.targets.values(), *c.drafters.values()]
-        for _ in range(10):
-            before = [one._streams for one in served]
+        served = {**c.targets, **c.drafters}
+        links = {**c.router._targets, **c.router._drafters}
+        for address, link in [*links.items()] * 2:
+            came = served[address]._streams
+            before = answered
             authority.issue_all(tmp_path)
-            for link in (*c.router._targets.values(), *c.router._drafters.values()):
-                link._outbox._overflow.set()
-                await asyncio.sleep(0.05)  # one after the other, so that some target is always there
-            await eventually(lambda: all(one._streams > b for one, b in zip(served, before, strict=True)), "all came")  # noqa: B023
+            link._outbox._overflow.set()
+            await eventually(lambda s=served[address], n=came: s._streams > n, "the router has come again")  # type: ignore[misc]
+            while answered <= before + 6:  # so that no session loses several targets
+                await asyncio.sleep(0.01)
         done.set()
         await asking
-        assert answered > 10
-        assert all(one.refusals.counts == {} for one in served)
+        assert [one.refusals.counts for one in served.values()] == [{}] * len(served)
 
 
 # ---------------------------------------------------------------- tokens
