@@ -21,6 +21,7 @@ from cluster.pacing.policy import Pacing
 from cluster.telemetry import Timeline
 from cluster.trust.refusals import Refusals
 from cluster.verification.bounds import VerificationLimits
+from cluster.verification.memory import SessionMemory
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded
@@ -33,7 +34,8 @@ Computed = TypeVar("Computed")
 class TargetReplica:
     """Serves sessions for routers, with blocks from drafters.
 
-    `vocabulary` and `target_model` are the fingerprints that callers must share.
+    `vocabulary` and `target_model` are the fingerprints that callers must share. `memory` is the engine's, if it keeps
+    its pages itself.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class TargetReplica:
         pacing: Pacing | None = None,
         step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
+        memory: SessionMemory | None = None,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = VerificationScheduler(limits, pacing, step_cost)
+        self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self.failure: EngineError | None = None

@@ -6,7 +6,8 @@ Knows nothing of blocks, of time or of what is computed; how long sessions waite
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from cluster.page_allocator import PageAllocator, PageCopy
+from cluster.page_allocator import PageCopy
+from cluster.verification.memory import SessionMemory
 from cluster.verification.sequence import TargetSession
 from protos.messages import Open
 
@@ -14,7 +15,7 @@ from protos.messages import Open
 class Admission:
     """All sessions of a replica; what the engine is to open and close is collected for the next step."""
 
-    def __init__(self, limit: int, pages: PageAllocator) -> None:
+    def __init__(self, limit: int, pages: SessionMemory) -> None:
         self.running: dict[str, TargetSession] = {}  # they have a place in the cache; oldest first
         self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first

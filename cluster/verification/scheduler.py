@@ -20,12 +20,13 @@ from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
-from cluster.page_allocator import PageAllocator, PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.intake import Intake
+from cluster.verification.memory import OwnPages, SessionMemory
 from cluster.verification.sentinel import AcceptanceSentinel
 from cluster.verification.sequence import TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -37,17 +38,21 @@ log = logging.getLogger(__name__)
 
 
 class VerificationScheduler:
-    """All sessions of one target replica."""
+    """All sessions of one target replica; `memory` by default pages of its own."""
 
     def __init__(
-        self, limits: VerificationLimits, pacing: Pacing | None = None, step_cost: ForwardCost | None = None
+        self,
+        limits: VerificationLimits,
+        pacing: Pacing | None = None,
+        step_cost: ForwardCost | None = None,
+        memory: SessionMemory | None = None,
     ) -> None:
         self._limits = limits
         policy = pacing or Adaptive()
         self._pacer = Pacer(policy, step_cost)
         self._silent = SilentDrafters()
         self._timing = StepTiming(policy, self._silent)
-        self._pages = PageAllocator(limits.pages, limits.page_size, secrets.token_bytes(16))
+        self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._admission = Admission(limits.max_sessions, self._pages)
         self._counts = BlockCounts()
         self.sentinel = AcceptanceSentinel()
@@ -118,6 +123,7 @@ class VerificationScheduler:
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
         running = self._admission.running
+        self._take_what_was_fed()
         for session, row in self._in_step:
             name = row.session
             if running.get(name) is not session:
@@ -246,6 +252,17 @@ class VerificationScheduler:
             self._admission.order.move_to_end(name)
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
+
+    def _take_what_was_fed(self) -> None:
+        """A row that was fed otherwise than planned counts as it was fed; one that was not fed is due again."""
+        planned = self._in_step
+        fed = [(session, self._pages.fed(row)) for session, row in planned]
+        self._in_step = [(session, row) for session, row in fed if row is not None]
+        if self._in_step == planned:
+            return
+        for session, row in fed:
+            session.in_step = row is not None
+        self._step_shape = _shape_of(self._in_step, self._admission.running.values())
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
