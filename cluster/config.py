@@ -139,8 +139,8 @@ class TargetPool(_Frozen):
 
     engine: Literal["slipstream", "vllm"] = Field(
         "slipstream",
-        description="vllm: forwards, pages and prompts are vLLM's, which is an extra to install; drafts are chains then, and"
-        " acceptance is coupled",
+        description="vllm: forwards, pages and prompts are vLLM's, an extra to install; drafts are chains then,"
+        " and acceptance is coupled",
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's own, by the names of its EngineArgs, as quantization"

@@ -58,7 +58,7 @@ class EnginePages:
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self._pages = pages
+        self.pages = pages
         self._held = 0
         self._fed: Mapping[str, Row] = MappingProxyType({})
 
@@ -69,7 +69,7 @@ class EnginePages:
 
     @property
     def available(self) -> int:
-        return self._pages - self._held
+        return self.pages - self._held
 
     def pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
