@@ -18,10 +18,10 @@ from cluster.costs import ForwardCost
 from cluster.dispatch import Send, states_stream, stream_name
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
+from cluster.session_memory import SessionMemory
 from cluster.telemetry import Timeline
 from cluster.trust.refusals import Refusals
 from cluster.verification.bounds import VerificationLimits
-from cluster.verification.memory import SessionMemory
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded

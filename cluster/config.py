@@ -166,6 +166,10 @@ class TargetPool(_Frozen):
             raise ValueError("; ".join(faults))
         if self.engine == "vllm" and self.cache_per_rank.page_size != CacheConfig().page_size:
             raise ValueError("cache_per_rank.page_size is vllm.block_size where vLLM keeps the pages; leave it out")
+        if self.engine == "vllm" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
+            raise ValueError(
+                "cache_per_rank.gib is missing: vLLM would take nine tenths of a host's memory; say how much it may"
+            )
         return self
 
 

@@ -1,4 +1,4 @@
-"""What a vLLM target's steps cost, measured once before it serves: one row with drafts of several lengths, several rows."""
+"""What a vLLM target's steps cost, measured once before it serves: a row with drafts of several lengths, and rows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -20,7 +20,7 @@ from actors.vllm_engine.arguments import VERSION, engine_arguments
 from actors.vllm_engine.draw_terms import DrawTerms
 from cluster.config import SlipstreamConfig
 from cluster.errors import EngineError, ModelError
-from cluster.verification.memory import EnginePages
+from cluster.session_memory import EnginePages
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Open
 

@@ -14,7 +14,7 @@ from actors.vllm_engine.step_profile import StepProfile
 from cluster.config import SlipstreamConfig
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError, ModelError
-from cluster.verification.memory import EnginePages
+from cluster.session_memory import EnginePages
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
 Found = TypeVar("Found")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from cluster.page_allocator import PageCopy
-from cluster.verification.memory import SessionMemory
+from cluster.session_memory import SessionMemory
 from cluster.verification.sequence import TargetSession
 from protos.messages import Open
 

@@ -21,18 +21,18 @@ from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
 from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.session_memory import OwnPages, SessionMemory
 from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.intake import Intake
-from cluster.verification.memory import OwnPages, SessionMemory
 from cluster.verification.sentinel import AcceptanceSentinel
-from cluster.verification.sequence import TargetSession
+from cluster.verification.sequence import Decision, TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
 from cluster.verification.target_reporter import TargetReporter
-from protos.messages import Finish, Message, Open, Resync, Verdict
+from protos.messages import Collapse, Finish, Message, Open, Resync, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class VerificationScheduler:
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
         running = self._admission.running
-        self._take_what_was_fed()
+        self._in_step = self._as_fed(self._in_step)
         for session, row in self._in_step:
             name = row.session
             if running.get(name) is not session:
@@ -145,8 +145,6 @@ class VerificationScheduler:
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
             committed = sum(outcome.accepted + 1 for outcome in decoded)
             self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
-        for session, _ in self._in_step:
-            session.in_step = False
         self._in_step = []
         self.step_s += seconds
         self._free_since = now
@@ -253,16 +251,14 @@ class VerificationScheduler:
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
 
-    def _take_what_was_fed(self) -> None:
+    def _as_fed(self, planned: list[tuple[TargetSession, Row]]) -> list[tuple[TargetSession, Row]]:
         """A row that was fed otherwise than planned counts as it was fed; one that was not fed is due again."""
-        planned = self._in_step
-        fed = [(session, self._pages.fed(row)) for session, row in planned]
-        self._in_step = [(session, row) for session, row in fed if row is not None]
-        if self._in_step == planned:
-            return
-        for session, row in fed:
-            session.in_step = row is not None
-        self._step_shape = _shape_of(self._in_step, self._admission.running.values())
+        fed = [(session, row) for session, at_first in planned if (row := self._pages.fed(at_first)) is not None]
+        for session, _ in planned:
+            session.in_step = False
+        if fed != planned:
+            self._step_shape = _shape_of(fed, self._admission.running.values())
+        return fed
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
@@ -279,19 +275,7 @@ class VerificationScheduler:
         if not is_over:
             self._moves += session.moves(row, outcome.path, self._limits.page_size)
         self._intake.ask(session)
-        verdict = Verdict(
-            request.session,
-            request.attempt,
-            decision.base_len,
-            decision.base_hash,
-            decision.tokens,
-            decision.accepted,
-            drafted,
-            decision.finish,
-            session.answer,
-            collapse,
-            outcome.margin,
-        )
+        verdict = _verdict_of(session, decision, drafted, collapse, outcome.margin)
         sends: list[Send] = []
         drafter = session.drafter
         if drafter is not None:
@@ -303,6 +287,24 @@ class VerificationScheduler:
         if is_over:
             self._intake.forget(request.session)
         return sends, (session.router, verdict)
+
+
+def _verdict_of(
+    session: TargetSession, decision: Decision, drafted: int, collapse: Collapse | None, margin: float | None
+) -> Verdict:
+    return Verdict(
+        session.open.session,
+        session.open.attempt,
+        decision.base_len,
+        decision.base_hash,
+        decision.tokens,
+        decision.accepted,
+        drafted,
+        decision.finish,
+        session.answer,
+        collapse,
+        margin,
+    )
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:

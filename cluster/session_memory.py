@@ -6,10 +6,19 @@ how much of a prompt it feeds, and which rows have to wait for memory; what it f
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from cluster.page_allocator import PageAllocator, PageCopy
-from cluster.verification.step import Row
+
+
+class ForSession(Protocol):
+    """A row of a step, as far as memory knows of it."""
+
+    @property
+    def session(self) -> str: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=ForSession)
 
 
 class SessionMemory(Protocol):
@@ -36,7 +45,7 @@ class SessionMemory(Protocol):
 
     def close(self, session: str) -> None: ...
 
-    def fed(self, planned: Row) -> Row | None:
+    def fed(self, planned: AnyRow) -> AnyRow | None:
         """What a step fed of a row that was planned for it; None: nothing, it is still to come."""
         ...
 
@@ -46,7 +55,7 @@ class SessionMemory(Protocol):
 class OwnPages(PageAllocator):
     """The scheduler's own: every row is fed as it was planned."""
 
-    def fed(self, planned: Row) -> Row | None:
+    def fed(self, planned: AnyRow) -> AnyRow | None:
         return planned
 
 
@@ -60,9 +69,9 @@ class EnginePages:
         self.page_size = page_size
         self.pages = pages
         self._held = 0
-        self._fed: Mapping[str, Row] = MappingProxyType({})
+        self._fed: Mapping[str, Any] = MappingProxyType({})
 
-    def step_made(self, fed: Mapping[str, Row], held: int) -> None:
+    def step_made(self, fed: Mapping[str, Any], held: int) -> None:
         """Rows of the latest step by session, and the pages that sessions hold after it."""
         self._fed = fed
         self._held = held
@@ -95,7 +104,7 @@ class EnginePages:
     def close(self, session: str) -> None:
         pass
 
-    def fed(self, planned: Row) -> Row | None:
+    def fed(self, planned: AnyRow) -> AnyRow | None:
         return self._fed.get(planned.session)
 
     def check(self) -> None:
