@@ -84,7 +84,8 @@ def _kind(field: Json) -> str:
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field["type"] == "object":
-        return f"mapping of names to {_kind(field['additionalProperties'])}s"
+        values = field["additionalProperties"]
+        return "mapping" if values is True else f"mapping of names to {_kind(values)}s"
     if field["type"] == "array":
         items = field["items"]
         return f"list of {_kind(items)}" + ("" if "enum" in items else "s")
