@@ -85,3 +85,21 @@ def test_the_profile_is_of_several_sizes_and_leaves_nothing() -> None:
     cost = StepProfile(engine.step, longest=5, sessions=4, context=400).measure()
     assert [tokens for tokens, _ in cost.by_tokens] == [1, 2, 4]
     assert engine.is_idle
+
+
+def test_a_near_tie_on_one_prompt_is_no_fault() -> None:
+    """The first plain text parts from its blocks' once, as rounding has it in 16 bits."""
+    engine = right_engine()
+    steps = 0
+
+    def step(plan: StepPlan) -> list[Outcome]:
+        nonlocal steps
+        steps += 1
+        found = engine.step(plan)
+        return [
+            replace(outcome, next_token=(outcome.next_token + 1) % VOCABULARY) if steps == 3 else outcome
+            for outcome in found
+        ]
+
+    check_engine(step, as_planned, VOCABULARY, longest=6)
+    assert engine.is_idle
