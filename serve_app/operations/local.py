@@ -21,7 +21,7 @@ from cluster.errors import ConfigError, SlipstreamError
 from serve_app.app import APPLICATION
 from serve_app.operations.capacity import check_resources, demand
 from serve_app.operations.deploying import deploy, withdraw
-from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed
+from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed, disconnect
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which sets a handler of its own
         yield
     finally:
-        ray.shutdown()
+        disconnect()
 
 
 def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:

@@ -10,6 +10,7 @@ import grpc
 import ray
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
@@ -36,7 +37,19 @@ def connected(address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        disconnect()
+
+
+def disconnect() -> None:
+    """Leaves the cluster, and ends it if it was started here.
+
+    The threads of Serve's handles go on otherwise, and start a cluster of their own for what they have to report. Serve
+    has no public call that ends them and leaves the applications alone.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    if client is not None:
+        client.shutdown_cached_handles()
+    ray.shutdown()
 
 
 def check_reachable(address: str) -> None:

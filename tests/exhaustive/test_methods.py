@@ -70,6 +70,9 @@ OTHERS = {  # configurations of methods that need no head
     "layer_skip": "method: layer_skip, layer_skip: {layers: 8}",
 }
 IMPOSSIBLE = {"mtp"}
+SLOW = {
+    "layer_skip"
+}  # of this target, whose first layers agree with it so seldom that adaptive pacing asks for nothing
 SERVERS = [*product([*OTHERS, *LAYOUTS], (1, 3))]
 
 
@@ -119,12 +122,13 @@ def server(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def served(server: tuple[str, int], heads: HeadsByHeart) -> Iterator[Served]:
-    """One server for each method and tensor-parallel size, with the pacing that is the default."""
+    """One server for each method and tensor-parallel size, with the pacing that is the default where that drafts."""
     name, ranks = server
     draft = OTHERS.get(name) or f"method: {LAYOUTS[name]}, model: {heads.folder(name)}"
     with demo_served(
         f"draft={{{draft}, resources: {{num_cpus: 0.3}}}}",
         f"target.tensor_parallel={ranks}",
+        f"speculation.pacing={'lock_step' if name in SLOW else 'adaptive'}",
         "target.resources_per_rank.num_cpus=0.3",
     ) as served:
         yield served

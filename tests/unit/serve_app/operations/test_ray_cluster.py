@@ -1,0 +1,45 @@
+"""Leaving a Ray cluster."""
+
+import pytest
+import ray
+
+from serve_app.operations import ray_cluster
+
+
+class Client:
+    """Serve's, which writes down what is done."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def shutdown_cached_handles(self) -> None:
+        self._done.append("handles")
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    done: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: done.append("ray"))
+    return done
+
+
+def test_handles_end_before_ray_does(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads would start a cluster of their own once there is none."""
+    monkeypatch.setattr(ray_cluster, "_get_global_client", lambda raise_if_no_controller_running: Client(done))
+    ray_cluster.disconnect()
+    assert done == ["handles", "ray"]
+
+
+def test_a_cluster_without_serve_is_left_too(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_get_global_client", lambda raise_if_no_controller_running: None)
+    ray_cluster.disconnect()
+    assert done == ["ray"]
+
+
+def test_serve_is_not_looked_for_without_a_cluster(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search would start one."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster, "_get_global_client", pytest.fail)
+    ray_cluster.disconnect()
+    assert done == ["ray"]
