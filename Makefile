@@ -5,7 +5,8 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-vllm random_scenarios check docs bench
+.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-vllm test-browser page-pictures test-clients random_scenarios \
+	check docs bench
 
 setup: .venv/.complete
 
@@ -42,6 +43,23 @@ test-mutations: setup
 # The engine on a CUDA device; skipped, with a word, where there is none.
 test-gpu: setup
 	$(BIN)/pytest tests/gpu -rs
+
+# The live page in Chromium; skipped, with a word, where there is none. `pip install '.[browser]'` brings what drives it.
+test-browser: models
+	$(BIN)/pytest tests/browser -rs
+
+# The pictures of the page in README.md and docs: under load, on the demo's pair.
+page-pictures: models
+	$(BIN)/pytest tests/browser/test_under_load.py -rs --pictures docs/images
+
+# LangChain's suite for chat models and LiteLLM, in an environment that the command makes; no model is needed.
+test-clients: setup .clients/.complete
+	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto -p no:cacheprovider --confcutdir tests/clients --import-mode importlib tests/clients
+
+.clients/.complete: tests/clients/requirements.txt
+	$(PYTHON) -m venv .clients
+	.clients/bin/pip install -r $<
+	touch $@
 
 # vLLM as a target's engine, in an environment of its own; skipped, with a word, where its wheel is not to be had.
 test-vllm: .venv-vllm/.complete

@@ -22,15 +22,16 @@ from cluster.dispatch import Send, states_stream, stream_name
 from cluster.drafting.draft_reporter import DraftReporter
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
-from cluster.drafting.requests import Proposal
+from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.pass_timing import DraftTiming
+from cluster.progress import Patience, ProgressWatch
 from cluster.telemetry import Timeline
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Block, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
+from protos.messages import Block, DraftRequest, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Drafter:
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self._reporter = DraftReporter(profile)
+        self._progress = ProgressWatch(Patience())
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self._credentials = credentials or NoCredentials()
         self._method = method
@@ -71,6 +73,7 @@ class Drafter:
         self._targets: dict[str, Link] = {}  # by address
         self._feeds: dict[str, Link] = {}  # of hidden states, by their streams' names; of a method that reads them
         self._changed = asyncio.Event()
+        self._left = asyncio.Event()  # nobody is drafted for any more, as planned
         self._wanted = threading.Event()  # what interrupts drafting ahead
         self._streams = 0
 
@@ -82,6 +85,8 @@ class Drafter:
         while True:
             drafting = self.scheduler.next_pass(limit, limit)
             if drafting.is_empty:
+                if self.scheduler.has_left:
+                    self._left.set()
                 self._changed.clear()
                 await self._changed.wait()
                 continue
@@ -104,7 +109,9 @@ class Drafter:
             self.timeline.record("draft ahead" if drafting.ahead else "draft", *names)
         self._wanted.clear()
         make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
+        self._progress.works(self._expected_s(drafting), began)
         proposals = await loop.run_in_executor(self._thread, make)
+        self._progress.rests()
         if names:
             self.timeline.record("drafted", *names)
         if drafting.requests:
@@ -115,12 +122,31 @@ class Drafter:
                 self.timing = self.timing.after(names, longest, took_s)
         return proposals
 
+    async def leave(self, within_s: float) -> None:
+        """Takes no more sessions, and drafts for those that it has until routers have moved them, or time is up."""
+        self._send(self.scheduler.leave())
+        self._changed.set()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._left.wait()
+        except TimeoutError:
+            return  # its sessions go on plainly
+
+    def _expected_s(self, drafting: DraftingPass) -> float | None:
+        """By what passes were measured to cost, each token of a prompt as a row; None where nothing is known."""
+        cost = self.timing.cost
+        asked: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
+        longest = max((request.max_tokens for request in asked), default=0)
+        unread = sum(request.base_len for request in asked if request.session not in self.timing.read)
+        read_s = cost.forward.seconds(unread, unread) if unread else 0.0
+        return cost.seconds(len(asked), longest) + read_s or None
+
     async def close(self) -> None:
         for link in [*self._targets.values(), *self._feeds.values()]:
             await link.close()
         self._targets.clear()
         self._feeds.clear()
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=self.stuck_s is None)  # nobody waits for a pass that never ends
 
     def _offer(self, proposals: list[Proposal]) -> None:
         """Sends blocks, unless the verdict has overtaken them."""
@@ -242,6 +268,11 @@ class Drafter:
     def refusals(self) -> Refusals:
         """Of who may not do what it wanted."""
         return self.scheduler.refusals
+
+    @property
+    def stuck_s(self) -> float | None:
+        """How long the pass at hand has taken, where that is longer than it may take."""
+        return self._progress.stuck_s(self._clock())
 
     @property
     def is_idle(self) -> bool:

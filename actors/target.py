@@ -12,20 +12,22 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from actors.engine.engine import Engine
+from actors.grammars.grammar_gate import GrammarGate
 from actors.transport.streams import Outbox, StatesOutbox
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send, states_stream, stream_name
+from cluster.engines.session_memory import SessionMemory
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
-from cluster.session_memory import SessionMemory
+from cluster.progress import Patience, ProgressWatch
 from cluster.telemetry import Timeline
 from cluster.trust.refusals import Refusals
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
 from protos.codec import Decoded
-from protos.messages import Block, Hello, Refusal, RefusalReason, Welcome
+from protos.messages import Block, Hello, Message, Refusal, RefusalReason, Welcome
 
 TURN_BYTES = 4 << 20  # of hidden states that are read between two steps: as many as a step's chunk of a prompt has
 Computed = TypeVar("Computed")
@@ -56,12 +58,15 @@ class TargetReplica:
         self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
+        self.decided_tokens = 0  # by steps; where a session ends, those after its end count too
         self.failure: EngineError | None = None
         self._engine = engine
-        self._step_timeout_s = step_timeout_s
+        self._gate = GrammarGate(engine.prepare, self._take, self._refuse)
+        self._progress = ProgressWatch(Patience(most_s=step_timeout_s))
         self._clock = clock
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
+        self._left = asyncio.Event()  # nobody is served any more, as planned
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
@@ -74,15 +79,18 @@ class TargetReplica:
             if plan is not None:
                 await self._step(plan)
             elif is_fed:
+                if self.scheduler.departure.is_complete:
+                    self._left.set()
                 await self._wait_until(self.scheduler.next_due())
 
     async def _step(self, plan: StepPlan) -> None:
         sessions = [row.session for row in plan.rows]
         self.timeline.record("verify", *sessions)
         began = self._clock()
-        outcomes = await self._compute(self._engine.step(plan))
+        outcomes = await self._compute(self._engine.step(plan), self._expected_s(plan))
         now = self._clock()
         self.timeline.record("decided", *sessions)
+        self.decided_tokens += sum([outcome.accepted + 1 for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
         await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
 
@@ -95,21 +103,32 @@ class TargetReplica:
         while (asked := self.scheduler.feeds.next_read()) is not None:
             if left <= 0 and self.scheduler.feeds.fresh is None:
                 return False
-            rows = await self._compute(self._engine.read(asked))
+            rows = await self._compute(self._engine.read(asked), None)
             left -= len(rows)
             self._send(self.scheduler.feeds.sent(asked, rows))
         return True
 
-    async def _compute(self, work: Awaitable[Computed]) -> Computed:
+    def _expected_s(self, plan: StepPlan) -> float | None:
+        """By what steps were measured to cost; None while nothing is known."""
+        rows = len(plan.rows)
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        cost = self.scheduler.step_cost
+        return max(cost.drafts_s(rows, tokens), cost.prompts_s(rows, tokens)) or None
+
+    async def _compute(self, work: Awaitable[Computed], expected_s: float | None) -> Computed:
+        limit_s = self._progress.works(expected_s, self._clock())
         try:
-            async with asyncio.timeout(self._step_timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await work
         except TimeoutError as error:
-            self.failure = EngineError(f"a step took longer than {self._step_timeout_s} s")
+            expected = "" if expected_s is None else f", and was expected to take {expected_s:.3g} s"
+            self.failure = EngineError(f"a step took longer than {limit_s:.3g} s{expected}")
             raise self.failure from error
         except EngineError as error:
             self.failure = error
             raise
+        finally:
+            self._progress.rests()
 
     async def _wait_until(self, due: float | None) -> None:
         self._changed.clear()
@@ -118,6 +137,21 @@ class TargetReplica:
                 await self._changed.wait()
         except TimeoutError:
             return  # the patience with some block is over
+
+    async def leave(self, within_s: float) -> None:
+        """Takes no more sessions, and goes on with those that it has until routers have moved them elsewhere.
+
+        What is left after `within_s` is given back; routers open it again wherever there is room.
+        """
+        departure = self.scheduler.departure
+        self._send(departure.begin())
+        self._changed.set()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._left.wait()
+        except TimeoutError:
+            self._send(departure.end())
+            self._changed.set()
 
     def _send(self, sends: list[Send]) -> None:
         for stream, message in sends:
@@ -162,10 +196,19 @@ class TargetReplica:
         for message in frame.messages:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
-            self._send(self.scheduler.receive(stream, message, now))
+            if not self._gate.takes(stream, message):
+                self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
 
+    def _take(self, stream: str, message: Message) -> None:
+        self._send(self.scheduler.receive(stream, message, self._clock()))
+        self._changed.set()
+
+    def _refuse(self, stream: str, refusal: Refusal) -> None:
+        self._send([(stream, refusal)])
+
     def stream_down(self, stream: str) -> None:
+        self._gate.gone(stream)
         self.scheduler.gone(stream, self._clock())
         del self._outboxes[stream]
         self._changed.set()
@@ -190,5 +233,10 @@ class TargetReplica:
         return self.scheduler.refusals
 
     @property
+    def stuck_s(self) -> float | None:
+        """How long the step at hand has taken, where that is longer than it may take."""
+        return self._progress.stuck_s(self._clock())
+
+    @property
     def is_idle(self) -> bool:
-        return self.scheduler.is_idle
+        return self.scheduler.is_idle and self._gate.is_empty

@@ -27,10 +27,11 @@ from cluster.draft_options import (
     StatesOptions,
     SuffixOptions,
 )
+from cluster.engines.vllm_options import faults_of
 from cluster.errors import ConfigError
 from cluster.kubernetes_options import KubernetesOptions
+from cluster.trust.api_keys import ApiKey
 from cluster.trust.trust_options import TrustConfig
-from cluster.vllm_options import faults_of
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
@@ -58,7 +59,11 @@ class Resources(_Frozen):
     """What Ray reserves for one process that runs a model."""
 
     num_cpus: float = Field(1, ge=0, description="may be a fraction")
-    num_gpus: float = Field(0, ge=0, description="may be a fraction")
+    num_gpus: float = Field(
+        0,
+        ge=0,
+        description="a fraction shares a GPU: 0.25 puts four such processes on one, each with a quarter of its memory",
+    )
     accelerator_type: str | None = Field(None, description="Ray accelerator type, for instance L4 or H100")
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
@@ -67,6 +72,17 @@ class Resources(_Frozen):
         (), description="cores that the process may run on, and a target's coordinator; empty: any"
     )
     background: bool = Field(False, description="whether the model computes only while nobody else wants its cores")
+
+    @model_validator(mode="after")
+    def _whole_or_part(self) -> Self:
+        if self.num_gpus > 1 and self.num_gpus % 1:
+            raise ValueError(f"num_gpus is {self.num_gpus:g}, expected a whole number, or a part of one GPU")
+        return self
+
+    @property
+    def gpu_share(self) -> float:
+        """Of the one GPU that the process computes on."""
+        return min(self.num_gpus, 1.0) or 1.0
 
 
 class CacheConfig(_Frozen):
@@ -77,7 +93,7 @@ class CacheConfig(_Frozen):
         None,
         gt=0,
         description="memory of the cache; default: room for max_sessions of max_context tokens, but no more than half"
-        " of the memory that is free after loading, on a GPU nine tenths of it",
+        " of the memory that is free after loading, on a GPU nine tenths of it, or of what num_gpus leaves",
     )
 
 
@@ -151,7 +167,14 @@ class TargetPool(_Frozen):
     cache_per_rank: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(16, description="sessions in a replica's cache at once; further ones queue")
     max_step_tokens: Positive = Field(512, description="most tokens of one forward; long prompts are fed in chunks")
-    step_timeout_s: Seconds = Field(60, description="a step that takes longer ends the replica")
+    step_timeout_s: Seconds = Field(
+        60,
+        description="a step that takes longer ends the replica, as does one that takes thirty times as long as steps"
+        " of its size were measured to, but not before ten seconds",
+    )
+    drain_s: Seconds = Field(
+        30, description="how long a replica that stops goes on with sessions that no other replica has room for"
+    )
 
     @model_validator(mode="after")
     def _has_places(self) -> Self:
@@ -293,6 +316,11 @@ class ServerConfig(_Frozen):
     max_request_sessions: Positive = Field(
         128, description="sessions that one request may have: its prompts, times n; more get 400"
     )
+    generation_defaults: Literal["model", "none"] = Field(
+        "model",
+        description="where sampling parameters come from that a request leaves out: `model`: the checkpoint's"
+        " generation_config.json, as far as it has them; `none`: OpenAI's defaults alone",
+    )
     drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
     stream_interval: Positive = Field(
         1,
@@ -300,6 +328,26 @@ class ServerConfig(_Frozen):
         " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
     )
     target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
+    page: bool = Field(True, description="whether `/` shows what the pools are at, to whoever may ask")
+    served_names: tuple[str, ...] = Field((), description="further names that clients may use for the model")
+    cors_origins: tuple[str, ...] = Field(
+        (), description="sites whose pages in a browser may ask; `*`: all; empty: none but pages of this address"
+    )
+    stream_keep_alive_s: Seconds = Field(
+        15, description="a stream in which so long nothing came gets a comment, so that nobody takes it for dead"
+    )
+    keys: dict[str, ApiKey] = Field({}, description="API keys, by names of your choice; empty: nobody needs one")
+    insecure: bool = Field(
+        False, description="whether anybody who reaches an address beyond loopback may be served without a key"
+    )
+    allow_special_tokens_in_text: bool = Field(
+        False, description="control tokens that are spelled in a chat's messages are taken as tokens, not as text"
+    )
+    response_template: Literal["auto", "none"] | dict[str, Any] = Field(
+        "auto",
+        description="how the target writes reasoning and tool calls, as a response template of transformers; auto: the"
+        " checkpoint's own, or what transformers knows of its architecture; none: all of an answer is content",
+    )
     audit: AuditConfig = AuditConfig()
 
 
@@ -314,9 +362,14 @@ class SlipstreamConfig(_Frozen):
     trust: TrustConfig = TrustConfig()
     kubernetes: KubernetesOptions = KubernetesOptions()
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All names of the model, of which the first is its own."""
+        return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
+
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        """A vLLM target tells what it draws itself, and neither probabilities, hidden states nor margins."""
+        """A vLLM target decides by its own draws, and sends no hidden states."""
         if self.target.engine != "vllm":
             return self
         if self.speculation.acceptance == "ratio":
@@ -326,8 +379,6 @@ class SlipstreamConfig(_Frozen):
                 f"draft.method {self.draft.method} reads the target's hidden states, which a vLLM target does not send;"
                 " use a method that reads none, or target.engine slipstream"
             )
-        if self.server.audit.share:
-            raise ValueError("server.audit.share asks for margins, which a vLLM target does not tell; leave it at 0")
         return self
 
 

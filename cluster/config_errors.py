@@ -1,7 +1,7 @@
 """What is wrong with a file that holds a frozen model, one line a key: what was found, and what was expected."""
 
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -24,12 +24,16 @@ def _fault(found: ErrorDetails, model: type[BaseModel]) -> str:
 
 def _keys(sections: list[str], model: type[BaseModel]) -> list[str]:
     """The keys of a section, named by those that it is in."""
-    for name in sections:
-        model = _section(model.model_fields[name].annotation)
+    names = iter(sections)
+    for name in names:
+        annotation = model.model_fields[name].annotation
+        model = _section(annotation)
+        if get_origin(annotation) is dict:
+            next(names)  # a name of somebody's choice
     return list(model.model_fields)
 
 
 def _section(annotation: Any) -> type[BaseModel]:
-    """Of a field that holds a section, or a section or nothing."""
+    """Of a field that holds a section, a section or nothing, or sections by name."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next(kind for kind in kinds if issubclass(kind, BaseModel))

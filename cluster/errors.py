@@ -4,6 +4,7 @@ SlipstreamError
 |- ConfigError           the configuration is wrong; nothing was started
 |- ModelError            a checkpoint cannot be used as asked
 |- RequestError          a request is wrong; carries the field at fault
+|- GrammarError          a grammar cannot be kept to; says why
 |- CapacityError         no room now; trying later may help
 |- DrainingError         this server is stopping; another may take the request
 |- TargetLostError       a session's target replicas failed too often, or none is left
@@ -25,11 +26,16 @@ class ModelError(SlipstreamError):
 
 
 class RequestError(SlipstreamError):
-    """A request cannot be served as asked; `field` names what is wrong in it."""
+    """A request cannot be served as asked; `field` names what is wrong in it, and `code` in which way."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
+
+
+class GrammarError(SlipstreamError):
+    """A grammar is malformed, cannot be met by any text, or takes more work than is allowed."""
 
 
 class CapacityError(SlipstreamError):

@@ -46,16 +46,18 @@ class _Published:
     parent: "_Published | None"
     tokens: tuple[int, ...]
     page: int
+    salt: bytes
 
-    def holds(self, parent: "_Published | None", tokens: tuple[int, ...]) -> bool:
+    def holds(self, parent: "_Published | None", tokens: tuple[int, ...], salt: bytes) -> bool:
         """Whether it is this very content; hashes may collide."""
-        return self.parent is parent and self.tokens == tokens
+        return self.parent is parent and self.tokens == tokens and self.salt == salt
 
 
 @dataclass(eq=False)
 class _Holding:
     table: list[int]
     published: int  # its first pages, each published after the one before
+    salt: bytes
 
 
 class PageAllocator:
@@ -102,16 +104,17 @@ class PageAllocator:
 
     # ------------------------------------------------------------ the life of a session
 
-    def open(self, session: str, tokens: Sequence[int]) -> int:
+    def open(self, session: str, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Adds a session; returns how many of its first positions are cached already.
 
-        The last token never is: somebody has to compute what comes after it.
+        The last token never is: somebody has to compute what comes after it. Pages are shared among sessions of the
+        same salt alone.
         """
         assert session not in self._sessions, f"{session} is open already"
-        table = self._find(tokens)
+        table = self._find(tokens, salt)
         for page in table:
             self._acquire(page)
-        self._sessions[session] = _Holding(table, published=len(table))
+        self._sessions[session] = _Holding(table, len(table), salt)
         return len(table) * self.page_size
 
     def fork(self, parent: str, child: str, length: int) -> None:
@@ -122,7 +125,7 @@ class PageAllocator:
         table = origin.table[: self.pages_for(length)]
         for page in table:
             self._acquire(page)
-        self._sessions[child] = _Holding(table, min(origin.published, len(table)))
+        self._sessions[child] = _Holding(table, min(origin.published, len(table)), origin.salt)
 
     def reserve(self, session: str, start: int, end: int) -> list[PageCopy] | None:
         """Makes positions `start` to `end` writable; what is cached from `start` on counts no more.
@@ -185,17 +188,17 @@ class PageAllocator:
     def _page_tokens(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
 
-    def _key(self, parent: _Published | None, tokens: tuple[int, ...]) -> bytes:
-        return self._hash_page(self._hash_key, parent.key if parent is not None else b"", tokens)
+    def _key(self, parent: _Published | None, tokens: tuple[int, ...], salt: bytes) -> bytes:
+        return self._hash_page(self._hash_key, parent.key if parent is not None else salt, tokens)
 
-    def _find(self, tokens: Sequence[int]) -> list[int]:
+    def _find(self, tokens: Sequence[int], salt: bytes) -> list[int]:
         """Published pages that hold these tokens, as far as they go, but for the last token."""
         found: list[int] = []
         parent: _Published | None = None
         for index in range((len(tokens) - 1) // self.page_size):
             content = self._page_tokens(tokens, index)
-            known = self._index.get(self._key(parent, content))
-            if known is None or not known.holds(parent, content):
+            known = self._index.get(self._key(parent, content, salt))
+            if known is None or not known.holds(parent, content, salt):
                 break
             found.append(known.page)
             parent = known
@@ -208,12 +211,13 @@ class PageAllocator:
         """
         page = held.table[index]
         parent = self._published[held.table[index - 1]] if index else None
-        key = self._key(parent, tokens)
+        salt = held.salt
+        key = self._key(parent, tokens, salt)
         known = self._index.get(key)
         if known is None:
             assert page not in self._published, f"page {page} is published with other tokens"
-            self._index[key] = self._published[page] = _Published(key, parent, tokens, page)
-        elif not known.holds(parent, tokens):
+            self._index[key] = self._published[page] = _Published(key, parent, tokens, page, salt)
+        elif not known.holds(parent, tokens, salt):
             return False
         else:  # possibly this very page, published by a fork
             self._acquire(known.page)

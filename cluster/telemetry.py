@@ -8,8 +8,9 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 # Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store, where Serve's watching of
 # an answer that its caller has already dropped ends the caller.
@@ -52,6 +53,17 @@ class Timeline:
 
     def events(self) -> list[Event]:
         return list(self._events)
+
+    def now(self) -> float:
+        """The time by which events are recorded."""
+        return self._clock()
+
+    def latest(self, seconds: float, names: Container[str], wall_clock: Callable[[], float] = time.time) -> Recording:
+        """Of the last seconds, and of events with these names."""
+        now = self._clock()
+        newest = takewhile(lambda event: event.at_s >= now - seconds, reversed(self._events))
+        events = [event for event in newest if event.name in names]
+        return Recording(wall_clock() - now, tuple(reversed(events)))
 
     def recording(self, wall_clock: Callable[[], float] = time.time) -> Recording:
         return Recording(wall_clock() - self._clock(), tuple(self._events))

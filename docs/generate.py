@@ -65,8 +65,11 @@ def _section(name: str, schema: Json, field: Json) -> str:
 def _rows(schema: Json, section: Json, name: str) -> Iterator[tuple[str, str, str, str]]:
     for key, field in section["properties"].items():
         inner = _definition(schema, field)
+        each = _definition(schema, _values(field))
         if "properties" in inner:
             yield from _rows(schema, inner, f"{name}.{key}")
+        elif "properties" in each:
+            yield from _rows(schema, each, f"{name}.{key}.NAME")
         else:
             default = "required" if key in section.get("required", ()) else _default(field)
             yield f"{name}.{key}", _kind(field), default, str(field.get("description", ""))
@@ -78,11 +81,19 @@ def _definition(schema: Json, field: Json) -> Json:
     return field if reference is None else schema["$defs"][reference.rpartition("/")[2]]
 
 
+def _values(field: Json) -> Json:
+    """What a mapping holds, if it is one."""
+    values = field.get("additionalProperties")
+    return values if isinstance(values, dict) else {}
+
+
 def _kind(field: Json) -> str:
     if "anyOf" in field:
         return " or ".join(_kind(part) for part in field["anyOf"] if part != {"type": "null"})
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if field["type"] == "object" and field["additionalProperties"] is True:
+        return "mapping"
     if field["type"] == "object":
         values = field["additionalProperties"]
         return "mapping" if values is True else f"mapping of names to {_kind(values)}s"

@@ -3,6 +3,7 @@
 A message that does not fit is dropped and returned as `Malformed`, so that one bad message costs nobody else anything.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from protos.messages import (
     DraftRequest,
     Frame,
     Hello,
+    Leaving,
     Message,
     NoDraft,
     Open,
@@ -25,9 +27,11 @@ from protos.messages import (
     Resync,
     States,
     StatesAck,
+    TokenRules,
     Verdict,
     Welcome,
 )
+from protos.scores import TokenScore
 from protos.to_pb import TO_PB
 
 FrameT = TypeVar("FrameT", bound=ProtoMessage)
@@ -67,6 +71,7 @@ _FIELD: dict[type, str] = {
     DraftRequest: "draft_requests",
     Resync: "resyncs",
     Refusal: "refusals",
+    Leaving: "leaving",
 }
 
 
@@ -80,7 +85,7 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     for message in messages:
         name = _FIELD[type(message)]
         value = TO_PB[type(message)](message)
-        if name in ("hello", "welcome"):
+        if name in ("hello", "welcome", "leaving"):
             fields[name] = value
         else:
             fields.setdefault(name, []).append(value)
@@ -93,7 +98,22 @@ def encoded_bytes(message: Message) -> int:
         return 256 + _tree_bytes(message.tree)
     if isinstance(message, States):
         return 256 + len(message.rows)
-    return 256 + 4 * len(getattr(message, "tokens", ()))
+    size = 256 + 4 * len(getattr(message, "tokens", ()))
+    if isinstance(message, Open):
+        own = 4 * len(message.stop_ids) + len(message.cache_salt.encode())
+        return size + own + _rules_bytes(message.rules)
+    if isinstance(message, Verdict):
+        return size + _scores_bytes(message.scores) + _scores_bytes(message.prompt_scores)
+    return size
+
+
+def _rules_bytes(rules: TokenRules) -> int:
+    words = sum([4 * len(word) + 2 for word in rules.bad_words])
+    return 12 * len(rules.logit_bias) + 4 * len(rules.allowed) + words
+
+
+def _scores_bytes(scores: Sequence[TokenScore]) -> int:
+    return 8 * len(scores) * (1 + len(scores[0].top_ids)) if scores else 0
 
 
 def _tree_bytes(tree: DraftTree) -> int:

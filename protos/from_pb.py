@@ -1,6 +1,7 @@
 """From protobuf to domain messages: one function a kind, each of which raises ValueError for what does not fit.
 
 It checks everything that can be checked without knowing a session: sizes that fit together, values in range.
+Long because there is a function for each kind.
 """
 
 import math
@@ -12,6 +13,8 @@ import numpy as np
 from protos import speculation_pb2 as pb
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.messages import (
+    MAX_GRAMMAR_BYTES,
+    NO_RULES,
     PROOF_BYTES,
     Acceptance,
     Attach,
@@ -23,6 +26,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Leaving,
     LiveSession,
     Message,
     NoDraft,
@@ -35,12 +39,17 @@ from protos.messages import (
     States,
     StatesAck,
     Ticket,
+    TokenRules,
     Verdict,
     Welcome,
 )
+from protos.scores import MAX_TOP, NO_SCORING, Scoring, TokenScore
 from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 
 MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
+REPETITION_PENALTIES = (0.01, 100.0)  # the least and the most; beyond them, logits could overflow
+MAX_BIAS = 100  # as in OpenAI's API
+MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
 MAX_KEY_BYTES = 64  # of blake2b
 
@@ -93,7 +102,49 @@ def _sampling_from_pb(m: pb.Sampling) -> Sampling:
     require(0 <= m.min_p <= 1, f"min_p is {m.min_p}, expected 0..1")
     for name, value in (("frequency_penalty", m.frequency_penalty), ("presence_penalty", m.presence_penalty)):
         require(abs(value) <= MAX_PENALTY, f"{name} is {value}, expected -{MAX_PENALTY}..{MAX_PENALTY}")
-    return Sampling(m.temperature, m.top_k, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty)
+    least, most = REPETITION_PENALTIES
+    repetition = m.repetition_penalty
+    require(least <= repetition <= most, f"repetition_penalty is {repetition}, expected {least} to {most}")
+    return Sampling(m.temperature, m.top_k, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty, repetition)
+
+
+def _rules_from_pb(m: pb.TokenRules) -> TokenRules:
+    biased = _int32_tuple(m.bias_ids, "bias_ids")
+    require(len(biased) == len(m.bias), f"{len(biased)} bias_ids with {len(m.bias)} numbers")
+    require(len(set(biased)) == len(biased), "bias_ids name a token twice")
+    require(all(abs(value) <= MAX_BIAS for value in m.bias), f"a bias is beyond -{MAX_BIAS}..{MAX_BIAS}")
+    words = tuple([_int32_tuple(word, "bad_words") for word in m.bad_words])
+    require(all(words), "bad_words hold an empty one")
+    bias = tuple(zip(biased, m.bias, strict=True))
+    return TokenRules(bias, _int32_tuple(m.allowed, "allowed"), words, m.min_len)
+
+
+def _scoring_from_pb(m: pb.Scoring) -> Scoring:
+    scoring = Scoring(
+        m.top if m.HasField("top") else None,
+        m.prompt_top if m.HasField("prompt_top") else None,
+    )
+    most = max(scoring.top or 0, scoring.prompt_top or 0)
+    require(most <= MAX_TOP, f"{most} likeliest tokens are asked for, expected at most {MAX_TOP}")
+    return scoring
+
+
+def _scores_from_pb(m: pb.TokenScores) -> tuple[TokenScore, ...]:
+    count = len(m.logprobs) // 4
+    sizes = (len(m.logprobs), len(m.ranks), len(m.top_ids), len(m.top_logprobs))
+    require(count > 0 and sizes[:2] == (4 * count, 4 * count), f"scores of {sizes} bytes, expected 4 a token")
+    width = len(m.top_ids) // (4 * count)
+    require(sizes[2:] == (4 * count * width, 4 * count * width), f"scores of {sizes} bytes, expected as many a token")
+    require(width <= MAX_TOP, f"scores name {width} tokens a place, expected at most {MAX_TOP}")
+    ids = np.frombuffer(m.top_ids, dtype="<i4").reshape(count, width)
+    require(width == 0 or int(ids.min()) >= 0, "scores name a negative token id")
+    columns = (
+        np.frombuffer(m.logprobs, dtype="<f4").tolist(),
+        np.frombuffer(m.ranks, dtype="<u4").tolist(),
+        map(tuple, ids.tolist()),
+        map(tuple, np.frombuffer(m.top_logprobs, dtype="<f4").reshape(count, width).tolist()),
+    )
+    return tuple([TokenScore(*row) for row in zip(*columns, strict=True)])
 
 
 def _ticket_from_pb(m: pb.Ticket) -> Ticket:
@@ -117,6 +168,7 @@ def _open_from_pb(m: pb.Open) -> Open:
     rival = m.rival if m.HasField("rival") else None
     if rival is not None:
         require(m.audit and m.max_len == len(tokens) + 1, "a rival is named, expected an audit of one token")
+    require(len(m.cache_salt) <= MAX_SALT_CHARS, f"cache_salt is longer than {MAX_SALT_CHARS} characters")
     return Open(
         session=m.session,
         attempt=m.attempt,
@@ -135,7 +187,19 @@ def _open_from_pb(m: pb.Open) -> Open:
         rival=rival,
         ticket_key=_ticket_key_from(m.ticket_key),
         ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
+        grammar=_grammar_from(m.grammar),
+        rules=_rules_from_pb(m.rules) if m.HasField("rules") else NO_RULES,
+        scoring=_scoring_from_pb(m.scoring) if m.HasField("scoring") else NO_SCORING,
+        priority=m.priority,
+        cache_salt=m.cache_salt,
+        wants_rejected=m.wants_rejected,
     )
+
+
+def _grammar_from(grammar: str) -> str:
+    size = len(grammar.encode())
+    require(size <= MAX_GRAMMAR_BYTES, f"grammar has {size} bytes, expected at most {MAX_GRAMMAR_BYTES}")
+    return grammar
 
 
 def _close_from_pb(m: pb.Close) -> Close:
@@ -190,7 +254,14 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         m.accepted <= m.drafted and m.accepted <= len(tokens),
         f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
     )
+    rejected = _int32_tuple(m.rejected, "rejected")
+    require(
+        len(rejected) <= m.drafted - m.accepted,
+        f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted",
+    )
     margin = m.margin if m.HasField("margin") else None
+    scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
+    require(len(scores) in (0, len(tokens)), f"{len(scores)} scores of {len(tokens)} decided tokens")
     require(margin is None or 0 <= margin < math.inf, f"margin is {margin}, expected a finite number of 0 or more")
     return Verdict(
         session=m.session,
@@ -204,6 +275,10 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         answer=DraftAnswer(m.answer),
         collapse=_collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
         margin=margin,
+        scores=scores,
+        prompt_scores=_scores_from_pb(m.prompt_scores) if m.HasField("prompt_scores") else (),
+        prefix_cached=m.prefix_cached,
+        rejected=rejected,
     )
 
 
@@ -242,6 +317,10 @@ def _refusal_from_pb(m: pb.Refusal) -> Refusal:
     return Refusal(m.session, m.attempt, RefusalReason(m.reason), m.message)
 
 
+def _leaving_from_pb(m: pb.Leaving) -> Leaving:
+    return Leaving()
+
+
 FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.Hello: _hello_from_pb,
     pb.Welcome: _welcome_from_pb,
@@ -257,4 +336,5 @@ FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.DraftRequest: _draft_request_from_pb,
     pb.Resync: _resync_from_pb,
     pb.Refusal: _refusal_from_pb,
+    pb.Leaving: _leaving_from_pb,
 }

@@ -1,17 +1,20 @@
 """Domain messages: what peers say to each other, as frozen values.
 
 `speculation.proto` documents every field; `codec.py` is the only translation. Knows nothing of protobuf.
+Long because all that is said is in one place.
 """
 
 from collections.abc import Sequence
 from enum import IntEnum
 
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
+from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.states import StateDtype, StatesFormat
 from protos.values import value
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
+MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # of a ticket
 
 
@@ -81,6 +84,7 @@ class Sampling:
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     @property
     def greedy(self) -> bool:
@@ -88,7 +92,31 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        additive = self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return additive or self.repetition_penalty != 1.0
+
+    @property
+    def filters(self) -> tuple[float, int, float, float]:
+        """What restricts a distribution once penalties are in it."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+
+@value
+class TokenRules:
+    """Which tokens a request allows, and how much it likes them; the neutral values allow all alike."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token and what is added to its logit, each token once
+    allowed: tuple[int, ...] = ()  # none: all are
+    bad_words: tuple[tuple[int, ...], ...] = ()  # of which the last token is forbidden after those before it
+    min_len: int = 0  # tokens before which no stop id may come, prompt included
+
+    @property
+    def highest_id(self) -> int:
+        biased = max([token for token, _ in self.logit_bias], default=0)
+        return max(biased, max(self.allowed, default=0), max([max(word) for word in self.bad_words], default=0))
+
+
+NO_RULES = TokenRules()
 
 
 @value
@@ -118,6 +146,12 @@ class Open:
     rival: int | None = None  # of an audit of one token: whose margin is asked for
     ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
     ticket: Ticket | None = None  # to a drafter: what it is to show
+    grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
+    rules: TokenRules = NO_RULES
+    scoring: Scoring = NO_SCORING
+    priority: int = 0  # lower numbers are admitted first
+    cache_salt: str = ""
+    wants_rejected: bool = False  # to a target: whether verdicts are to hold the draft tokens that were rejected
 
     @property
     def takes_trees(self) -> bool:
@@ -188,6 +222,10 @@ class Verdict:
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
     margin: float | None = None  # by which the token was ahead of the rival that the Open names
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open asks for them
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
+    prefix_cached: int = 0  # tokens of the Open that were in the target's cache when it came
+    rejected: tuple[int, ...] = ()  # to a router that asked for it: what the draft had after the accepted tokens
 
 
 @value
@@ -248,6 +286,11 @@ class Refusal:
     message: str
 
 
+@value
+class Leaving:
+    """The sender ends soon, as planned: it takes no new sessions, and those that it has are to be given to others."""
+
+
 Message = (
     Hello
     | Welcome
@@ -263,6 +306,7 @@ Message = (
     | DraftRequest
     | Resync
     | Refusal
+    | Leaving
 )
 Frame = Sequence[Message]
 """Everything due for one peer, in order within each kind."""

@@ -92,20 +92,44 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., peer_id: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     frequency_penalty: float
     presence_penalty: float
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ...) -> None: ...
+    repetition_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
+
+class TokenRules(_message.Message):
+    __slots__ = ("bias_ids", "bias", "allowed", "bad_words", "min_len")
+    BIAS_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_LEN_FIELD_NUMBER: _ClassVar[int]
+    bias_ids: bytes
+    bias: _containers.RepeatedScalarFieldContainer[float]
+    allowed: bytes
+    bad_words: _containers.RepeatedScalarFieldContainer[bytes]
+    min_len: int
+    def __init__(self, bias_ids: _Optional[bytes] = ..., bias: _Optional[_Iterable[float]] = ..., allowed: _Optional[bytes] = ..., bad_words: _Optional[_Iterable[bytes]] = ..., min_len: _Optional[int] = ...) -> None: ...
+
+class Scoring(_message.Message):
+    __slots__ = ("top", "prompt_top")
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_FIELD_NUMBER: _ClassVar[int]
+    top: int
+    prompt_top: int
+    def __init__(self, top: _Optional[int] = ..., prompt_top: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("assignment", "proof")
@@ -116,7 +140,7 @@ class Ticket(_message.Message):
     def __init__(self, assignment: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "max_draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "grammar", "rules", "scoring", "priority", "cache_salt", "wants_rejected")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +158,12 @@ class Open(_message.Message):
     RIVAL_FIELD_NUMBER: _ClassVar[int]
     TICKET_KEY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    SCORING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_REJECTED_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     tokens: bytes
@@ -151,7 +181,13 @@ class Open(_message.Message):
     rival: int
     ticket_key: bytes
     ticket: Ticket
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+    grammar: str
+    rules: TokenRules
+    scoring: Scoring
+    priority: int
+    cache_salt: str
+    wants_rejected: bool
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., max_draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., wants_rejected: _Optional[bool] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")
@@ -229,8 +265,20 @@ class Collapse(_message.Message):
     is_resynced: bool
     def __init__(self, usual: _Optional[float] = ..., latest: _Optional[float] = ..., is_resynced: _Optional[bool] = ...) -> None: ...
 
+class TokenScores(_message.Message):
+    __slots__ = ("logprobs", "ranks", "top_ids", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+
 class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin")
+    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin", "scores", "prompt_scores", "prefix_cached", "rejected")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +290,10 @@ class Verdict(_message.Message):
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     COLLAPSE_FIELD_NUMBER: _ClassVar[int]
     MARGIN_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     base_len: int
@@ -253,7 +305,11 @@ class Verdict(_message.Message):
     answer: DraftAnswer
     collapse: Collapse
     margin: float
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ...) -> None: ...
+    scores: TokenScores
+    prompt_scores: TokenScores
+    prefix_cached: int
+    rejected: bytes
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ..., scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prompt_scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prefix_cached: _Optional[int] = ..., rejected: _Optional[bytes] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("session", "attempt", "base_len", "prefix_hash", "max_tokens", "hold_step", "least_chance", "shape")
@@ -321,6 +377,10 @@ class Refusal(_message.Message):
     message: str
     def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RouterToDrafter(_message.Message):
     __slots__ = ("hello", "opens", "closes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -332,14 +392,16 @@ class RouterToDrafter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
 
 class DrafterToRouter(_message.Message):
-    __slots__ = ("welcome", "resyncs", "refusals")
+    __slots__ = ("welcome", "resyncs", "refusals", "leaving")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class RouterToTarget(_message.Message):
     __slots__ = ("hello", "opens", "closes")
@@ -352,14 +414,16 @@ class RouterToTarget(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
 
 class TargetToRouter(_message.Message):
-    __slots__ = ("welcome", "verdicts", "refusals")
+    __slots__ = ("welcome", "verdicts", "refusals", "leaving")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class DrafterToTarget(_message.Message):
     __slots__ = ("hello", "detaches", "attaches", "blocks", "no_drafts")

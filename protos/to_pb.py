@@ -1,6 +1,6 @@
 """From domain messages to protobuf: one function a kind."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from google.protobuf.message import Message as ProtoMessage
 from protos import speculation_pb2 as pb
 from protos.draft_tree import SparseProbs
 from protos.messages import (
+    NO_RULES,
     Attach,
     Block,
     Close,
@@ -16,6 +17,7 @@ from protos.messages import (
     Detach,
     DraftRequest,
     Hello,
+    Leaving,
     NoDraft,
     Open,
     Refusal,
@@ -23,9 +25,11 @@ from protos.messages import (
     States,
     StatesAck,
     Ticket,
+    TokenRules,
     Verdict,
     Welcome,
 )
+from protos.scores import TokenScore
 
 
 def _int32_bytes(values: Iterable[int]) -> bytes:
@@ -70,6 +74,7 @@ def _open_to_pb(m: Open) -> pb.Open:
             min_p=s.min_p,
             frequency_penalty=s.frequency_penalty,
             presence_penalty=s.presence_penalty,
+            repetition_penalty=s.repetition_penalty,
         ),
         seed=m.seed,
         choice=m.choice,
@@ -81,6 +86,22 @@ def _open_to_pb(m: Open) -> pb.Open:
         rival=m.rival,
         ticket_key=m.ticket_key,
         ticket=_ticket_to_pb(m.ticket),
+        grammar=m.grammar,
+        rules=_rules_to_pb(m.rules) if m.rules != NO_RULES else None,
+        scoring=pb.Scoring(top=m.scoring.top, prompt_top=m.scoring.prompt_top) if m.scoring.is_wanted else None,
+        priority=m.priority,
+        cache_salt=m.cache_salt,
+        wants_rejected=m.wants_rejected,
+    )
+
+
+def _rules_to_pb(m: TokenRules) -> pb.TokenRules:
+    return pb.TokenRules(
+        bias_ids=_int32_bytes([token for token, _ in m.logit_bias]),
+        bias=[value for _, value in m.logit_bias],
+        allowed=_int32_bytes(m.allowed),
+        bad_words=[_int32_bytes(word) for word in m.bad_words],
+        min_len=m.min_len,
     )
 
 
@@ -139,6 +160,21 @@ def _verdict_to_pb(m: Verdict) -> pb.Verdict:
         answer=pb.DraftAnswer.Name(m.answer),
         collapse=_collapse_to_pb(m.collapse) if m.collapse is not None else None,
         margin=m.margin,
+        prefix_cached=m.prefix_cached,
+        scores=_scores_to_pb(m.scores),
+        prompt_scores=_scores_to_pb(m.prompt_scores),
+        rejected=_int32_bytes(m.rejected),
+    )
+
+
+def _scores_to_pb(scores: Sequence[TokenScore]) -> pb.TokenScores | None:
+    if not scores:
+        return None
+    return pb.TokenScores(
+        logprobs=np.asarray([score.logprob for score in scores], dtype="<f4").tobytes(),
+        ranks=np.asarray([score.rank for score in scores], dtype="<u4").tobytes(),
+        top_ids=np.asarray([score.top_ids for score in scores], dtype="<i4").tobytes(),
+        top_logprobs=np.asarray([score.top_logprobs for score in scores], dtype="<f4").tobytes(),
     )
 
 
@@ -179,6 +215,10 @@ def _refusal_to_pb(m: Refusal) -> pb.Refusal:
     return pb.Refusal(session=m.session, attempt=m.attempt, reason=reason, message=m.message)
 
 
+def _leaving_to_pb(m: Leaving) -> pb.Leaving:
+    return pb.Leaving()
+
+
 TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     Hello: _hello_to_pb,
     Welcome: _welcome_to_pb,
@@ -194,4 +234,5 @@ TO_PB: dict[type, Callable[[Any], ProtoMessage]] = {
     DraftRequest: _draft_request_to_pb,
     Resync: _resync_to_pb,
     Refusal: _refusal_to_pb,
+    Leaving: _leaving_to_pb,
 }

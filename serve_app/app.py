@@ -10,12 +10,13 @@ from ray import serve
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.placement import actor_options, draft_scaling_options, target_group_options, target_scaling_options
+from serve_app.declaration import APPLICATION as APPLICATION
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
 from serve_app.http.failures import RETRY_AFTER_S
 
-APPLICATION = "slipstream"
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
+ENDS_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # what a target has left to end in once it has drained
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -26,7 +27,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def application(config: SlipstreamConfig) -> serve.Application:
     """Binds router, draft pool and target pool."""
     target = serve.deployment(TargetDeployment, name="Target").options(
-        **target_group_options(config.target), **target_scaling_options(config.target), **HEALTH, **POOL_SHUTDOWN
+        **target_group_options(config.target),
+        **target_scaling_options(config.target),
+        **HEALTH,
+        **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": config.target.drain_s + ENDS_S}),
     )
     drafter = serve.deployment(DraftDeployment, name="Drafter").options(
         ray_actor_options=actor_options(config.draft.resources),
@@ -41,6 +45,7 @@ def application(config: SlipstreamConfig) -> serve.Application:
         max_queued_requests=config.server.max_requests,
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
         ray_actor_options={"num_cpus": 0.1},
+        max_surge_percent=100,  # of an update: new requests are taken while those that run are finished
         graceful_shutdown_timeout_s=config.server.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,

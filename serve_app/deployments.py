@@ -6,7 +6,9 @@
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, use_cpu
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
 from actors.methods.registry import create_method, state_bounds, states_format
@@ -37,20 +41,40 @@ from cluster.drafting.following import DrafterLimits
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.placement import draft_scaling_options, target_scaling_options
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
 from serve_app.http.wire.replies import HealthReport
-from serve_app.listening import listening_host
-from serve_app.replica_counters import ReplicaCounters, attention_counts, audit_counts, drafter_counts, target_counts
+from serve_app.listening import listening_host, place
+from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
+from serve_app.replica_counters import (
+    ReplicaCounters,
+    attention_counts,
+    audit_counts,
+    drafter_counts,
+    routed_counts,
+    target_counts,
+)
 from serve_app.target_engines import start_engine
 
 log = logging.getLogger("ray.serve")
+
+MOST_AHEAD = 0.25  # of its places, by which a target may be ahead of others for what its cache holds
+DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
 
 
 def pacing_of(speculation: SpeculationConfig) -> Pacing:
     """The policy that the configuration names."""
     return LockStep() if speculation.is_lock_step else Adaptive()
+
+
+async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
+    """Until the replica has left, or its work has failed."""
+    task = asyncio.create_task(leaving)
+    await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 class TargetDeployment:
@@ -75,6 +99,7 @@ class TargetDeployment:
         self._report = TargetReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: {**target_counts(self._replica, config.draft.method), **attention})
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
+        self._drain_s = config.target.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 
@@ -92,7 +117,7 @@ class TargetDeployment:
             await self._server.stop(grace_s=0)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._engine.step_cost.model_dump_json()}
+        return {ADDRESS: self._server.address, **place(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks every two seconds, here on the event loop, where nothing changes meanwhile."""
@@ -105,6 +130,8 @@ class TargetDeployment:
             raise self._failure
         if self._work.done():
             raise EngineError("the verification loop has ended") from self._work.exception()
+        if (stuck_s := self._replica.stuck_s) is not None:
+            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -141,7 +168,14 @@ class TargetDeployment:
         """What this replica did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
+    async def sample(self) -> TargetSample:
+        """For the live page."""
+        return target_sample(self._replica, f"target {os.getpid()}")
+
     async def __del__(self) -> None:
+        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        await _while_working(self._work, self._replica.leave(self._drain_s))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._engine.close()
@@ -157,6 +191,7 @@ class DraftDeployment:
         loop = asyncio.get_running_loop()
         states = states_format(config.draft, target_folder)
         bounds = state_bounds(config.draft, target_folder)
+        grammars = await loop.run_in_executor(None, grammars_of, partial(load_grammar_vocabulary, target_folder))
         setup = DraftSetup(
             dtype=config.model.dtype,
             max_context=config.model.max_context,
@@ -164,6 +199,7 @@ class DraftDeployment:
             target_tokens=tokens,
             target=config.model.target,
             states=states,
+            makers=() if grammars is None else (grammars.draft_masking,),
         )
         method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
@@ -187,7 +223,7 @@ class DraftDeployment:
         self._work = asyncio.create_task(self._drafter.run())
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json()}
+        return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """As a target's."""
@@ -198,6 +234,8 @@ class DraftDeployment:
         """As a target's."""
         if self._work.done():
             raise EngineError("the drafting loop has ended") from self._work.exception()
+        if (stuck_s := self._drafter.stuck_s) is not None:
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
 
     def inspect(self) -> dict[str, Any]:
@@ -221,10 +259,17 @@ class DraftDeployment:
         """What this drafter did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
+    async def sample(self) -> DraftSample:
+        """For the live page."""
+        return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
+
     async def __del__(self) -> None:
+        """As a target's."""
+        if self._drafter.stuck_s is None:
+            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+        await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._server.stop()
         await self._drafter.close()
 
 
@@ -236,28 +281,48 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         from serve_app.audit_alarm import AuditAlarm
+        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
+        from serve_app.page.page_routes import page_routes
+        from serve_app.page.page_watch import PageWatch
+        from serve_app.page.pool_samples import PoolSamples
         from serve_app.router import Identity, Router, RouterLimits
 
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
-        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s)
+        pool = config.target
+        prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
+        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._config = config
-        self._text = TextCodec.load(str(folder))
+        self._checkpoint = identity.target_model
+        self._text = TextCodec.load(str(folder), config.server)
+        uses_defaults = config.server.generation_defaults == "model"
+        self._defaults = load_defaults(str(folder)) if uses_defaults else NO_DEFAULTS
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
         self._router = Router(ServeMembership(targets, drafters), identity, limits, audits, credentials=credentials)
-        self._metrics = Metrics(remedies=lambda: self._router.remedies)
-        self._counters = ReplicaCounters(lambda: audit_counts(audits))
+        self._metrics = Metrics(remedies=lambda: self._router.remedies, handovers=lambda: self._router.handovers)
+        self._counters = ReplicaCounters(lambda: {**audit_counts(audits), **routed_counts(self._router.routed)})
+        watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
+        self._page = page_routes(watch) if config.server.page else []
         self._work = asyncio.create_task(self._router.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from serve_app.http.api import create_api
 
-        return create_api(self._router, self._text, self._config, self._metrics, self._health)
+        return create_api(
+            self._router,
+            self._text,
+            self._config,
+            self._metrics,
+            self._health,
+            self._defaults,
+            self._checkpoint,
+            self._page,
+        )
 
     async def _health(self) -> HealthReport:
         status = "ok" if self._router.is_ready else "unavailable"
@@ -277,12 +342,15 @@ class RouterDeployment:
         return {
             "pid": os.getpid(),
             "idle": self._router.is_idle,
+            "ready": self._router.is_ready,
             "pools": {
                 TARGET: target_scaling_options(self._config.target)["autoscaling_config"],
                 DRAFT: draft_scaling_options(self._config.draft)["autoscaling_config"],
             },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
+            "routed": self._router.routed,
+            "handovers": self._router.handovers,
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,
@@ -291,3 +359,9 @@ class RouterDeployment:
     def trace(self) -> bytes:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
+
+    async def __del__(self) -> None:
+        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._router.close()

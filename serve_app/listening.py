@@ -1,10 +1,18 @@
-"""Where the gRPC servers of replicas listen."""
+"""Where replicas are, and where their gRPC servers listen."""
 
 import ray
 
+from cluster.routing.ray_membership import NODE, ZONE
 from cluster.trust.trust_options import TrustConfig
 
 LOOPBACK = "127.0.0.1"
+ZONE_LABEL = "ray.io/availability-zone"  # which Ray takes from RAY_NODE_ZONE
+
+
+def place() -> dict[str, str]:
+    """What a replica publishes of where it runs, so that drafters are chosen near their targets."""
+    context = ray.get_runtime_context()
+    return {NODE: context.get_node_id(), ZONE: str(context.get_node_labels().get(ZONE_LABEL, ""))}
 
 
 def listening_host(trust: TrustConfig) -> str:

@@ -57,6 +57,8 @@ HELP = {
     "slipstream_drafting_passes": "Drafting passes: asked for, or ahead of verdicts",
     "slipstream_drafter_events": "What else a drafter counts",
     "slipstream_audits": "Requests that were chosen to be decided again, by what came of it",
+    "slipstream_routed_sessions": "Sessions given to targets: by prefix, where some of their text was in the cache, as"
+    " far as the router remembered, or by load alone",
     "slipstream_refused_messages": "Malformed messages, by kind",
     "slipstream_refused_peers": "Streams and messages refused for who sent them, by cause",
     "slipstream_attention_fallbacks": "Ranks on a GPU that attend by the backend named, which is slow there",
@@ -128,6 +130,11 @@ def _ray_counter(name: str) -> GrowingCounter:
 def audit_counts(audits: Audits) -> Counts:
     """What a router's audits have come to so far."""
     return {"slipstream_audits": dict(audits.counts)}
+
+
+def routed_counts(routed: Mapping[str, int]) -> Counts:
+    """By what a router has chosen targets so far."""
+    return {"slipstream_routed_sessions": routed}
 
 
 class ReplicaCounters:

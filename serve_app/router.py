@@ -19,6 +19,7 @@ from cluster.dispatch import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.membership import Endpoint, Membership
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.session import Emit, Ended, Event, Failed, Generation, Session
 from cluster.telemetry import Timeline
 from cluster.trust.roles import PeerRole
@@ -45,6 +46,7 @@ class Identity:
 class RouterLimits:
     max_sessions: int
     target_wait_s: float
+    prefixes: PrefixOptions = PrefixOptions()
 
 
 @dataclass(eq=False)
@@ -75,7 +77,9 @@ class Router:
         self._clock = clock
         self._credentials = credentials or NoCredentials()
         self._draining = False
-        self._assignments: Assignments[ClientAssignment] = Assignments(self.peer_id, limits.target_wait_s, self._tell)
+        self._assignments: Assignments[ClientAssignment] = Assignments(
+            self.peer_id, limits.target_wait_s, self._tell, limits.prefixes
+        )
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
         self._present: frozenset[str] = frozenset()  # addresses that membership lists
@@ -150,6 +154,7 @@ class Router:
             await self._follow(
                 members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.drafter
             )
+            self._assignments.nearness.follow(members.targets, members.drafters)
             self._place_sessions()
             self._send(self.audits.tick(self._assignments.targets, self._clock()))
             await asyncio.sleep(MEMBERSHIP_PERIOD_S)
@@ -184,6 +189,16 @@ class Router:
         """What was done because drafters' blocks had become bad, by drafter and step."""
         counts = self._assignments.remedies.counts
         return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
+
+    @property
+    def routed(self) -> dict[str, int]:
+        """Sessions that were given to a target, by whether something of their text was there already."""
+        return dict(self._assignments.routed)
+
+    @property
+    def handovers(self) -> dict[tuple[str, str], int]:
+        """Sessions that went from one peer to another, by the pool of who had them, and whether that was planned."""
+        return dict(self._assignments.handovers)
 
     @property
     def is_idle(self) -> bool:

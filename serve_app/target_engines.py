@@ -15,7 +15,7 @@ from actors.models.checkpoint import check_tensor_parallel
 from actors.vllm_engine.vllm_engine import VllmEngine
 from cluster.config import SlipstreamConfig
 from cluster.costs import ForwardCost
-from cluster.session_memory import SessionMemory
+from cluster.engines.session_memory import SessionMemory
 from cluster.verification.bounds import VerificationLimits
 
 

@@ -4,6 +4,7 @@ A hostile peer here has passed the gate, in whatever role: what it sends is the 
 some of them changed, joined or cut. Bytes that are no frame end its stream, as they do on the wire.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -193,14 +194,23 @@ class OneToken:
         assert all(row.session in self.open for row in plan.rows)
         return [Outcome(row.session, (), (row.base_len + 1) % VOCABULARY) for row in plan.rows if row.decide]
 
+    async def prepare(self, grammar: str) -> str | None:
+        """Any text will do for a grammar, and none is kept to."""
+        del grammar
+        return None
+
 
 def at_target(sent: Sequence[Sent]) -> None:
     """Frames of hostile routers and drafters, each followed by a step. At the end nothing is held any more."""
+    asyncio.run(_at_target(sent))
+
+
+async def _at_target(sent: Sequence[Sent]) -> None:
     now = 0.0
     buffer = BufferLimits(blocks=4, sessions=3, bytes=2000, age_s=5)
     limits = VerificationLimits(VOCABULARY, 40, 3, 32, pages=40, page_size=4, max_queued=5, buffer=buffer)
-    target = TargetReplica(None, limits, "v", "m", 30, clock=lambda: now)  # type: ignore[arg-type]
     engine = OneToken()
+    target = TargetReplica(engine, limits, "v", "m", 30, clock=lambda: now)  # type: ignore[arg-type]
     scheduler = target.scheduler
     up = {"router": target.router_up, "drafter": target.drafter_up}
     streams = {role: begin(Hello(NAMED[role], "v", "m"))[0] for role, begin in up.items()}
@@ -221,6 +231,7 @@ def at_target(sent: Sequence[Sent]) -> None:
             streams[role], _ = up[role](Hello(NAMED[role], "v", "m"))
         else:
             target.receive(streams[role], frame)
+        await asyncio.sleep(0)  # sessions with a grammar are admitted in a task
         step()
         now += 0.01
     for _ in range(2000):

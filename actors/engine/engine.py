@@ -22,6 +22,13 @@ class Engine(Protocol):
         """Hidden states that the cache holds, between two steps; raises as `step` does."""
         ...
 
+    async def prepare(self, grammar: str) -> str | None:
+        """Compiles a grammar before a session that has it comes to a step; returns why not, where that cannot be.
+
+        Steps go on meanwhile. Raises as `step` does.
+        """
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -37,6 +44,9 @@ class ThreadEngine:
 
     async def read(self, asked: StateRead) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.read, asked)
+
+    async def prepare(self, grammar: str) -> str | None:
+        return await asyncio.to_thread(self._executor.prepare, grammar)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -3,30 +3,59 @@
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.sampling.logits.makers import MAKERS, chain_of
+from actors.sampling.logits.processor import Maker, ProcessorChain
 from actors.sampling.margin import margin
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
+from actors.sampling.scoring import decided_scores, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan
 from protos.messages import Open
+from protos.scores import TokenScore
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _FedSession:
     open: Open
     tokens: list[int]  # its ledger, then all that was fed and stands
+    chain: ProcessorChain | None
+    prompt_scores: list[TokenScore] | None = None  # of its tokens, from the second on; None: nobody asks for them
+
+    def take_prompt_scores(self) -> tuple[TokenScore, ...]:
+        """Once."""
+        scores = self.prompt_scores or ()
+        self.prompt_scores = None
+        return tuple(scores)
+
+    def scored(self, row: Row) -> tuple[int, ...]:
+        """The tokens of the prompt after each of the row's first ones, if they are to be scored."""
+        if self.prompt_scores is None:
+            return ()
+        return self.open.tokens[row.start + 1 : min(row.base_len + 1, self.open.prompt_len)]
 
 
 class StepExecutor:
     """Runs step plans on a `Runner`; ids from `vocabulary` on are the model's padding and never drawn."""
 
-    def __init__(self, runner: Runner, vocabulary: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        vocabulary: int,
+        makers: tuple[Maker, ...] = MAKERS,
+        grammars: GrammarCompiler | None = None,  # where sessions may have any
+    ) -> None:
         self._runner = runner
+        self._makers = makers if grammars is None else (*makers, grammars.masking)  # of logits processors
+        self._grammars = grammars
         self._vocabulary = vocabulary
         self._sessions: dict[str, _FedSession] = {}
 
@@ -44,11 +73,22 @@ class StepExecutor:
             del self._sessions[name]
         for request in plan.opens:
             assert request.session not in self._sessions, f"session {request.session} is open already"
-            self._sessions[request.session] = _FedSession(request, list(request.tokens))
+            self._sessions[request.session] = self._opened(request)
         if not plan.rows:
             return []
-        output = self._runner.forward([self._feed(row) for row in plan.rows], plan.copies, moves=plan.moves)
-        return self._decide(plan, output.logits)
+        feeds = [self._feed(row) for row in plan.rows]
+        output = self._runner.forward(feeds, plan.copies, moves=plan.moves)
+        logits = output.logits[:, : self._vocabulary]
+        return self._decide(plan, self._score_prompts(plan.rows, feeds, logits))
+
+    def _opened(self, request: Open) -> _FedSession:
+        is_begun = len(request.tokens) > request.prompt_len  # then its prompt's scores were told with the first tokens
+        scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
+        return _FedSession(request, list(request.tokens), chain_of(request, self._makers), scores)
+
+    def prepare(self, grammar: str) -> str | None:
+        """Compiles a grammar for a session to come; what is wrong with it. It may be called while a step is made."""
+        return "this target has none" if self._grammars is None else self._grammars.fault(grammar)
 
     @property
     def is_idle(self) -> bool:
@@ -60,20 +100,49 @@ class StepExecutor:
         assert row.start <= len(session.tokens), "a row starts beyond what is cached"
         session.tokens[row.start : end] = row.tokens
         parents = () if row.draft.is_chain else row.draft.parents
-        return FeedRow(row.tokens, row.start, row.drafted + 1 if row.decide else 0, row.pages, parents)
+        logits = len(row.tokens) if session.scored(row) else row.deciding
+        return FeedRow(row.tokens, row.start, logits, row.pages, parents)
+
+    def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[FeedRow], logits: Tensor) -> Tensor:
+        """Notes what is to be told of prompts; what is left of the logits is to decide by."""
+        if all(feed.logits == row.deciding for row, feed in zip(rows, feeds, strict=True)):
+            return logits
+        left: list[Tensor] = []
+        parts = torch.split(logits, [feed.logits for feed in feeds])
+        for row, part in zip(rows, parts, strict=True):
+            session = self._sessions[row.session]
+            left.append(part[len(part) - row.deciding :])
+            if tokens := session.scored(row):
+                top = session.open.scoring.prompt_top or 0
+                found = score(part[: len(tokens)], tokens, [top] * len(tokens))
+                assert session.prompt_scores is not None, "they are asked for"
+                session.prompt_scores[row.start :] = found  # again from there, once its place in the cache was lost
+        return torch.cat(left)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
         rows = [row for row in plan.rows if row.decide]
-        logits = logits[:, : self._vocabulary]
-        decisions = decide([self._block(row) for row in rows], logits)
+        blocks = [self._block(row) for row in rows]
+        decisions = decide(blocks, logits)
+        tops = [self._sessions[row.session].open.scoring.top for row in rows]
+        scores = decided_scores(blocks, decisions, tops, logits)
         outcomes = []
         at = 0
-        for row, decision in zip(rows, decisions, strict=True):
-            near = self._margin(row, logits[at])
-            at += 1 + row.drafted
+        for row, block, decision, told in zip(rows, blocks, decisions, scores, strict=True):
+            near = self._margin(row, block, logits[at])
+            at += row.deciding
             kept = [row.draft.tokens[node] for node in decision.path]
             self._sessions[row.session].tokens[row.base_len :] = kept
-            outcomes.append(Outcome(row.session, decision.path, decision.next_token, near))
+            session = self._sessions[row.session]
+            outcomes.append(
+                Outcome(
+                    row.session,
+                    decision.path,
+                    decision.next_token,
+                    near,
+                    scores=told,
+                    prompt_scores=session.take_prompt_scores(),
+                )
+            )
         return self._with_states(rows, outcomes)
 
     def _with_states(self, rows: list[Row], outcomes: list[Outcome]) -> list[Outcome]:
@@ -94,22 +163,23 @@ class StepExecutor:
             at = end
         return found
 
-    def _margin(self, row: Row, logits: Tensor) -> float | None:
+    def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
         """Of an audit that names a rival."""
         rival = self._sessions[row.session].open.rival
         if rival is None:
             return None
-        block = self._block(row)
-        return margin(logits, block.sampling, block.generated, block.at, rival)
+        return margin(logits, block.sampling, block.chain, block.at, rival)
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]
         request = session.open
         base_len = row.base_len
+        if session.chain is not None:
+            session.chain.follow(session.tokens, base_len)
         return PendingBlock(
             rule=request.acceptance,
             sampling=request.sampling,
             draft=row.draft,
-            generated=session.tokens[request.prompt_len : base_len] if request.sampling.penalised else (),
+            chain=session.chain,
             at=DrawAddress(request.seed, request.choice, base_len),
         )

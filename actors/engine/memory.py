@@ -35,13 +35,24 @@ def free_bytes(device: torch.device) -> int:
     return min([free, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def page_count(cache: CacheConfig, bytes_each: int, sessions: int, context: int, device: torch.device) -> int:
+def left_of_share(device: torch.device, share: float) -> int:
+    """What a process that was given a part of a GPU may still take: others may start after it, and need theirs."""
+    total = int(torch.cuda.mem_get_info(device)[1])
+    return int(share * total) - int(torch.cuda.memory_reserved(device))
+
+
+def page_count(
+    cache: CacheConfig, bytes_each: int, sessions: int, context: int, device: torch.device, gpu_share: float = 1.0
+) -> int:
     """Pages that the cache gets. Raises ModelError when not even one session of full length has room."""
     per_session = -(-context // cache.page_size)
     if cache.gib is not None:
         pages = int(cache.gib * GIB) // bytes_each
     else:
-        room = int(free_bytes(device) * SHARE_OF_FREE[device.type]) // bytes_each
+        free = free_bytes(device)
+        if device.type == "cuda":
+            free = min(free, left_of_share(device, gpu_share))
+        room = int(free * SHARE_OF_FREE[device.type]) // bytes_each
         pages = min(room, sessions * per_session)
     if pages < per_session:
         needed = per_session * bytes_each / GIB

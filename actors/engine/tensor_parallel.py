@@ -1,7 +1,7 @@
 """Tensor-parallel ranks: each its own Ray actor, one torch.distributed group, one engine to the coordinator.
 
 The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
-done for: its replica is replaced as a whole.
+done for: its replica is replaced as a whole. Long because a rank and its coordinator are two ends of one conversation.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, NoReturn
 
 import ray
@@ -35,6 +36,8 @@ from actors.engine.profile import profile_steps
 from actors.engine.runner import ModelRunner, Runner
 from actors.engine.step_channel import StepCaller, StepListener
 from actors.engine.step_tensor import from_tensor, to_tensor
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.forward_output import ForwardOutput
 from actors.models.weights import LoadReport
@@ -132,6 +135,7 @@ class Rank:
         self._leading: Runner | None = None  # of all ranks
         self._pages = 0
         self._listener: StepListener | None = None
+        self._aside: StepListener | None = None
 
     def free_address(self) -> str:
         """Where the group can meet: a free port on this rank's node."""
@@ -155,7 +159,7 @@ class Rank:
         self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
         self._project = self._captured.projection_on(device) if self._captured else None  # before memory is counted
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
-        pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device)
+        pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share)
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:
@@ -167,7 +171,8 @@ class Rank:
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
-        self._executor = StepExecutor(self._leading, spec.vocabulary)
+        grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None
+        self._executor = StepExecutor(self._leading, spec.vocabulary, grammars=grammars)
         self._pages = pages
 
     def _capture(self, pages: int) -> StateCapture | None:
@@ -187,15 +192,18 @@ class Rank:
             rows, copies, moves = from_tensor(receive_step(self._group, self._device))
             self._runner.forward(rows, copies, moves=moves)
 
-    def listen(self) -> str:
-        """Leader only: where the coordinator reaches `lead`."""
+    def listen(self) -> tuple[str, str]:
+        """Leader only: where the coordinator reaches `lead`, for steps and for what goes on beside them."""
         self._listener = StepListener()
-        return self._listener.path
+        self._aside = StepListener()
+        return self._listener.path, self._aside.path
 
     def lead(self) -> None:
         """Leader only: computes step plans until the coordinator hangs up."""
         assert self._executor is not None, "allocate first"
         assert self._listener is not None, "listen first"
+        assert self._aside is not None, "listen first"
+        Thread(target=self._aside.serve, args=(self._executor.prepare,), daemon=True).start()
         self._listener.serve(self._executor.answer)
 
 
@@ -208,6 +216,7 @@ class RankGroup:
         reports: Sequence[RankReport],
         step_cost: ForwardCost,
         leader: StepCaller,
+        aside: StepCaller,
         running: Sequence[Any],
     ) -> None:
         self.reports = tuple(reports)  # of the ranks, in order
@@ -217,6 +226,8 @@ class RankGroup:
         self.step_cost = step_cost  # by a profile, before anything was served
         self._ranks = ranks
         self._leader = leader
+        self._aside = aside
+        self._aside_turn = asyncio.Lock()
         self._running = running  # what each rank does until it fails
 
     @classmethod
@@ -239,9 +250,10 @@ class RankGroup:
         await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
         following = [rank.follow.remote() for rank in followers]
         step_cost: ForwardCost = await leader.profile.remote()
-        path = await leader.listen.remote()
+        steps, aside = await leader.listen.remote()
         leading = leader.lead.remote()
-        return cls(ranks, reports, step_cost, await StepCaller.dial(path), [leading, *following])
+        callers = await StepCaller.dial(steps), await StepCaller.dial(aside)
+        return cls(ranks, reports, step_cost, *callers, [leading, *following])
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when a rank is gone or its step failed."""
@@ -252,6 +264,18 @@ class RankGroup:
         """Raises as `step` does."""
         states: bytes = await self._call(asked)
         return states
+
+    async def prepare(self, grammar: str) -> str | None:
+        """Raises as `step` does. A call that nobody waits for any more is still finished."""
+        return await asyncio.shield(asyncio.ensure_future(self._prepare(grammar)))
+
+    async def _prepare(self, grammar: str) -> str | None:
+        try:
+            async with self._aside_turn:
+                why: str | None = await self._aside.call(grammar)
+        except (ConnectionError, EOFError):
+            await self.watch()
+        return why
 
     async def _call(self, message: StepPlan | StateRead) -> Any:
         try:
@@ -275,6 +299,7 @@ class RankGroup:
 
     async def close(self) -> None:
         self._leader.close()
+        self._aside.close()
         for rank in self._ranks:
             ray.kill(rank)
 

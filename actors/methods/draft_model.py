@@ -21,6 +21,8 @@ from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
 from actors.methods.model.state_feed import FedStates
+from actors.sampling.logits.makers import MAKERS
+from actors.sampling.logits.processor import Maker
 from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, draft_ahead, proposals
 from cluster.drafting.block_draft import DraftedToken
 from cluster.drafting.candidates.outcomes import Choices
@@ -58,6 +60,7 @@ class DraftModel:
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
         feed: FedStates | None = None,
+        makers: Sequence[Maker] = (),  # of logits processors, beside those that need no more than an Open
     ) -> None:
         self.needs = None if feed is None else feed.needs
         self.tokens_per_forward = masks.width if head is None else head.width
@@ -67,7 +70,9 @@ class DraftModel:
         self._clock = clock
         self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens, feed)
         self._feed = feed
-        self._sampler = DraftSampler(token_ids, runner.vocabulary, limits, calibration or Calibration())
+        self._sampler = DraftSampler(
+            token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)
+        )
         self._head = None if head is None else HeadDrafting(head, self._sampler)
         self._ahead_time = ForwardTime()
         self._texts = SessionTexts()
@@ -154,7 +159,7 @@ class DraftModel:
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         first = 0 if self._feed is None else self._feed.first_of(request.session)
-        branch = self._cache.resume(request.session, tokens, first)
+        branch = self._cache.resume(request.session, tokens, first, text.open.cache_salt)
         if self._feed is not None:
             self._feed.rewind(self._cache, branch)
         return CachedDraft(

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from actors.methods.model.pard import ONE_AT_A_TIME, MaskTokens
 from actors.methods.model.state_feed import FedStates
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
+from actors.sampling.logits.processor import Maker
 from cluster.config import DraftPool
 from cluster.draft_options import HeadOptions
 from protos.states import StatesNeeded
@@ -69,10 +70,14 @@ def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: Dra
     """The method around a head, with a cache as large as the configuration has it; logs how it was understood."""
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
-    pages = page_count(draft.cache, head.page_bytes(page_size), draft.max_sessions, setup.max_context, head.device)
+    bytes_each = head.page_bytes(page_size)
+    share = draft.resources.gpu_share
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share)
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)
-    method = eagle_draft_model(head, pages, page_size, limits, setup.max_draft_tokens, is_projected=is_projected)
+    method = eagle_draft_model(
+        head, pages, page_size, limits, setup.max_draft_tokens, is_projected=is_projected, makers=setup.makers
+    )
     return decoded(method, setup.states)
 
 
@@ -91,6 +96,7 @@ def eagle_draft_model(
     calibration: Calibration | None = None,
     attention: AttentionBackend | None = None,
     is_projected: bool = False,
+    makers: Sequence[Maker] = (),
 ) -> DraftModel:
     """A method over so many pages; `attention` by default as `choose_attention` has it.
 
@@ -106,4 +112,6 @@ def eagle_draft_model(
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, max_draft_tokens)
     cache = DraftCache(pages, page_size, UNFED)
-    return DraftModel(runner, head.token_ids, cache, limits, clock, masks=masks, calibration=calibration, feed=feed)
+    return DraftModel(
+        runner, head.token_ids, cache, limits, clock, masks=masks, calibration=calibration, feed=feed, makers=makers
+    )

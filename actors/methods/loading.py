@@ -84,8 +84,12 @@ def draft_with(
     head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
     masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.max_draft_tokens)
     page_size = draft.cache.page_size
-    pages = page_count(draft.cache, page_bytes(model, page_size), draft.max_sessions, setup.max_context, model.device)
+    bytes_each = page_bytes(model, page_size)
+    share = draft.resources.gpu_share
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
     runner = ModelRunner(model, pages, page_size, decoder=decoder)
     draft_cache = DraftCache(pages, page_size)
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)
-    return DraftModel(runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration)
+    return DraftModel(
+        runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration, makers=setup.makers
+    )

@@ -1,9 +1,13 @@
 """What every drafting method is told of the deployment that it drafts for."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from protos.states import StatesFormat
 from protos.values import value
+
+if TYPE_CHECKING:
+    from actors.sampling.logits.processor import Maker
 
 
 @value
@@ -16,3 +20,4 @@ class DraftSetup:
     target_tokens: Mapping[int, str]  # by id; no other is ever proposed
     target: str  # Hugging Face id or folder of the target, whose own weights some methods use
     states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
+    makers: "tuple[Maker, ...]" = ()  # of logits processors, beside those that need no more than an Open

@@ -3,16 +3,14 @@
 An audit asks for it, of one token at a time, where plain decoding says another token than was committed.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from actors.sampling.logits.processor import ProcessorChain
 from actors.sampling.noise import Purpose, gumbel
-from actors.sampling.processors import penalise
 from actors.sampling.reference import DrawAddress
-from protos.draft_tree import NO_TREE
 from protos.messages import Sampling
 
 
@@ -27,15 +25,15 @@ class _Edges(NamedTuple):
         return _Edges(torch.maximum(self.enters, other.enters), torch.minimum(self.leaves, other.leaves))
 
 
-def margin(logits: Tensor, sampling: Sampling, generated: Sequence[int], at: DrawAddress, rival: int) -> float:
+def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at: DrawAddress, rival: int) -> float:
     """The least error of logits against each other, (vocabulary,), by which `rival` is decided; 0 if it is anyway.
 
     The error is in logits, whatever the temperature. Among restricted tokens it may take another way than the nearest,
     so there it is right up to a small factor.
     """
     logits = logits.to(torch.float32)
-    if sampling.penalised:
-        logits = penalise(logits.unsqueeze(0), sampling, generated, NO_TREE)[0]
+    if chain is not None:
+        logits = chain.apply(logits.unsqueeze(0), [()])[0]
     if sampling.greedy:
         return _finite(logits.max() - logits[rival])
     ids = torch.arange(len(logits), device=logits.device)

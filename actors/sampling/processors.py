@@ -1,17 +1,16 @@
-"""From raw logits to the distribution that a request asked for, position by position.
+"""From logits to the distribution that a request asked for: temperature, top-k, top-p and min-p.
 
-After every node of a draft tree the tokens on the way to it count as generated, as they would in plain decoding.
-Knows nothing of acceptance.
+What depends on the text before a row was done to it already (`logits/`). Knows nothing of acceptance.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actors.compute.to_device import to_device
+from actors.sampling.logits.penalties import Penalties
+from actors.sampling.logits.processor import paths_of
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Sampling
 
@@ -35,11 +34,21 @@ def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft:
     """Scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
 
     Row 0 is the distribution after `generated`, row 1 + i the one after node i of `draft`. Softmax of a row is the
-    request's distribution; excluded tokens are -inf. Greedy requests are not scaled: only their argmax counts.
+    request's distribution; excluded tokens are -inf. It has no prompt: a repetition penalty sees `generated` alone.
     """
-    logits = logits.to(torch.float32)
+    logits = logits.to(torch.float32, copy=True)
     if sampling.penalised:
-        logits = penalise(logits, sampling, generated, draft)
+        penalties = Penalties(sampling)
+        penalties.advance(generated)
+        penalties.apply(logits, paths_of(draft))
+    return filtered(logits, sampling)
+
+
+def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Scaled and masked logits, from processed ones in float32, (positions, vocabulary).
+
+    Greedy requests are not scaled: only their argmax counts.
+    """
     if sampling.greedy:
         return logits
     found = restrict(logits, sampling)
@@ -71,22 +80,6 @@ def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Rest
     if thorough:
         return Restricted(logits, torch.ones_like(sure), None)
     return Restricted(logits, sure, candidates)
-
-
-def penalise(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: DraftTree) -> Tensor:
-    """Frequency and presence penalties as OpenAI defines them, over generated tokens only; rows as for `process`."""
-    counts = torch.zeros_like(logits)  # (positions, vocabulary)
-    if generated:
-        seen = Counter(generated)
-        ids, times = to_device([list(seen), list(seen.values())], logits.device)
-        counts[:, ids] = times.to(counts)
-    if len(draft):
-        paths = draft.paths
-        rows = [node + 1 for node, path in enumerate(paths) for _ in path]
-        tokens = [draft.tokens[node] for path in paths for node in path]
-        at, ids = to_device([rows, tokens], logits.device)
-        counts.index_put_((at, ids), counts.new_ones(len(tokens)), accumulate=True)
-    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
 
 
 def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from actors.compute.to_device import to_device
+from actors.sampling.logits.processor import ProcessorChain, paths_of
 from actors.sampling.noise import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
-from actors.sampling.processors import Restricted, penalise, restrict
+from actors.sampling.processors import Restricted, restrict
 from actors.sampling.reference import BlockDecision, DrawAddress, distribution, match, offsets
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
@@ -29,12 +30,22 @@ class PendingBlock:
     rule: Acceptance
     sampling: Sampling
     draft: DraftTree  # under ratio a chain
-    generated: Sequence[int]  # before the draft; only penalties look at them
+    chain: ProcessorChain | None  # of the session, which knows the text before the draft; None: logits stay as they are
     at: DrawAddress
 
     @property
     def positions(self) -> int:
         return len(self.draft) + 1
+
+    @property
+    def kind(self) -> "_Kind":
+        if self.sampling.greedy:
+            return self.sampling.filters, Acceptance.COUPLED, self.chain is not None
+        return self.sampling.filters, self.rule, self.chain is not None
+
+
+_Kind = tuple[tuple[float, int, float, float], Acceptance, bool]
+"""What blocks that are decided together have in common: filters, rule, and whether their logits are processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +82,16 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
 def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
     """Indices of blocks that are decided together: same rule and parameters, and no more than memory bears."""
     most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # positions
-    groups: dict[tuple[Sampling, Acceptance, int], list[int]] = defaultdict(list)
-    before: Counter[tuple[Sampling, Acceptance]] = Counter()  # positions
+    groups: dict[tuple[_Kind, int], list[int]] = defaultdict(list)
+    before: Counter[_Kind] = Counter()  # positions
     for index in indices:
         block = blocks[index]
-        if block.sampling.greedy and not block.sampling.penalised:  # one pass over the logits as they are
-            groups[block.sampling, Acceptance.COUPLED, 0].append(index)
+        kind = block.kind
+        if block.sampling.greedy and block.chain is None:  # one pass over the logits as they are
+            groups[kind, 0].append(index)
             continue
-        groups[block.sampling, block.rule, before[block.sampling, block.rule] // most].append(index)
-        before[block.sampling, block.rule] += block.positions
+        groups[kind, before[kind] // most].append(index)
+        before[kind] += block.positions
     return list(groups.values())
 
 
@@ -101,12 +113,11 @@ def _rows(logits: Tensor, places: Sequence[range]) -> Tensor:
 
 
 def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
-    """Decides blocks of one rule and the same sampling parameters."""
+    """Decides blocks of one kind."""
     sampling = blocks[0].sampling
-    if sampling.penalised:
-        parts = torch.split(logits.to(torch.float32), [block.positions for block in blocks])
-        drawn = zip(parts, blocks, strict=True)
-        logits = torch.cat([penalise(part, sampling, block.generated, block.draft) for part, block in drawn])
+    if blocks[0].chain is not None:
+        parts = torch.split(logits, [block.positions for block in blocks])
+        logits = torch.cat([_processed(part, block) for part, block in zip(parts, blocks, strict=True)])
     if sampling.greedy:
         return _match(blocks, logits.max(dim=-1).indices, None)  # argmax takes four times as long in bfloat16
     restricted = restrict(logits.to(torch.float32), sampling, thorough)
@@ -115,6 +126,11 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool
     keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
     return _match(blocks, own, restricted.sure)
+
+
+def _processed(logits: Tensor, block: PendingBlock) -> Tensor:
+    assert block.chain is not None, "blocks of one kind all have processors, or none has"
+    return block.chain.apply(logits, paths_of(block.draft))
 
 
 def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """vLLM's arguments for a target: what the configuration says, what a guarantee needs, what the user adds.
 
-Knows nothing of vLLM but names; `cluster/vllm_options.py` has refused what would break a guarantee.
+Knows nothing of vLLM but names; `cluster/engines/vllm_options.py` has refused what would break a guarantee.
 """
 
 from typing import Any

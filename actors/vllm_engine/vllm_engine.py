@@ -5,16 +5,19 @@ import importlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from actors.engine.tensor_parallel import RankReport
+from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.vllm_engine.arguments import ENVIRONMENT
 from actors.vllm_engine.self_test import check_engine
 from actors.vllm_engine.step_profile import StepProfile
 from cluster.config import SlipstreamConfig
 from cluster.costs import ForwardCost
+from cluster.engines.session_memory import EnginePages
 from cluster.errors import EngineError, ModelError
-from cluster.session_memory import EnginePages
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
 Found = TypeVar("Found")
@@ -26,6 +29,7 @@ class VllmEngine:
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
         self._core: Any = None
+        self._grammars: GrammarCompiler | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.step_cost = ForwardCost.linear(0.0)
         self.reports: tuple[RankReport, ...] = ()  # vLLM's ranks give none
@@ -51,6 +55,7 @@ class VllmEngine:
                 f"target.engine is vllm, but it is not there: {error}; install the extra [vllm]"
             ) from error
         self._core = module.start_core(config, folder, vocabulary, lambda: loop.call_soon_threadsafe(self._fail))
+        self._grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
         longest = config.speculation.max_draft_tokens
         check_engine(self._core.step, self.memory.fed, vocabulary, longest)
         pool = config.target
@@ -79,6 +84,13 @@ class VllmEngine:
 
     async def read(self, asked: StateRead) -> bytes:
         raise NotImplementedError("a vLLM target sends no hidden states")
+
+    async def prepare(self, grammar: str) -> str | None:
+        """Workers compile it beside the steps too, each for itself: what is wrong with it is found here."""
+        if self._grammars is None:
+            return "this target has none"
+        await self._on_thread(self._core.begin_grammar, grammar)
+        return await asyncio.to_thread(self._grammars.fault, grammar)
 
     async def watch(self) -> NoReturn:
         """Waits until a rank of vLLM's is gone; raises EngineError."""

@@ -6,12 +6,17 @@
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from actors.sampling.rejection_sampler import PendingBlock, decide
-from actors.vllm_engine.draw_terms import DrawTerms
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.sampling.logits.makers import MAKERS
+from actors.sampling.logits.processor import Maker
+from actors.sampling.rejection_sampler import PendingBlock
+from actors.vllm_engine.session_draws import SessionDraws, Told, decide_all, request_in
 
 NOTHING = -1  # in vLLM's table of sampled tokens
 
@@ -51,22 +56,40 @@ class DrawingWorker:
 
     model_runner: Any
 
-    def draw_as_slipstream(self, vocabulary: int) -> str:
+    def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
         """Installs the draws; ids from `vocabulary` on are the model's padding. Returns which runner it found."""
+        self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
+        makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
         runner = self.model_runner
-        if hasattr(runner, "req_states"):
-            take_drafts_from_scheduler(runner)
-            return "v2"
-        runner._sample = FirstRunnerDraws(runner, vocabulary).sample
-        return "v1"
+        if not hasattr(runner, "req_states"):
+            self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, makers)
+            runner._sample = self._slipstream_draws.sample
+            return "v1"
+        take_drafts_from_scheduler(runner)
+        self._slipstream_draws = next(found for found in runner.sampler.logits_processors if hasattr(found, "told"))
+        self._slipstream_draws.makers = makers
+        return "v2"
+
+    def begin_grammar(self, grammar: str) -> None:
+        """Has it compiled beside the steps."""
+        if self._slipstream_grammars is not None:
+            self._slipstream_grammars.begin(grammar)
+
+    def told(self) -> dict[str, Told]:
+        """What the latest step says beside its tokens, by session."""
+        found: dict[str, Told] = self._slipstream_draws.told
+        return found
 
 
 class FirstRunnerDraws:
     """In the place of the first runner's sampler."""
 
-    def __init__(self, runner: Any, vocabulary: int) -> None:
+    def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
+        self.told: dict[str, Told] = {}
         self._runner = runner
         self._vocabulary = vocabulary
+        self._makers = makers
+        self._sessions: dict[str, SessionDraws] = {}  # by request
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
@@ -74,12 +97,14 @@ class FirstRunnerDraws:
         batch = self._runner.input_batch
         counts = metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs
         drafts = iter(metadata.draft_token_ids.tolist() if metadata is not None else ())
+        names = batch.req_ids[: batch.num_reqs]
         blocks = []
-        for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
+        for index, name in enumerate(names):
             drafted = [next(drafts) for _ in range(counts[index])]
             blocks.append(self._block(name, int(batch.num_tokens_no_spec[index]), drafted))
         table = torch.full((len(blocks), 1 + max(counts)), NOTHING, dtype=torch.int32)
-        decisions = decide(blocks, logits[:, : self._vocabulary])
+        sessions = [self._sessions[name] for name in names]
+        decisions, self.told = decide_all(sessions, blocks, logits[:, : self._vocabulary])
         for row, (block, decision) in enumerate(zip(blocks, decisions, strict=True)):
             kept = block.draft.tokens[: len(decision.path)]
             table[row, : len(kept) + 1] = torch.tensor([*kept, decision.next_token], dtype=torch.int32)
@@ -87,11 +112,16 @@ class FirstRunnerDraws:
 
     def _block(self, name: str, length: int, drafted: list[int]) -> PendingBlock:
         state = self._runner.requests[name]
-        terms = DrawTerms.from_extra_args(state.sampling_params.extra_args)
-        assert terms is not None, f"request {name} says nothing of its draws"
-        if not terms.sampling.penalised:
-            return terms.block_after(length, (), drafted)
-        return terms.block([*state.prompt_token_ids, *state.output_token_ids][:length], drafted)
+        if name not in self._sessions:
+            request = request_in(state.sampling_params.extra_args)
+            assert request is not None, f"request {name} says nothing of its draws"
+            self._sessions = {known: it for known, it in self._sessions.items() if known in self._runner.requests}
+            self._sessions[name] = SessionDraws.of(request, self._makers)
+        return self._sessions[name].block(length, lambda begin, end: _text(state)[begin:end], drafted)
+
+
+def _text(state: Any) -> list[int]:
+    return [*state.prompt_token_ids, *state.output_token_ids]
 
 
 def take_drafts_from_scheduler(runner: Any) -> None:

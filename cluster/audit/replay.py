@@ -107,8 +107,10 @@ class Replay:
             hash_key=generation.hash_key,
             acceptance=generation.acceptance,
             max_draft_tokens=0,
+            grammar=generation.grammar,
             audit=True,
             rival=self._rival,
+            rules=generation.rules,
         )
 
     def receive(self, verdict: Verdict) -> Progress:

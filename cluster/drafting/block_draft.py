@@ -142,9 +142,9 @@ class BlockDraft:
         return self.base_len + len(self.drafted)
 
     @property
-    def generated(self) -> list[int]:
-        """All tokens after the prompt."""
-        return [*self.text.tokens[self.text.open.prompt_len :], *self.outcome, *self.tokens]
+    def whole_text(self) -> list[int]:
+        """All tokens so far, prompt included."""
+        return [*self.text.tokens, *self.outcome, *self.tokens]
 
     @property
     def base_len(self) -> int:

@@ -1,6 +1,7 @@
 """A drafter's sessions, each of which follows its target: it is opened, told verdicts and what is wanted, and closed.
 
 Where a session cannot follow, it asks the target for what it missed, and when that fails the router for the ledger.
+Long because one class has all that is said of a session.
 """
 
 import logging
@@ -23,6 +24,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Leaving,
     Message,
     NoDraft,
     Open,
@@ -57,6 +59,7 @@ class FollowedSessions:
         self.news = NewsCollector()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
         self.load_check = load_check
+        self.is_leaving = False  # then it takes no more sessions
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
@@ -101,6 +104,11 @@ class FollowedSessions:
             elif session.target == peer:
                 session.attached = False
 
+    def leave(self) -> list[Send]:
+        """From now on no session is taken; routers are to move those there are."""
+        self.is_leaving = True
+        return [(router, Leaving()) for router in dict.fromkeys(session.router for session in self.all.values())]
+
     # ------------------------------------------------------------ routers
 
     def _hello(self, router: str, hello: Hello) -> list[Send]:
@@ -120,7 +128,7 @@ class FollowedSessions:
         Answers with the Attach for its target, or a Refusal for the router.
         """
         if refusal := self._refuse(request):
-            return [(router, refusal)]
+            return [(router, refusal), *([(router, Leaving())] if self.is_leaving else [])]
         known = self.all.get(request.session)
         if known is not None and known.open.attempt > request.attempt:
             return []
@@ -267,6 +275,9 @@ class FollowedSessions:
             why = f"max_len is {request.max_len}, the drafter's context holds {limits.max_context} tokens"
         elif not request.target_address:
             why = "target_address is empty"
+        elif self.is_leaving:
+            reason = RefusalReason.OVERLOADED
+            why = "this drafter is stopping"
         elif len(self.all) >= self._capacity.sessions and request.session not in self.all:
             reason = RefusalReason.OVERLOADED
             why = f"{len(self.all)} sessions are drafted for already"

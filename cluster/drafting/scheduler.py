@@ -51,6 +51,10 @@ class DraftScheduler:
         """A stream broke. A router's sessions are nobody's; a target's wait until it is back or they move."""
         self._sessions.gone(peer)
 
+    def leave(self) -> list[Send]:
+        """From now on no session is taken; those there are drafted for until their routers have moved them."""
+        return self._sessions.leave()
+
     # ------------------------------------------------------------ the drafting pass
 
     def next_pass(self, limit: int, ahead_limit: int) -> DraftingPass:
@@ -136,6 +140,11 @@ class DraftScheduler:
     def is_idle(self) -> bool:
         """Whether nothing at all is held."""
         return not self._sessions.all and not self._sessions.news.has_closed
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it leaves, and every session has been moved."""
+        return self._sessions.is_leaving and not self._sessions.all
 
     def load(self) -> dict[str, float]:
         """Sessions drafted for."""

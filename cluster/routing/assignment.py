@@ -1,6 +1,7 @@
 """All sessions of a router: which target and drafter each one has, and when it gets others.
 
-Router and simulator run it: the time is handed in, and what is to be sent is handed out.
+Router and simulator run it: the time is handed in, and what is to be sent is handed out. Long because every way that a
+session loses a peer ends in the same placing.
 """
 
 import logging
@@ -13,14 +14,20 @@ from cluster.dispatch import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.pacing.health import Breakers
 from cluster.routing.balancing import Peers
+from cluster.routing.drafter_watch import DrafterWatch
+from cluster.routing.nearness import Nearness
+from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.remedies import Complaint, Remedies, Remedy, next_remedy
 from cluster.routing.session import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
-from protos.messages import DraftAnswer, LiveSession, Message, Refusal, RefusalReason, Verdict
+from cluster.routing.target_choice import TargetChoice
+from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
 
 log = logging.getLogger(__name__)
 
-WELL = 8  # draft tokens accepted in a session, after which it says that its drafter drafts well
-FULL_FOR_S = 1.0  # how long a target that said it is full is left alone
+PREFIXES = PrefixOptions()
+GONE = "%s %s; %d sessions go on elsewhere or without it"
+PLANNED = "planned"  # why a session went from one peer to another: who had it left
+LOST = "lost"
 
 
 @dataclass(eq=False)
@@ -32,7 +39,6 @@ class Assignment:
     target: str | None = None  # as counted among the peers
     drafter: str | None = None
     was_replaced: bool = False  # whether its drafter was left because its blocks had become bad
-    complained_of: str | None = None  # the latest drafter whose blocks became bad
     served_by: frozenset[str] = frozenset()  # all targets that it was given to
 
     @property
@@ -49,19 +55,23 @@ class Assignments(Generic[F]):
     Who may be given sessions is what `targets` and `drafters` are told.
     """
 
-    def __init__(self, router: str, target_wait_s: float, tell: Callable[[F, Event], None]) -> None:
+    def __init__(
+        self, router: str, target_wait_s: float, tell: Callable[[F, Event], None], prefixes: PrefixOptions = PREFIXES
+    ) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.given_up: Counter[str] = Counter()  # times that a drafter was silent for too long
         self.remedies = Remedies()  # for blocks that became bad
+        self.nearness = Nearness()
+        self._choice = TargetChoice(self.targets, prefixes)
+        self.routed = self._choice.routed  # sessions to targets, by what they were chosen by
+        self.handovers: Counter[tuple[str, str]] = Counter()  # of sessions, by the pool of who had them, and why
         self._target_wait_s = target_wait_s
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
         self._waiting: dict[str, F] = {}  # of them, those that may lack a target or a drafter
-        self._answered: dict[str, F] = {}  # and those whose drafters were asked for blocks since the last tick
-        self._complaints: list[Complaint] = []  # of targets about drafters, since the last tick
-        self._full_until: dict[str, float] = {}  # by address of a target that said it is full
         self._breakers = Breakers()  # of the drafters
+        self._watch = DrafterWatch(self._breakers)
+        self.given_up = self._watch.given_up  # times that a drafter was silent for too long
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -75,11 +85,11 @@ class Assignments(Generic[F]):
     @property
     def awaits_tick(self) -> bool:
         """Whether `tick` has something to do."""
-        return bool(self._waiting or self._answered or self._complaints)
+        return bool(self._waiting) or self._watch.has_news
 
     def are_targets_full(self, now: float) -> bool:
         """Whether there are targets, and each has just said that it is full: who comes now would only wait."""
-        return bool(self.targets) and self.targets.choose(lambda address: self._has_room(address, now)) is None
+        return self._choice.are_full(now)
 
     # ------------------------------------------------------------ sessions
 
@@ -98,12 +108,15 @@ class Assignments(Generic[F]):
         """It is over, and its peers know."""
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
-        self._answered.pop(assignment.name, None)
+        self._watch.forget(assignment.name)
+        self._choice.over(assignment.session)
 
     def tick(self, now: float) -> list[Send]:
         """Leaves drafters that are silent or bad, places what can be placed, gives up what has waited too long."""
         sends = self._leave_silent(now)
         sends += self._heed_complaints(now)
+        for peer in [*self.targets.leaving]:
+            sends += self._move_off(peer, now)
         sends += self._place(list(self._waiting.values()), now)
         for assignment in list(self._waiting.values()):
             waited = now - assignment.seeking_since
@@ -115,17 +128,19 @@ class Assignments(Generic[F]):
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Takes a message from a target's or a drafter's address; returns what is to be sent for it."""
+        if isinstance(message, Leaving):
+            return self._leaves(peer, now)
         assignment = self._assignments.get(getattr(message, "session", ""))
         if assignment is None:
             return []
         if isinstance(message, Refusal):
             self._note_refusal(peer, assignment, message, now)
         elif isinstance(message, Verdict):
-            self._note_verdict(assignment, message)
+            self._watch.heard(assignment.session, message)
         drafter = assignment.session.drafter
         commands = assignment.session.receive(peer, message)
         if drafter is not None and any(isinstance(command, Ended) for command in commands):
-            self._note_end(assignment, drafter)
+            self._watch.ended(assignment.session, drafter)
         return self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
@@ -138,19 +153,24 @@ class Assignments(Generic[F]):
         return sends + self._place([assignment], now)
 
     def gone(self, peer: str, now: float) -> list[Send]:
-        """The stream to a target or a drafter broke."""
-        self.targets.down(peer)
-        self.drafters.down(peer)
+        """The stream to a target or a drafter broke, which one that leaves has announced."""
+        is_planned = peer in self.targets.leaving
+        self.targets.gone(peer)
+        self.drafters.gone(peer)
         self._breakers.forget(peer)
+        self._choice.gone(peer)
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
-        log.warning("%s is lost; %d sessions go on elsewhere or without it", peer, len(lost))
+        how = "has left" if is_planned else "is lost"
+        log.log(logging.INFO if is_planned else logging.WARNING, GONE, peer, how, len(lost))
         sends: list[Send] = []
         for assignment in lost:
             session = assignment.session
             if session.target == peer:
                 assignment.seeking_since = now
-                sends += self._carry_out(assignment, session.on_target_gone(peer))
+                self.handovers["target", PLANNED if is_planned else LOST] += 1
+                sends += self._carry_out(assignment, session.on_target_gone(peer, is_planned))
             else:
+                self.handovers["drafter", PLANNED if is_planned else LOST] += 1
                 sends += self._carry_out(assignment, session.on_drafter_gone(peer))
         return sends + self._place(lost, now)
 
@@ -169,6 +189,7 @@ class Assignments(Generic[F]):
         """Also counts who has how many sessions now."""
         session = assignment.session
         if assignment.target != session.target:
+            self._choice.moved(session, assignment.target)
             self.targets.moved(assignment.target, session.target)
             assignment.target = session.target
             assignment.served_by |= {session.target} if session.target else set()
@@ -191,29 +212,19 @@ class Assignments(Generic[F]):
         if peer in self.drafters:
             self._breakers.refused(peer, now)
         else:
-            self._full_until[peer] = now + FULL_FOR_S
-
-    def _note_verdict(self, assignment: F, verdict: Verdict) -> None:
-        """For `tick` to look at what it says of the drafter: placement has no part in a round."""
-        session = assignment.session
-        if verdict.answer is not DraftAnswer.NOT_ASKED:
-            self._answered[verdict.session] = assignment
-        if verdict.collapse is not None and verdict.attempt == session.attempt and session.drafter is not None:
-            assignment.complained_of = session.drafter
-            self._complaints.append(Complaint(verdict.session, session.drafter, verdict.collapse))
-
-    def _note_end(self, assignment: F, drafter: str) -> None:
-        if drafter != assignment.complained_of and assignment.session.counts.accepted >= WELL:
-            self._breakers.ended_well(drafter)
+            self._choice.refused(peer, now)
+        if peer in self.targets.leaving and peer == assignment.session.target:
+            assignment.seeking_since = now
+            self.handovers["target", PLANNED] += 1
 
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
         """Gives sessions the target and the drafter that they lack, as far as there are any."""
         sends: list[Send] = []
         for assignment in assignments:
             session = assignment.session
-            if session.phase is Phase.SEEKING and (target := self._choose_target(session, now)):
+            if session.phase is Phase.SEEKING and (target := self._choice.choose(session, now)):
                 sends += self._carry_out(assignment, session.assign_target(target))
-            if session.wants_drafter and (drafter := self._choose_drafter(now)):
+            if session.wants_drafter and (drafter := self._choose_drafter(session, now)):
                 sends += self._assign_drafter(assignment, drafter, now)
             if session.phase is Phase.SEEKING or session.wants_drafter:
                 self._waiting[assignment.name] = assignment
@@ -221,14 +232,10 @@ class Assignments(Generic[F]):
                 self._waiting.pop(assignment.name, None)
         return sends
 
-    def _choose_target(self, session: Session, now: float) -> str | None:
-        return self.targets.choose(lambda address: self._has_room(address, now), session.failed_targets)
-
-    def _has_room(self, target: str, now: float) -> bool:
-        return self._full_until.get(target, 0.0) <= now
-
-    def _choose_drafter(self, now: float, avoid: str | None = None) -> str | None:
-        return self.drafters.choose(lambda address: address != avoid and self._breakers.takes(address, now))
+    def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
+        """By load, and by how near it is to the session's target."""
+        worth = self.nearness.worth(session.target)
+        return self.drafters.choose(lambda one: one != avoid and self._breakers.takes(one, now), worth=worth)
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
         sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
@@ -237,24 +244,16 @@ class Assignments(Generic[F]):
 
     def _leave_silent(self, now: float) -> list[Send]:
         """Looks at what drafters' sessions have seen since the last tick; one that is silent for too long is left."""
-        answered = list(self._answered.values())
-        self._answered = {}
         sends: list[Send] = []
-        for assignment in answered:
-            drafter = assignment.session.drafter
-            for answer in assignment.session.take_answers():
-                if drafter is not None and self._is_given_up(drafter, assignment, answer, now):
-                    self.given_up[drafter] += 1
-                    log.warning("drafter %s is silent; its sessions go to others", drafter)
-                    sends += self._move_off(drafter, now)
+        for drafter in self._watch.silent(now):
+            log.warning("drafter %s is silent; its sessions go to others", drafter)
+            sends += self._move_off(drafter, now)
         return sends
 
     def _heed_complaints(self, now: float) -> list[Send]:
         """Does the next thing about each session whose drafter has become bad, and about the drafter itself."""
-        complaints = self._complaints
-        self._complaints = []
         sends: list[Send] = []
-        for complaint in complaints:
+        for complaint in self._watch.take_complaints():
             assignment = self._assignments.get(complaint.session)
             if assignment is not None and assignment.session.drafter == complaint.drafter:
                 sends += self._remedy(assignment, complaint, now)
@@ -262,7 +261,7 @@ class Assignments(Generic[F]):
 
     def _remedy(self, assignment: F, complaint: Complaint, now: float) -> list[Send]:
         left = complaint.drafter
-        other = self._choose_drafter(now, avoid=left)
+        other = self._choose_drafter(assignment.session, now, avoid=left)
         remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
         self.remedies.taken(complaint, remedy)
         if remedy is Remedy.RESYNCED:
@@ -277,18 +276,27 @@ class Assignments(Generic[F]):
             sends += self._move_off(left, now)
         return sends
 
-    def _is_given_up(self, drafter: str, assignment: F, answer: DraftAnswer, now: float) -> bool:
-        return self._breakers.note(drafter, assignment.name, answer, assignment.session.has_drafted, now)
+    def _leaves(self, peer: str, now: float) -> list[Send]:
+        """A target or a drafter is to end, as planned: no failure of it, nor of its sessions."""
+        self.targets.leaves(peer)
+        self.drafters.leaves(peer)
+        return self._move_off(peer, now)
 
     def _move_off(self, address: str, now: float) -> list[Send]:
-        """Gives all sessions of a drafter that was given up to others; where there is none, they stay."""
+        """Gives all sessions of who leaves or was given up to others; where there is none, they stay."""
+        is_planned = address in self.targets.leaving
         sends: list[Send] = []
-        for assignment in [assignment for assignment in self if assignment.session.drafter == address]:
-            if (drafter := self._choose_drafter(now)) is None:
-                break
-            sends += self._carry_out(assignment, assignment.session.leave_drafter())
-            if assignment.session.wants_drafter:
-                sends += self._assign_drafter(assignment, drafter, now)
+        for assignment in self:
+            session = assignment.session
+            if session.target == address and self._choice.choose(session, now):
+                self.handovers["target", PLANNED] += 1
+                sends += self._carry_out(assignment, session.leave_target())
+            elif session.drafter == address and self._choose_drafter(session, now):
+                self.handovers["drafter", PLANNED] += is_planned
+                sends += self._carry_out(assignment, session.leave_drafter())
+            else:
+                continue
+            sends += self._place([assignment], now)
         return sends
 
 

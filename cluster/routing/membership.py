@@ -14,6 +14,8 @@ class Endpoint:
 
     replica: str
     address: str  # host:port of its gRPC server
+    node: str = ""  # where it runs; empty where nobody knows
+    zone: str = ""  # of its node
 
 
 @dataclass(frozen=True, slots=True)

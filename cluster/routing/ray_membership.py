@@ -5,6 +5,7 @@ set of running replicas to every handle. Reading that set off a handle has no pu
 private attributes here and nowhere else, and the pinned minor version.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -12,6 +13,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.routing.membership import Endpoint, Members
 
 ADDRESS = "grpc_address"  # keys in the replica metadata
+NODE = "node"
+ZONE = "zone"
 COSTS = "costs"  # what it measured at its start, as JSON: `ForwardCost` of a target, `DraftCost` of a drafter
 
 
@@ -27,7 +30,12 @@ class ServeMembership:
 
 
 def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
-    return tuple(Endpoint(str(r.replica_id), r.replica_metadata[ADDRESS]) for r in _replicas(handle))
+    return tuple(_endpoint(str(replica.replica_id), replica.replica_metadata) for replica in _replicas(handle))
+
+
+def _endpoint(replica: str, metadata: Mapping[str, str]) -> Endpoint:
+    """A replica of an earlier version says nothing of its place."""
+    return Endpoint(replica, metadata[ADDRESS], metadata.get(NODE, ""), metadata.get(ZONE, ""))
 
 
 def _replicas(handle: DeploymentHandle[Any]) -> list[Any]:

@@ -4,17 +4,20 @@ Events in, commands out; nothing here waits, sends or looks at a clock. The rule
 
 * only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
 * what is committed is never taken back, and is all that is needed to open the session anywhere;
-* a lost drafter costs speed; a lost target costs a new attempt, twice at most.
+* a lost drafter costs speed; a lost target costs a new attempt, twice at most;
+* a target that leaves as planned is no loss: that costs a new attempt too, however often.
 
 Knows nothing of text, of streams, or of how a peer was chosen. Long because the rules are together, whoever fails.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.errors import RequestError, SlipstreamError, TargetLostError
 from cluster.trust.tickets import issue
 from protos.messages import (
+    NO_RULES,
     Acceptance,
     Close,
     DraftAnswer,
@@ -25,9 +28,11 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    TokenRules,
     Verdict,
 )
 from protos.prefix import Prefix
+from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.values import value
 
 MAX_REOPENS = 2  # a request that kills targets must not kill them all
@@ -48,6 +53,12 @@ class Generation:
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
+    grammar: str = ""  # see `Open`
+    rules: TokenRules = NO_RULES
+    scoring: Scoring = NO_SCORING
+    priority: int = 0
+    cache_salt: str = ""
+    wants_rejected: bool = False  # whether `Emit` is to hold what was rejected
 
 
 @value
@@ -73,6 +84,10 @@ class Emit:
     tokens: tuple[int, ...]
     accepted: int
     drafted: int  # tokens in the block that was verified
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if they were asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
+    cached: int = 0  # tokens of the prompt that the target had computed before; with the first tokens alone
+    rejected: tuple[int, ...] = ()  # of a session that asks for it: what the draft had after the accepted tokens
 
 
 @value
@@ -133,6 +148,11 @@ class Session:
         self._prefix = Prefix(generation.hash_key, generation.prompt)
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and all that is committed."""
+        return self._prefix.tokens
+
+    @property
     def committed(self) -> tuple[int, ...]:
         return tuple(self._prefix.tokens[len(self.generation.prompt) :])
 
@@ -167,6 +187,15 @@ class Session:
         self.drafter = None
         return [ToDrafter(left, Close(self.generation.session, self.attempt))]
 
+    def leave_target(self) -> list[Command]:
+        """Frees the target, which lives and is to end; another is to be assigned."""
+        assert self.phase is Phase.RUNNING
+        assert self.target is not None
+        left = self.target
+        self.phase = Phase.SEEKING
+        self.target = None
+        return [ToTarget(left, Close(self.generation.session, self.attempt))]
+
     def take_answers(self) -> list[DraftAnswer]:
         """What came of the blocks that its drafter was asked for since this was last called."""
         answers = self._answers
@@ -195,6 +224,8 @@ class Session:
         if not (current and here and verdict.tokens):
             self.counts.void += 1
             return []
+        prompt_len = len(self.generation.prompt)
+        is_first = self._prefix.length == prompt_len
         self._prefix.extend(verdict.tokens)
         self.counts.verifies += 1
         self.counts.blocks += verdict.drafted > 0
@@ -203,7 +234,18 @@ class Session:
         if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
             self._answers.append(verdict.answer)
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
-        commands: list[Command] = [Emit(verdict.tokens, verdict.accepted, verdict.drafted)]
+        cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
+        commands: list[Command] = [
+            Emit(
+                verdict.tokens,
+                verdict.accepted,
+                verdict.drafted,
+                verdict.scores,
+                verdict.prompt_scores,
+                cached,
+                rejected=verdict.rejected,
+            )
+        ]
         if verdict.finish is not Finish.NONE:
             commands += [*self._release(), Ended(verdict.finish)]
         return commands
@@ -226,12 +268,14 @@ class Session:
             return []
         return self.leave_drafter()  # it may have taken a later Open, which crossed its refusal
 
-    def on_target_gone(self, source: str) -> list[Command]:
-        """The target is lost: seek another, or give up."""
+    def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
+        """The target has ended: seek another. One that was lost is avoided from now on, and too many are the end."""
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
         self.phase = Phase.SEEKING
         self.target = None
+        if is_planned:
+            return []
         self.failed_targets |= {source}
         self.failures += 1
         if self.failures <= MAX_REOPENS:
@@ -280,7 +324,13 @@ class Session:
             hash_key=g.hash_key,
             acceptance=g.acceptance,
             max_draft_tokens=g.max_draft_tokens,
+            grammar=g.grammar,
             ticket_key=self._ticket_key,
+            rules=g.rules,
+            scoring=g.scoring,
+            priority=g.priority,
+            cache_salt=g.cache_salt,
+            wants_rejected=g.wants_rejected,
         )
 
     def _open_drafter(self) -> list[Command]:
@@ -289,7 +339,16 @@ class Session:
         g = self.generation
         seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
         ticket = issue(self._ticket_key, g.session, self._drafters) if self._ticket_key else None
-        said = replace(self._open(), seed=seed, target_address=self.target, ticket_key=b"", ticket=ticket)
+        said = replace(
+            self._open(),
+            seed=seed,
+            target_address=self.target,
+            ticket_key=b"",
+            ticket=ticket,
+            scoring=NO_SCORING,
+            priority=0,
+            wants_rejected=False,
+        )
         return [ToDrafter(self.drafter, said)]
 
     def _release(self) -> list[Command]:

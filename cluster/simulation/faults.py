@@ -15,6 +15,7 @@ class Kind(Enum):
     STALLS = "stalls"  # computes nothing for `seconds`, and hears all the same
     SLOWS_DOWN = "slows down"  # for `seconds`
     IS_CUT_OFF = "is cut off"  # all its streams break; it lives on
+    LEAVES = "leaves"  # as planned, within `seconds`; another takes its place
     DRAFTS_NOISE = "drafts noise"  # a drafter, for `seconds`, as if its weights were damaged; others have no draft
 
 

@@ -84,6 +84,7 @@ class SimulatedDrafter:
         self._targets: dict[str, SimulatedLink] = {}  # by address
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
+        self._is_leaving = False
         self._forward_time = ForwardTime()  # of those ahead
         self.door = Door(process, self._router_up, self.receive, self._router_down)
 
@@ -91,6 +92,14 @@ class SimulatedDrafter:
         """From now on, for so long."""
         self._method.is_noise = True
         self.process.after(seconds, self._recover)
+
+    def leave(self, within_s: float, over: Callable[[], None]) -> None:
+        """Ends as planned after `within_s`; `over` is called then."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._send(self.scheduler.leave())
+            self.process.after(within_s, self.process.die)
+            self.process.clock.after(within_s, over)
 
     def _recover(self) -> None:
         self._method.is_noise = False

@@ -4,7 +4,7 @@ The counterpart of `actors/target.py`. The engine checks what it is asked for as
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cluster.costs import CostModel
@@ -15,6 +15,7 @@ from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Block, Hello
 
+ENDS_S = 0.5  # for what is due to peers to leave
 NOTHING = -1  # in a page, where no token was written
 
 
@@ -94,6 +95,7 @@ class SimulatedTarget:
         self._wires: dict[str, Wire] = {}  # by stream
         self._streams: Counter[str] = Counter()
         self._in_step = False
+        self._over: Callable[[], None] | None = None  # to be called at its planned end
         self._wakes_at: float | None = None
         self.door = Door(process, self._up, self._frame, self._down)
 
@@ -103,6 +105,8 @@ class SimulatedTarget:
         """Plans a step if one is due, else wakes up when one will be."""
         if self._in_step:
             return
+        if self.scheduler.departure.is_complete:
+            self._end()
         now = self.process.clock.now
         plan = self.scheduler.plan(now)
         if plan is None:
@@ -135,6 +139,21 @@ class SimulatedTarget:
             return
         self._wakes_at = max(due, now)
         self.process.after(self._wakes_at - now, self._go_on)
+
+    def leave(self, within_s: float, over: Callable[[], None]) -> None:
+        """Ends as planned, once its sessions are elsewhere or time is up; `over` is called then."""
+        if not self.scheduler.departure.is_under_way:
+            self._over = over
+            self._send(self.scheduler.departure.begin())
+            self.process.after(within_s, self._end)
+            self._go_on()
+
+    def _end(self) -> None:
+        if self._over is not None:
+            self._send(self.scheduler.departure.end())
+            self.process.after(ENDS_S, self.process.die)
+            self.process.clock.after(ENDS_S, self._over)
+            self._over = None
 
     def _send(self, sends: Sequence[Send]) -> None:
         for stream, message in sends:

@@ -235,6 +235,9 @@ class World:
         elif fault.kind is Kind.IS_CUT_OFF:
             for link in list(victim.process.links):
                 link.cut()
+        elif fault.kind is Kind.LEAVES:
+            if not isinstance(victim, SimulatedRouter):
+                victim.leave(fault.seconds, partial(self._add, fault.role))
         elif fault.kind is Kind.DRAFTS_NOISE:
             if isinstance(victim, SimulatedDrafter):
                 victim.draft_noise(fault.seconds)

@@ -1,15 +1,19 @@
 """Which sessions have a place in a target's cache, which queue for one, and which pages each holds.
 
-Knows nothing of blocks, of time or of what is computed; how long sessions waited is for others to judge.
+Knows nothing of blocks, of time or of what is computed; how long sessions waited is for others to judge. A replica that
+leaves admits nobody, and what routers have not moved in time it gives back.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from cluster.dispatch import Send
+from cluster.engines.session_memory import SessionMemory
 from cluster.page_allocator import PageCopy
-from cluster.session_memory import SessionMemory
 from cluster.verification.sequence import TargetSession
-from protos.messages import Open
+from protos.messages import Leaving, Open, Refusal, RefusalReason
+
+LEAVES = "this target replica is stopping"
 
 
 class Admission:
@@ -45,13 +49,16 @@ class Admission:
     # ------------------------------------------------------------ coming and going
 
     def admit(self) -> Iterator[TargetSession]:
-        """Lets queued sessions into the cache, first come first served, as long as there is room; names each."""
+        """Lets queued sessions into the cache as long as there is room; names each.
+
+        Those of the lowest number of priority come first, and among them who came first.
+        """
         while self.waiting and len(self.running) < self._limit:
-            name, session = next(iter(self.waiting.items()))
-            # An audit is to find out whether those who computed pages computed them right.
-            session.cached_len = self.pages.open(name, () if session.open.audit else session.prefix.tokens)
+            name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
+            shared = session.prefix.tokens if session.may_share else ()
+            session.cached_len = self.pages.open(name, shared, session.open.cache_salt.encode())
             if not session.in_engine:  # else it was preempted, and finds its own pages
-                session.is_prefix_cached = session.cached_len > 0
+                session.prefix_cached = session.cached_len
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:
@@ -118,3 +125,44 @@ class Admission:
         del self.running[name]
         del self.order[name]
         self.pages.close(name)
+
+
+class Departure:
+    """How a replica leaves, as planned; `forget` frees a session."""
+
+    def __init__(self, admission: Admission, forget: Callable[[str], None]) -> None:
+        self.is_under_way = False
+        self._admission = admission
+        self._forget = forget
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody is served any more."""
+        return self.is_under_way and not self._admission.has_sessions
+
+    def begin(self) -> list[Send]:
+        """From now on what comes is refused, and routers that have sessions here hear that they are to move them.
+
+        Audits are given back at once, for nobody waits for them.
+        """
+        self.is_under_way = True
+        audits = self._give_back([session for session in self._admission if session.open.audit])
+        routers = dict.fromkeys(session.router for session in self._admission)
+        return [*audits, *((router, Leaving()) for router in routers)]
+
+    def end(self) -> list[Send]:
+        """Gives back all that is left."""
+        return self._give_back(list(self._admission))
+
+    def refuse(self, router: str, request: Open) -> list[Send]:
+        """A session that comes too late: it is no failure, another target takes it."""
+        return [(router, _left(request)), (router, Leaving())] if self.is_under_way else []
+
+    def _give_back(self, sessions: list[TargetSession]) -> list[Send]:
+        for session in sessions:
+            self._forget(session.open.session)
+        return [(session.router, _left(session.open)) for session in sessions]
+
+
+def _left(request: Open) -> Refusal:
+    return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, LEAVES)

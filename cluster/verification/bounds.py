@@ -26,14 +26,14 @@ class VerificationLimits:
 
     def fault_of(self, request: Open, pages: int) -> str:
         """Why it could never be served; empty if it can. `pages` is how many it takes at its longest."""
-        if (highest := max(max(request.tokens), request.rival or 0)) >= self.vocabulary:
+        if (highest := max(max(request.tokens), request.rival or 0, request.rules.highest_id)) >= self.vocabulary:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
             return f"max_len is {request.max_len}, the context holds {self.max_context} tokens"
         if self.own_draws_only and request.acceptance is Acceptance.RATIO and not request.sampling.greedy:
             return "acceptance is ratio, this target decides by its own draws; ask for coupled, as with a seed"
-        if self.own_draws_only and request.rival is not None:
-            return "a margin is asked for, this target tells none"
+        if self.own_draws_only and request.scoring.prompt_top is not None:
+            return "scores of a prompt are asked for, this target tells those of generated tokens alone"
         if pages > self.pages:
             return f"max_len is {request.max_len}, the cache holds {self.pages * self.page_size} tokens"
         return ""

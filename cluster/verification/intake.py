@@ -7,7 +7,7 @@ from cluster.dispatch import Send, peer_of
 from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer
 from cluster.trust.refusals import Refusals, not_permitted
-from cluster.verification.admission import Admission
+from cluster.verification.admission import Admission, Departure
 from cluster.verification.block_buffer import BlockBuffer, BlockCounts
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.early_messages import EarlyMessages
@@ -54,6 +54,7 @@ class Intake:
         self._sentinel = sentinel
         self._refusals = refusals
         self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
+        self.departure = Departure(admission, self.forget)
         self._early = EarlyMessages(limits.buffer, counts)
 
     # ------------------------------------------------------------ what peers say
@@ -113,6 +114,8 @@ class Intake:
         if known is not None and known.router != router:
             self._refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
+        if refused := self.departure.refuse(router, request):
+            return refused
         if refusal := self._refuse(request):
             return [(router, refusal)]
         if known is not None and known.open.attempt >= request.attempt:

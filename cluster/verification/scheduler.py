@@ -15,13 +15,13 @@ from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send
 from cluster.drafting.requests import max_block_len
+from cluster.engines.session_memory import OwnPages, SessionMemory
 from cluster.pacing.acceptance import AcceptanceCounts
 from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
 from cluster.page_allocator import PageCopy, PlaceMove
-from cluster.session_memory import OwnPages, SessionMemory
 from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
@@ -62,6 +62,7 @@ class VerificationScheduler:
         )
         self._reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
+        self.departure = self._intake.departure
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
@@ -128,7 +129,7 @@ class VerificationScheduler:
             name = row.session
             if running.get(name) is not session:
                 continue  # closed or replaced while the engine computed
-            session.cached_len = row.start + len(row.tokens)
+            session.fed(row)
             session.waiting_since = now
             if not session.open.audit:
                 # Before the verdict: a session may end with it, and what it was fed stays useful.
@@ -183,9 +184,8 @@ class VerificationScheduler:
     def wasted_tokens(self) -> int:
         """Draft tokens that came in well-formed blocks and that no verdict took over.
 
-        They were rejected, or never verified: because fewer tokens paid by then, because their block was dropped or
-        replaced by a better version, because the target had decided them itself when a late block came, or because
-        their session ended. Those whose verdict is still to come are not counted yet.
+        They were rejected, or never verified: fewer tokens paid by then, their block was dropped or replaced by a
+        better version, a late block came after the target's own tokens, or their session ended.
         """
         return self._counts.wasted_tokens
 
@@ -275,7 +275,7 @@ class VerificationScheduler:
         if not is_over:
             self._moves += session.moves(row, outcome.path, self._limits.page_size)
         self._intake.ask(session)
-        verdict = _verdict_of(session, decision, drafted, collapse, outcome.margin)
+        verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
         drafter = session.drafter
         if drafter is not None:
@@ -286,12 +286,13 @@ class VerificationScheduler:
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._intake.forget(request.session)
-        return sends, (session.router, verdict)
+        return sends, (session.router, session.for_router(verdict, row, outcome))
 
 
-def _verdict_of(
-    session: TargetSession, decision: Decision, drafted: int, collapse: Collapse | None, margin: float | None
+def _verdict(
+    session: TargetSession, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
 ) -> Verdict:
+    """What its router and its drafter are both told."""
     return Verdict(
         session.open.session,
         session.open.attempt,
@@ -303,7 +304,8 @@ def _verdict_of(
         decision.finish,
         session.answer,
         collapse,
-        margin,
+        outcome.margin,
+        prefix_cached=session.prefix_cached,
     )
 
 

@@ -1,4 +1,7 @@
-"""One session as its target replica has it: decided tokens, waiting blocks, and its next row."""
+"""One session as its target replica has it: decided tokens, waiting blocks, and its next row.
+
+Long because all that is known of a session is in one place.
+"""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -16,7 +19,9 @@ from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, O
 from protos.prefix import Prefix
 from protos.values import value
 
-AUDIT_STEP_TOKENS = 64  # of a prompt: a request that comes meanwhile waits for the step, so it is to be a short one
+# Of a prompt that is audited or scored: a request that comes meanwhile waits for the step, so it is to be a short one;
+# and the logits of all of a scored one are held at once.
+AUDIT_STEP_TOKENS = 64
 MISSED_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
 
 
@@ -77,7 +82,7 @@ class TargetSession:
     waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
     decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
     stats: SessionStats = field(default_factory=SessionStats)
-    is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
+    prefix_cached: int = 0  # tokens on pages that were in the cache already when it began
     watch: CollapseWatch = CollapseWatch()
     feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
     ticket: Ticket | None = None  # the latest assignment's that was presented
@@ -88,6 +93,14 @@ class TargetSession:
     def live_feed(self) -> StateFeed | None:
         """Unless its drafter has gone."""
         return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it may begin on pages that others computed.
+
+        An audit is to find out whether they computed them right. For the scores of a prompt all of it is computed.
+        """
+        return not self.open.audit and self.open.scoring.prompt_top is None
 
     @property
     def asked(self) -> int:
@@ -126,6 +139,12 @@ class TargetSession:
         """The same, and it is not for want of hidden states that are on their way."""
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
+
+    def fed(self, row: Row) -> None:
+        """The row was computed: an engine with pages of its own finds only in the step what it had."""
+        if row.start > self.cached_len == 0:
+            self.prefix_cached = row.start
+        self.cached_len = row.start + len(row.tokens)
 
     def ready_block(self) -> Block | None:
         return self.buffer.ready(self.prefix)
@@ -186,6 +205,21 @@ class TargetSession:
         self.paused = not self.drafting.tokens
         return [news] if is_over else [news, self.draft_request()]
 
+    def for_router(self, verdict: Verdict, row: Row, outcome: Outcome) -> Verdict:
+        """With what only its router is told, where the Open asks for it."""
+        rejected = self._rejected(verdict, row)
+        if not (rejected or outcome.scores or outcome.prompt_scores):
+            return verdict
+        scores = outcome.scores[: len(verdict.tokens)]
+        return replace(verdict, rejected=rejected, scores=scores, prompt_scores=outcome.prompt_scores)
+
+    def _rejected(self, verdict: Verdict, row: Row) -> tuple[int, ...]:
+        """What the draft had after the accepted tokens, of a row that was verified."""
+        is_cut = verdict.accepted == len(verdict.tokens)  # the session ended inside the accepted part
+        if is_cut or not self.open.wants_rejected:
+            return ()
+        return row.draft.after(verdict.tokens[: verdict.accepted]).trunk
+
     def _unsent(self, verdict: Verdict) -> Verdict:
         """The verdict, with all tokens before it that the drafter has not heard of."""
         sent_len = self.sent_len
@@ -202,7 +236,7 @@ class TargetSession:
         Notes the drafter's `answer`, which a block too long for the budget is too.
         """
         name = self.open.session
-        budget = min(budget, AUDIT_STEP_TOKENS) if self.open.audit else budget
+        budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
         asked = self.drafting.tokens
         tail = tuple(self.prefix.tokens[self.cached_len :])
         left = budget - len(tail)

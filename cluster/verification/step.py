@@ -9,6 +9,7 @@ from typing import Protocol
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Open
+from protos.scores import TokenScore
 from protos.values import value
 
 
@@ -50,6 +51,11 @@ class Row:
     def drafted(self) -> int:
         """Draft tokens."""
         return len(self.draft.tokens)
+
+    @property
+    def deciding(self) -> int:
+        """Places whose logits decide: after the tokens decided before, and after each draft token."""
+        return len(self.draft.tokens) + 1 if self.decide else 0
 
     @property
     def known(self) -> int:
@@ -117,6 +123,8 @@ class Outcome:
     next_token: int
     margin: float | None = None  # ahead of the rival that the session's Open names
     states: bytes = b""  # of the places that the row names, but for nodes off the path
+    scores: tuple[TokenScore, ...] = ()  # of what was decided, where the session's Open asks for them
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens, from the second on, with the first decision
 
     @property
     def accepted(self) -> int:

@@ -105,7 +105,7 @@ def _generate(model: Any, codec: Any, question: ChatQuestion) -> TimedAnswer:
     started = time.perf_counter()
     stopwatch = Stopwatch()
     detokenizer = codec.detokenizer()
-    prompt = torch.tensor([codec.encode_chat([{"role": "user", "content": question.prompt}])], device=model.device)
+    prompt = torch.tensor([codec.encode_chat(question.messages)], device=model.device)
     with torch.inference_mode():
         tokens = model.generate(
             prompt,

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 import httpx
@@ -18,6 +19,10 @@ LIMITS = httpx.Limits(max_connections=None)
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
+
+
+Turn = tuple[str, str]
+"""Role and text of a message."""
 
 
 class EndpointError(SlipstreamError):
@@ -34,6 +39,13 @@ class ChatQuestion:
     max_draft_tokens: int | None = None
     temperature: float = 0.0
     acceptance: Literal["coupled", "ratio"] | None = None
+    earlier: Sequence[Turn] = ()  # of the conversation
+    seed: int | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation, as the API takes it."""
+        return [{"role": role, "content": text} for role, text in (*self.earlier, ("user", self.prompt))]
 
 
 class ChatEndpoint:
@@ -44,9 +56,15 @@ class ChatEndpoint:
 
     @classmethod
     @asynccontextmanager
-    async def at(cls, url: str) -> AsyncIterator["ChatEndpoint"]:
-        """The endpoint at a base URL such as http://127.0.0.1:8000; transport failures raise EndpointError."""
-        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=LIMITS, trust_env=False) as http:
+    async def at(cls, url: str, key: str | None = None) -> AsyncIterator["ChatEndpoint"]:
+        """The endpoint at a base URL such as http://127.0.0.1:8000; transport failures raise EndpointError.
+
+        `key` is shown to a server that asks for API keys.
+        """
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=TIMEOUT, limits=LIMITS, trust_env=False
+        ) as http:
             try:
                 yield cls(http)
             except httpx.HTTPError as error:
@@ -66,6 +84,15 @@ class ChatEndpoint:
         response = await self._http.get("/v1/models")
         _check(response)
         return str(response.json()["data"][0]["id"])
+
+    async def page_state(self) -> dict[str, Any]:
+        """What the live page shows."""
+        response = await self._http.get("/page/state")
+        if response.status_code == 404:
+            raise EndpointError(f"{response.url} is not there; expected a Slipstream with server.page: true")
+        _check(response)
+        state: dict[str, Any] = response.json()
+        return state
 
     async def counters(self) -> "Counters":
         """What the router has counted; of several routers, of one."""
@@ -118,7 +145,7 @@ class _StreamReader:
         self._text = ""
         self._usage: Mapping[str, Any] | None = None
         self._started = clock()
-        self._first_token_s: float | None = None
+        self._text_came_s: list[float] = []
 
     def line(self, line: str) -> None:
         name, _, data = line.partition(": ")
@@ -129,8 +156,8 @@ class _StreamReader:
             raise EndpointError(f"the answer broke off: {event['error']['message']}")
         self._usage = event.get("usage") or self._usage
         text = "".join(choice["delta"].get("content", "") for choice in event["choices"])
-        if text and self._first_token_s is None:
-            self._first_token_s = self._clock() - self._started
+        if text:
+            self._text_came_s.append(self._clock() - self._started)
         self._text += text
         pieces = (event.get("slipstream") or {}).get("pieces", [])
         if self._on_pieces is not None and pieces:
@@ -146,8 +173,9 @@ class _StreamReader:
             tokens=self._usage["completion_tokens"],
             accepted=details["accepted_prediction_tokens"],
             rejected=details["rejected_prediction_tokens"],
-            first_token_s=latency_s if self._first_token_s is None else self._first_token_s,
+            first_token_s=self._text_came_s[0] if self._text_came_s else latency_s,
             latency_s=latency_s,
+            gaps_s=tuple(later - earlier for earlier, later in pairwise(self._text_came_s)),
         )
 
 
@@ -157,9 +185,11 @@ def _body(model: str, question: ChatQuestion, trace: bool) -> dict[str, Any]:
         speculation["max_draft_tokens"] = question.max_draft_tokens
     if question.acceptance is not None:
         speculation["acceptance"] = question.acceptance
+    seed = {} if question.seed is None else {"seed": question.seed}
     return {
+        **seed,
         "model": model,
-        "messages": [{"role": "user", "content": question.prompt}],
+        "messages": question.messages,
         "max_tokens": question.max_tokens,
         "ignore_eos": question.ignore_eos,
         "temperature": question.temperature,

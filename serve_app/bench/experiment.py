@@ -21,13 +21,15 @@ from rich.progress import MofNCompleteColumn, Progress
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.bench.baseline import Reference
-from serve_app.bench.client import ChatEndpoint, ChatQuestion
+from serve_app.bench.client import ChatEndpoint, ChatQuestion, Turn
+from serve_app.bench.latencies import Latencies, LoadPoint
 from serve_app.bench.measures import ArmSummary, Batch, Speedup, Tally, acceptance_by_kind, arm_summary, speedup
-from serve_app.bench.tables import arms_sheet, kinds_table, speedups_table
+from serve_app.bench.tables import arms_sheet, kinds_table, latencies_table, speedups_table
 
 SPECULATIVE = "speculative"
 PLAIN = "plain"
 GENERATE = "generate"
+AT_ONCE = "requests at once"
 WARM_UP_TOKENS = 16
 
 
@@ -38,6 +40,11 @@ class Prompt(BaseModel):
 
     kind: str = Field(min_length=1)
     prompt: str = Field(min_length=1)
+    earlier: tuple[Turn, ...] = ()  # of a conversation that the prompt is the latest turn of
+
+    def question(self, max_tokens: int, max_draft_tokens: int | None) -> ChatQuestion:
+        """As it is asked: greedily, and to the last token, so that answers are of one length."""
+        return ChatQuestion(self.prompt, max_tokens, True, max_draft_tokens, earlier=self.earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ class Bench:
 
     async def _batch(self, task: Task, max_tokens: int) -> Batch:
         most = 0 if task.arm == PLAIN else None
-        questions = [ChatQuestion(prompt.prompt, max_tokens, True, most) for prompt in task.prompts]
+        questions = [prompt.question(max_tokens, most) for prompt in task.prompts]
         before = (await self._endpoint.counters()).tally
         started = time.perf_counter()
         if task.arm == GENERATE:
@@ -152,6 +159,7 @@ class BenchReport:
     arms: tuple[ArmSummary, ...]
     speedups: tuple[Speedup, ...]
     kinds: dict[str, Tally]
+    points: tuple[LoadPoint, ...]
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> "BenchReport":
@@ -166,12 +174,22 @@ class BenchReport:
             if arm == SPECULATIVE and (concurrency, base) in groups
         ]
         kinds = acceptance_by_kind(batch for batch in batches if batch.arm == SPECULATIVE)
-        return cls(tuple(map(arm_summary, groups.values())), tuple(speedups), kinds)
+        points = tuple(map(_point, groups.values()))
+        return cls(tuple(map(arm_summary, groups.values())), tuple(speedups), kinds, points)
 
     def tables(self) -> Group:
         by_concurrency = groupby(self.arms, lambda summary: summary.concurrency)
         sheets = [arms_sheet(concurrency, list(arms)) for concurrency, arms in by_concurrency]
-        return Group(*sheets, speedups_table(self.speedups), kinds_table(self.kinds))
+        latencies = latencies_table(AT_ONCE, self.points)
+        return Group(*sheets, latencies, speedups_table(self.speedups), kinds_table(self.kinds))
+
+
+def _point(batches: Sequence[Batch]) -> LoadPoint:
+    """Batches of one arm at one concurrency."""
+    summary = arm_summary(batches)
+    answers = [answer for batch in batches for answer in batch.answers]
+    latencies = Latencies.of(answers)
+    return LoadPoint(summary.arm, summary.concurrency, summary.tokens_per_s, len(answers), 0, latencies)
 
 
 async def run_bench(

@@ -62,6 +62,7 @@ class TimedAnswer:
     rejected: int
     first_token_s: float
     latency_s: float
+    gaps_s: tuple[float, ...] = ()  # between events of the stream that brought text
 
 
 @dataclass(frozen=True, slots=True)

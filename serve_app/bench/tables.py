@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from serve_app.bench.latencies import MEASURES, QUANTILES, LoadPoint
 from serve_app.bench.measures import ArmSummary, Speedup, Tally
 
 TALLY_ROWS = (
@@ -58,6 +59,26 @@ def arms_sheet(concurrency: int, summaries: Sequence[ArmSummary]) -> Table:
         for summary in summaries
     }
     return sheet(f"{concurrency} at once", rows, columns)
+
+
+def latencies_table(load: str, points: Sequence[LoadPoint]) -> Table:
+    """Each arm under each load: its latencies in milliseconds, at p50, p90 and p99."""
+    names = (f"{measure.upper()}, ms" for measure in MEASURES)
+    made = table("Latencies at p50, p90, p99", "arm", load, "tokens/s", "answers", "failed", *names)
+    for point in points:
+        counts = f"{point.load:g}", shown(point.tokens_per_s, ".1f"), str(point.answers), str(point.failed)
+        made.add_row(point.arm, *counts, *(_quantiles(point, measure) for measure in MEASURES))
+    return made
+
+
+def _quantiles(point: LoadPoint, measure: str) -> str:
+    return " ".join(milliseconds(point, measure, quantile) for quantile in QUANTILES)
+
+
+def milliseconds(point: LoadPoint, measure: str, quantile: str) -> str:
+    """Such as "ttft" at "p99"."""
+    seconds = point.quantile_s(measure, quantile)
+    return shown(None if seconds is None else 1e3 * seconds, ".0f")
 
 
 def speedups_table(speedups: Sequence[Speedup]) -> Table:

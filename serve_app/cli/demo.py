@@ -39,7 +39,7 @@ async def run_demo(url: str, console: Console) -> None:
         model = await endpoint.model()
         with console.status("Warming up"):
             await endpoint.ask(model, WARM_UP)
-        console.print(_legend(console))
+        console.print(legend(console))
         rows = [await _ask_both_ways(endpoint, model, name, prompt, console) for name, prompt in PROMPTS.items()]
     console.print(worksheet(rows))
 
@@ -47,7 +47,9 @@ async def run_demo(url: str, console: Console) -> None:
 async def _ask_both_ways(endpoint: ChatEndpoint, model: str, name: str, prompt: str, console: Console) -> DemoRow:
     console.print(f"\n[bold]{name}:[/] {prompt}")
     before = (await endpoint.counters()).tally
-    speculative = await endpoint.ask(model, ChatQuestion(prompt, MAX_TOKENS), lambda pieces: _show(pieces, console))
+    speculative = await endpoint.ask(
+        model, ChatQuestion(prompt, MAX_TOKENS), lambda pieces: show_pieces(pieces, console)
+    )
     tally = (await endpoint.counters()).tally - before
     console.print()
     with console.status("The same without speculation"):
@@ -55,13 +57,13 @@ async def _ask_both_ways(endpoint: ChatEndpoint, model: str, name: str, prompt: 
     return DemoRow(name, tally, speculative, plain)
 
 
-def _legend(console: Console) -> Text:
+def legend(console: Console) -> Text:
     return (
         Text("Drafted and accepted: ").append_text(_piece("like this", True, console)).append("; else the target's own")
     )
 
 
-def _show(pieces: Sequence[Piece], console: Console) -> None:
+def show_pieces(pieces: Sequence[Piece], console: Console) -> None:
     for drafted, run in groupby(pieces, key=lambda piece: piece[1]):
         text = "".join(text for text, _ in run)
         console.print(_piece(text, drafted, console), end="", soft_wrap=True)

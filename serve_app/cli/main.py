@@ -1,6 +1,7 @@
 """The command line. Every command is thin: it reads the config, checks it, and hands over.
 
 Modules that bring in torch or Ray are imported by the commands that need them, so that help and config stay quick.
+Long because a command's options are declared where it is.
 """
 
 import asyncio
@@ -19,9 +20,11 @@ from rich.markup import escape
 
 from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
+from serve_app.cli.chat import ApiKey, chat
 from serve_app.cli.drafts import drafts_app
 from serve_app.cli.k8s import k8s_app
 from serve_app.cli.plan_options import plan
+from serve_app.cli.running import doctor, down, serve_yaml, up
 
 WRONG_INPUT = 2  # exit status
 DISTRIBUTION = "slipstream-serving"
@@ -36,6 +39,11 @@ app.add_typer(config_app, name="config")
 app.add_typer(drafts_app, name="drafts")
 app.add_typer(k8s_app, name="k8s")
 app.command()(plan)
+app.command()(up)
+app.command()(down)
+app.command()(doctor)
+config_app.command("serve")(serve_yaml)
+app.command()(chat)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
 Overrides = Annotated[
@@ -124,32 +132,58 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: 24 prompts of six kinds.')
     ] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(help="Prompts as data sets have them: JSON lines of prompts or messages, or ShareGPT."),
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements here.")
     ] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", metavar="OUT", help="Write a report with curves here.")
+    ] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeatable.")] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(min=0.001, help="Instead: requests a second, which come by chance; repeatable."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Requests at each rate.")] = 60,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="How often every prompt is run.")] = 1,
     generate: Annotated[bool, typer.Option("--generate", help="Third arm: plain Hugging Face generate.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="With --rate: an endpoint that runs already, instead of starting CONFIG.")
+    ] = None,
+    key: ApiKey = None,
     port: Port = 0,
     overrides: Overrides = None,
     address: Address = None,
     verbose: Verbose = False,
 ) -> None:
     """Measures the same prompts and answer lengths with and without speculation, interleaved."""
+    from serve_app.bench.datasets import read_dataset
     from serve_app.bench.experiment import Plan, read_prompts
+    from serve_app.cli.bench_reports import measure_rates, report_on_batches
     from serve_app.demo_data import BENCH_PROMPTS
 
     console = Console()
+    asked = read_dataset(dataset) if dataset is not None else read_prompts(prompts or BENCH_PROMPTS)
+    plan = Plan(asked, tuple(concurrency or [1]), max_tokens, repeats)
+    paths = json_path, html_path
+    if url is not None:
+        measure_rates(url, key, plan, rate or [], requests, console, *paths)
+        return
     config = _load_demo(overrides, port, console) if config_path is None else _load(config_path, overrides, port)
-    plan = Plan(read_prompts(prompts or BENCH_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats)
     _check_models(config, console, with_weights=address is None)
-    from serve_app.bench.experiment import run_bench
     from serve_app.operations.local import serving
+    from serve_app.operations.publicity import for_this_machine
 
-    with serving(config, console, address=address, verbose=verbose) as url:
-        report = asyncio.run(run_bench(url, config, plan, generate, console, json_path))
-    console.print(report.tables())
+    config = for_this_machine(config)
+    with serving(config, console, address=address, verbose=verbose) as served_at:
+        if rate:
+            measure_rates(served_at, key, plan, rate, requests, console, *paths)
+        else:
+            report_on_batches(served_at, config, plan, generate, console, *paths)
 
 
 @app.command()
@@ -162,11 +196,21 @@ def status(
         Path | None,
         typer.Option("--costs", metavar="OUT", help="Write what was measured here, for `plan --costs`."),
     ] = None,
+    watching: Annotated[
+        bool, typer.Option("--watch", help="Show what the live page shows, again every second, until Ctrl-C.")
+    ] = False,
+    key: ApiKey = None,
 ) -> None:
     """Shows health, counters and deployments of a running Slipstream."""
+    if watching:
+        from serve_app.status.watching import watch
+
+        with suppress(KeyboardInterrupt):
+            asyncio.run(watch(url, key, Console()))
+        return
     from serve_app.app import APPLICATION
     from serve_app.operations.published import live_costs
-    from serve_app.operations.status import endpoint_status, ray_status
+    from serve_app.status.status import endpoint_status, ray_status
 
     console = Console()
     with console.status("Asking the endpoint"):
@@ -207,6 +251,15 @@ def trace(
     write_trace(found, json_path, picture_path, seconds, ends_before)
     console.print(stages_table(found))
     typer.echo(f"{len(found)} spans of {len(actors)} actors are in {json_path}")
+
+
+@app.command()
+def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
+    """Makes an API key, which is shown once, and prints what the configuration is to hold of it."""
+    from serve_app.cli.key import key_lines, new_key
+
+    made = new_key()
+    typer.echo(f"{made}\n\n{key_lines(name, made)}")
 
 
 @config_app.command()

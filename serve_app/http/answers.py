@@ -5,17 +5,28 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.errors import SlipstreamError
 from cluster.routing.session import Emit, Generation
 from protos.messages import Finish
+from protos.scores import TokenScore
+from serve_app.http.conversation.logprobs import ScoredToken
 from serve_app.http.generation import Generator
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import Detokenizer, StopMatcher
-from serve_app.http.wire.replies import FinishReason
+from serve_app.http.wire.replies import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
+
+
+class HeldPiece(NamedTuple):
+    """A piece, and what the draft had instead of it and after it, if that was rejected and is to be told."""
+
+    text: str
+    drafted: bool
+    rejected: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,20 @@ class Delta:
     pieces: tuple[Piece, ...]
     is_first: bool
     finish: FinishReason | None  # set in the last
+    offset: int = 0  # characters before the text
+    scored: tuple[ScoredToken, ...] = ()  # the tokens, if scores were asked for
+    rejected: tuple[str, ...] = ()  # for each piece
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What of a session's tokens becomes text, beside what stop strings say."""
+
+    stop_ids: frozenset[int] = frozenset()  # that end the session: the last token's text is left out
+    keeps_stop: bool = False  # it is not left out
+    min_tokens: int = 0  # in the text of which no stop string is looked for
+    echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer is to begin with it
+    echoed_text: str = ""
 
 
 class Transcript:
@@ -37,27 +62,50 @@ class Transcript:
     Its first text is given out at once, and then what `interval` tokens or more have brought.
     """
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopMatcher, interval: int = 1) -> None:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        interval: int = 1,
+        form: AnswerForm = AnswerForm(),
+    ) -> None:
         self.index = index
+        self.scored: list[ScoredToken] = []  # if scores were asked for
+        self.prompt_scores: tuple[TokenScore, ...] = ()
+        self._form = form
+        self._scores_told = 0
         self.text = ""
         self.tokens = 0
         self.accepted = 0
         self.rejected = 0
+        self.cached = 0  # tokens of the prompt that had been computed before
         self.finish: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
-        self._held: deque[Piece] = deque()  # detokenised, and may be the beginning of a stop string
-        self._due: list[Piece] = []  # for the next delta
+        self._held: deque[HeldPiece] = deque()  # detokenised, and may be the beginning of a stop string
+        # For the next delta.
+        self._due: list[HeldPiece] = [HeldPiece(form.echoed_text, False)] if form.echoed_text else []
+        self._rejected = ""  # to be told with the next piece
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
 
     def extend(self, emit: Emit) -> Delta | None:
         """Adds committed tokens; None while there is no text that is to be given out."""
         self.rejected += emit.drafted - emit.accepted
+        self.cached += emit.cached
+        if emit.prompt_scores:
+            self._take_prompt_scores(emit.prompt_scores)
         for position, token in enumerate(emit.tokens):
             drafted = position < emit.accepted
+            if emit.rejected and not drafted:
+                self._rejected = self._detokenizer.preview(emit.rejected)
             self.tokens += 1
             self.accepted += drafted
+            if emit.scores:
+                self.scored.append(ScoredToken(token, emit.scores[position]))
+            if token in self._form.stop_ids and not self._form.keeps_stop:
+                continue  # nothing comes after it
             self._due += self._release(self._detokenizer.push(token), drafted)
             if self._stops.matched:
                 self.finish = "stop"
@@ -75,20 +123,31 @@ class Transcript:
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
         return self._delta()
 
-    def _release(self, text: str, drafted: bool) -> list[Piece]:
+    def _release(self, text: str, drafted: bool) -> list[HeldPiece]:
         if not text:
             return []
-        self._held.append((text, drafted))
+        piece = HeldPiece(text, drafted, self._rejected)
+        self._rejected = ""
+        if self.tokens <= self._form.min_tokens:
+            return [piece]
+        self._held.append(piece)
         return self._take(len(self._stops.push(text)))
 
-    def _take(self, count: int) -> list[Piece]:
+    def _take_prompt_scores(self, scores: tuple[TokenScore, ...]) -> None:
+        self.prompt_scores = scores
+        if self._form.echoed:
+            first, *others = self._form.echoed
+            self.scored.append(ScoredToken(first, None))
+            self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
+
+    def _take(self, count: int) -> list[HeldPiece]:
         """The first `count` characters of the pieces held back."""
-        taken: list[Piece] = []
+        taken: list[HeldPiece] = []
         while count > 0:
-            text, drafted = self._held.popleft()
-            taken.append((text[:count], drafted))
+            text, drafted, rejected = self._held.popleft()
+            taken.append(HeldPiece(text[:count], drafted, rejected))
             if len(text) > count:
-                self._held.appendleft((text[count:], drafted))
+                self._held.appendleft(HeldPiece(text[count:], drafted))
             count -= len(text)
         return taken
 
@@ -98,13 +157,18 @@ class Transcript:
     def _delta(self) -> Delta:
         pieces = self._due
         self._due = []
-        text = "".join(piece for piece, _ in pieces)
+        text = "".join(piece.text for piece in pieces)
         tokens, accepted = self._told or (0, 0)
         is_first = self._told is None
         self._told = (self.tokens, self.accepted)
+        offset = len(self.text)
         self.text += text
+        scored = tuple(self.scored[self._scores_told :])
+        self._scores_told = len(self.scored)
         gained = self.tokens - tokens, self.accepted - accepted
-        return Delta(self.index, text, *gained, tuple(pieces), is_first, self.finish)
+        told = tuple((piece.text, piece.drafted) for piece in pieces)
+        rejected = tuple(piece.rejected for piece in pieces)
+        return Delta(self.index, text, *gained, told, is_first, self.finish, offset, scored, rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +177,25 @@ class Choice:
 
     generation: Generation
     transcript: Transcript
+
+
+def usage_of(choices: Sequence[Choice], prompt_tokens: int, reasoning_tokens: int) -> Usage:
+    """What they have cost so far; of each prompt once, however many choices it has."""
+    transcripts = [choice.transcript for choice in choices]
+    completion_tokens = sum(transcript.tokens for transcript in transcripts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(choice.transcript.cached for choice in choices if choice.generation.choice == 0)
+        ),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(transcript.accepted for transcript in transcripts),
+            rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
+            reasoning_tokens=reasoning_tokens,
+        ),
+    )
 
 
 async def follow(

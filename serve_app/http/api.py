@@ -2,13 +2,15 @@
 
 The way of a request: its body is read and parsed, its prompts become tokens, each choice becomes a session, the
 sessions' committed tokens become text, and the text goes out whole or as server-sent events. A client that leaves
-cancels its sessions. Knows nothing of drafters, targets or Ray.
+cancels its sessions. Knows nothing of drafters, targets or Ray. Long because an exchange is told from its first byte to
+its last in one place.
 """
 
 import asyncio
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -18,30 +20,54 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
-from serve_app.http.answers import Choice, Delta, Transcript, follow
+from cluster.errors import RequestError
+from cluster.routing.session import Generation
+from serve_app.http.access.callers import Caller, Callers, Exchange
+from serve_app.http.access.guard import CALLER, KeyGuard
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, usage_of
 from serve_app.http.bodies import Bodies
+from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
-from serve_app.http.formats import ChatDialect, CompletionDialect, Dialect, Head, Part
+from serve_app.http.formats import (
+    ChatDialect,
+    CompletionDialect,
+    Dialect,
+    EventWriter,
+    Head,
+    ResponsesDialect,
+    ToldChoice,
+)
 from serve_app.http.generation import Generator
+from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.http.metrics import Metrics, RequestRecord
+from serve_app.http.plain.plain_routes import add_plain_routes
+from serve_app.http.plain.served_model import fingerprint
+from serve_app.http.plain.tokenizing import Tokenizing
+from serve_app.http.request_rules import bad_words_of, truncated
 from serve_app.http.resolution import Draw, Terms, agree, resolve
-from serve_app.http.streaming import EventStream, as_event, as_json, while_connected
+from serve_app.http.streaming import EventStream, as_json, first_of, while_connected
+from serve_app.http.structured.grammar_check import GrammarCheck
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import CompletionTokensDetails, HealthReport, ModelCard, ModelList, Trace, Usage
-from serve_app.http.wire.schemas import GenerationRequest
+from serve_app.http.wire.replies import HealthReport, Usage
+from serve_app.http.wire.schemas import REQUEST_ID_PATTERN, GenerationRequest
+from serve_app.http.wire.tokenizing import DetokenizeRequest, TokenizeRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
+REQUEST_ID = "X-Request-Id"
 HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+PartT = TypeVar("PartT", bound=RequestPart)
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
@@ -52,25 +78,33 @@ def create_api(
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Callable[[], Awaitable[HealthReport]],
+    defaults: GenerationDefaults = NO_DEFAULTS,
+    checkpoint: str = "",
+    further: Sequence[Route] = (),
 ) -> FastAPI:
-    """The application; `text` is the served model's codec, `health` says how `generator` is."""
+    """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is.
+
+    `defaults` are taken for what requests leave out; `further` routes are served beside the API.
+    """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
-    service = Service(generator, text, config, metrics, bodies)
-    for endpoint in (ApiEndpoint(CompletionDialect(), service), ApiEndpoint(ChatDialect(), service)):
+    grammars = GrammarCheck(text.grammars())
+    service = Service(generator, text, config, metrics, bodies, grammars, fingerprint(config, checkpoint), defaults)
+    for endpoint in (
+        ApiEndpoint(CompletionDialect(), service),
+        ApiEndpoint(ChatDialect(), service),
+        ApiEndpoint(ResponsesDialect(), service),
+    ):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
-    models = ModelList(data=(ModelCard(id=config.model.name, created=int(time.time())),))
-
-    @api.get("/v1/models")
-    async def list_models() -> ModelList:
-        return models
-
-    @api.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> ModelCard:
-        if name != models.data[0].id:
-            raise HTTPException(404, f"the model '{name}' does not exist; this server has '{models.data[0].id}'")
-        return models.data[0]
+    tokenizing = Tokenizing(text.tokenizer, text.template, config, text.max_token_chars)
+    for plain in (
+        PlainEndpoint("/tokenize", TokenizeRequest, tokenizing.tokenize, service),
+        PlainEndpoint("/detokenize", DetokenizeRequest, tokenizing.detokenize, service),
+    ):
+        api.router.routes.append(Route(plain.path, plain, methods=["POST"]))
+    add_plain_routes(api, config)
+    api.router.routes.extend(further)
 
     @api.get("/health")
     async def report_health() -> Response:
@@ -81,8 +115,15 @@ def create_api(
     async def expose_metrics() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
+    api.add_middleware(KeyGuard, callers=Callers.of(server.keys))
+    if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
+        api.add_middleware(
+            CORSMiddleware, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+        )
+
     @api.exception_handler(HTTPException)
-    async def refuse(_: Request, error: HTTPException) -> Response:
+    @api.exception_handler(RequestError)
+    async def refuse(_: Request, error: HTTPException | RequestError) -> Response:
         return failure_of(error).response
 
     return api
@@ -97,6 +138,9 @@ class Service:
     config: SlipstreamConfig
     metrics: Metrics
     bodies: Bodies
+    grammars: GrammarCheck
+    fingerprint: str
+    defaults: GenerationDefaults = NO_DEFAULTS
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -122,123 +166,170 @@ class ApiEndpoint(Generic[RequestT]):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.metrics.request(self._dialect.endpoint) as record:
-            response = await self._respond(Request(scope, receive), record)
+        caller: Caller = scope[CALLER]
+        with self._service.metrics.request(self._dialect.endpoint) as record, caller.exchange() as exchange:
+            request = Request(scope, receive)
+            response = await self._respond(request, record, exchange)
+            response.headers.setdefault(REQUEST_ID, _asked_name(request) or self._new_name())
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
 
-    async def _respond(self, request: Request, record: RequestRecord) -> Response:
+    def _new_name(self) -> str:
+        return f"{self._service.draw():016x}"
+
+    async def _respond(self, request: Request, record: RequestRecord, exchange: Exchange) -> Response:
         try:
             self._service.generator.check_room(1)
+            _check_name(request)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body)
+                answer = await self._prepare(body, exchange, _asked_name(request))
             self._service.metrics.prompt(answer.prompt_tokens)
-            if not answer.request.stream:
+            if not answer.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
-                return as_json(whole)
+                return as_json(whole, headers={REQUEST_ID: answer.name})
             events = answer.events()
-            first = await while_connected(request.receive, anext(events))  # a failure up to here has its own status
-            return EventStream(first, events, record)
+            keep_alive_s = self._service.config.server.stream_keep_alive_s
+            first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
+            headers = {REQUEST_ID: answer.name}
+            return EventStream(first, events, record, keep_alive_s, answer.writer.failed, headers)
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
 
-    async def _prepare(self, body: bytes) -> "ApiAnswer[RequestT]":
+    async def _prepare(self, body: bytes, exchange: Exchange, asked_name: str | None) -> "ApiAnswer":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
+        exchange.caller.check(request)
         self._service.generator.check_room(terms.sessions)
-        return await self._service.aside(self._resolve, request, terms)
+        if terms.grammar is not None:
+            await self._service.grammars.check(terms.grammar)
+        exchange.take(terms.sessions)
+        name = asked_name or request.request_id or self._new_name()
+        return await self._service.aside(self._resolve, request, terms, exchange.caller, name)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
         service = self._service
-        request = parse(self._dialect.schema, body, service.bounds)
-        return request, agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
+        request = service.defaults.applied(self._dialect.parse(body, service.bounds))
+        terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
+        self._dialect.check(request, service.text)
+        return request, terms
 
-    def _resolve(self, request: RequestT, terms: Terms) -> "ApiAnswer[RequestT]":
+    def _resolve(self, request: RequestT, terms: Terms, caller: Caller, name: str) -> "ApiAnswer":
         service = self._service
         dialect = self._dialect
-        prompts = dialect.prompts(request, service.text)
-        generations = resolve(
+        context = service.config.model.max_context
+        prompts = [truncated(request, prompt, context) for prompt in dialect.prompts(request, service.text)]
+        resolved = resolve(
             request,
             terms,
             prompts,
-            context=service.config.model.max_context,
+            context=context,
             eos_ids=service.text.eos_ids,
             vocabulary=service.text.vocabulary,
             draw=service.draw,
+            bad_words=bad_words_of(request, service.text),
         )
-        interval = service.config.server.stream_interval
-        choices = [
-            Choice(generation, Transcript(index, service.text.detokenizer(), StopMatcher(request.stop), interval))
-            for index, generation in enumerate(generations)
-        ]
-        name = request.request_id or f"{service.draw():016x}"
-        head = Head(id=f"{dialect.id_prefix}{name}", created=int(time.time()), model=request.model)
-        return ApiAnswer(dialect, service, request, head, choices, sum(map(len, prompts)))
+        generations = caller.bounded(resolved)
+        head = Head(
+            id=f"{dialect.id_prefix}{name}",
+            created=int(time.time()),
+            model=request.model,
+            system_fingerprint=service.fingerprint,
+        )
+        told = [self._choice(request, index, generation) for index, generation in enumerate(generations)]
+        writer = dialect.writer(request, head, service.text)
+        return ApiAnswer(writer, service, request.stream, told, sum(map(len, prompts)), name)
+
+    def _choice(self, request: RequestT, index: int, generation: Generation) -> ToldChoice:
+        text = self._service.text
+        dialect = self._dialect
+        skips = request.skip_special_tokens and not dialect.reads_parts(text)
+        echoed = generation.prompt if request.is_echoed else ()
+        form = AnswerForm(
+            stop_ids=frozenset(generation.stop_ids),
+            keeps_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            echoed=echoed,
+            echoed_text=text.decode(echoed, skips) if echoed else "",
+        )
+        stops = StopMatcher(request.stop, request.include_stop_str_in_output)
+        interval = self._service.config.server.stream_interval
+        transcript = Transcript(index, text.detokenizer(skips), stops, interval, form)
+        reader = dialect.reader(request, text, generation.prompt)
+        telling = Telling(index, reader, dialect.telling(request), self._service.draw)
+        return ToldChoice(Choice(generation, transcript), telling)
 
 
 @dataclass(frozen=True, slots=True)
-class ApiAnswer(Generic[RequestT]):
+class PlainEndpoint(Generic[PartT]):
+    """One endpoint that answers at once, from its body alone; `work` is done beside the event loop."""
+
+    path: str
+    schema: type[PartT]
+    work: Callable[[PartT], BaseModel]
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            response = await self._respond(Request(scope, receive))
+            await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response:
+        try:
+            async with self.service.bodies.read(request) as body:
+                return as_json(await self.service.aside(self._answer, body))
+        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
+            return failure_of(error).response
+
+    def _answer(self, body: bytes) -> BaseModel:
+        return self.work(parse(self.schema, body, self.service.bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAnswer:
     """The answer to one request, to be had whole or as events, once."""
 
-    dialect: Dialect[RequestT]
+    writer: EventWriter
     service: Service
-    request: RequestT
-    head: Head
-    choices: list[Choice]
+    stream: bool
+    told: list[ToldChoice]
     prompt_tokens: int
+    name: str  # of the request
 
     async def whole(self) -> BaseModel:
         """The answer when all choices have ended."""
         async with aclosing(self._deltas()) as deltas:
-            async for _ in deltas:
-                pass
-        return self.dialect.whole(self.head, [choice.transcript for choice in self.choices], self._usage())
+            async for delta in deltas:
+                self.told[delta.index].telling.parts(delta)
+        return self.writer.whole(self.told, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; the first comes with the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                for part in _parts(delta, self.dialect.has_openings):
-                    yield self._event(self.dialect.chunk(self.head, part, self._usage_so_far()))
-        if self.request.stream_options.include_usage:
-            yield self._event(self.dialect.closing(self.head, self._usage()))
-        yield as_event("[DONE]")
+                for part in self.told[delta.index].telling.parts(delta):
+                    for event in self.writer.part(part, self._usage):
+                        yield event
+        for event in self.writer.closing(self._usage()):
+            yield event
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
-        return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
-
-    def _event(self, chunk: BaseModel) -> str:
-        options = self.request.stream_options.include_usage, self.request.speculation.trace
-        left_out = {name for name, wanted in zip(("usage", "slipstream"), options, strict=True) if not wanted}
-        return as_event(chunk.model_dump_json(exclude=left_out))
-
-    def _usage_so_far(self) -> Usage | None:
-        return self._usage() if self.request.stream_options.continuous_usage_stats else None
+        choices = [choice for choice, _ in self.told]
+        return follow(self.service.generator, choices, self.service.metrics, self.service.clock)
 
     def _usage(self) -> Usage:
-        transcripts = [choice.transcript for choice in self.choices]
-        completion_tokens = sum(transcript.tokens for transcript in transcripts)
-        details = CompletionTokensDetails(
-            accepted_prediction_tokens=sum(transcript.accepted for transcript in transcripts),
-            rejected_prediction_tokens=sum(transcript.rejected for transcript in transcripts),
-        )
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=self.prompt_tokens + completion_tokens,
-            completion_tokens_details=details,
-        )
+        reasoning_tokens = sum(telling.reasoning_tokens for _, telling in self.told)
+        return usage_of([choice for choice, _ in self.told], self.prompt_tokens, reasoning_tokens)
 
 
-def _parts(delta: Delta, with_opening: bool) -> Iterator[Part]:
-    """A delta as chunks: an opening in the first, the text, the end in the last."""
-    trace = Trace(tokens=delta.tokens, accepted=delta.accepted, pieces=delta.pieces)
-    if delta.is_first and with_opening:
-        yield Part(delta.index, opening=True)
-    if delta.text:
-        yield Part(delta.index, delta.text, trace=trace)
-    if delta.finish is not None:
-        yield Part(delta.index, finish=delta.finish, trace=Trace() if delta.text else trace)
+def _asked_name(request: Request) -> str | None:
+    """What the client calls the request, in a header."""
+    name = request.headers.get(REQUEST_ID, "")
+    return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
+
+
+def _check_name(request: Request) -> None:
+    if REQUEST_ID in request.headers and _asked_name(request) is None:
+        raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)

@@ -17,12 +17,14 @@ from starlette.responses import Response
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from serve_app.http.bodies import BodyTimeoutError, BodyTooLargeError
 from serve_app.http.metrics import CLIENT_LEFT
-from serve_app.http.resolution import UnknownModelError
+from serve_app.http.plain.served_model import UnknownModelError
 from serve_app.http.wire.parsing import shortened
 from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 4096
+
+_ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +62,9 @@ def failure_of(error: Exception) -> Failure:
         case ClientDisconnect():
             return Failure(CLIENT_LEFT, _detail(error, "client_left"))
         case HTTPException():
-            detail = ErrorDetail(message=error.detail, type="invalid_request_error")
+            detail = ErrorDetail(
+                message=error.detail, type="invalid_request_error", code=_ROUTING.get(error.status_code)
+            )
             return Failure(error.status_code, detail, error.headers or {})
         case _:
             _logger.error("a request failed unexpectedly", exc_info=error)
@@ -77,7 +81,7 @@ def _fault(error: RequestError) -> tuple[int, str | None]:
         case BodyTimeoutError():
             return 408, "body_timeout"
         case _:
-            return 400, None
+            return 400, error.code
 
 
 def _detail(error: Exception, kind: str, code: str | None = None, param: str | None = None) -> ErrorDetail:

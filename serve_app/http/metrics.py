@@ -42,16 +42,21 @@ class RequestRecord:
     status: int = CLIENT_LEFT
 
 
-class RemedyCollector(Collector):
-    """What was done about drafters whose blocks became bad, as it stands whenever Prometheus asks."""
+Counts = Callable[[], Mapping[tuple[str, str], int]]
 
-    def __init__(self, remedies: Callable[[], Mapping[tuple[str, str], int]]) -> None:
-        self._remedies = remedies
+
+class CountsCollector(Collector):
+    """What a router counts by two labels, as it stands whenever Prometheus asks."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, str], counts: Counts) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._counts = counts
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        text = "Steps taken because the blocks of a drafter had become bad"
-        family = CounterMetricFamily("slipstream_drafter_remedies", text, labels=("drafter", "remedy"))
-        for labels, count in self._remedies().items():
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, count in self._counts().items():
             family.add_metric(labels, count)
         yield family
 
@@ -62,11 +67,15 @@ class Metrics:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        remedies: Callable[[], Mapping[tuple[str, str], int]] = dict,
+        remedies: Counts = dict,
+        handovers: Counts = dict,
     ) -> None:
-        """`remedies` is asked what was done about bad drafters, by drafter and step."""
+        """`remedies` is asked what was done about bad drafters, by drafter and step; `handovers` is a router's."""
         self.registry = registry = CollectorRegistry()
-        registry.register(RemedyCollector(remedies))
+        text = "Steps taken because the blocks of a drafter had become bad"
+        registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), remedies))
+        text = "Sessions that went on elsewhere, by the pool of who had them: planned where it left, or it was lost"
+        registry.register(CountsCollector("slipstream_handovers", text, ("pool", "cause"), handovers))
         self._clock = clock
         self._requests = Counter(
             "slipstream_requests", "Requests that have ended", ["endpoint", "status"], registry=registry

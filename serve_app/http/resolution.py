@@ -11,16 +11,16 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
+from serve_app.http.plain.served_model import check_model
+from serve_app.http.request_rules import check_rules, rules_of, scoring_of
+from serve_app.http.structured.asked_grammar import AskedGrammar, asked_grammar
 from serve_app.http.wire.schemas import GenerationRequest
 
 Draw = Callable[[], int]
 """Gives 64 random bits."""
 
+TOO_LONG = "context_length_exceeded"
 _SEED_MASK = (1 << 64) - 1
-
-
-class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Terms:
     acceptance: Acceptance
     max_draft_tokens: int
     sampling: Sampling
+    grammar: AskedGrammar | None
 
 
 def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> Terms:
@@ -38,15 +39,17 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
-    _check_model(request, config)
+    check_model(request.model, config.served_names)
     _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
+    check_rules(request)
     return Terms(
         sessions=request.prompt_count * request.n,
         acceptance=_acceptance(request, config),
         max_draft_tokens=_max_draft_tokens(request, config),
         sampling=_sampling(request),
+        grammar=_grammar(request),
     )
 
 
@@ -59,19 +62,23 @@ def resolve(
     eos_ids: tuple[int, ...],
     vocabulary: int,
     draw: Draw,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[Generation]:
     """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
     generations = []
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
-        max_len = _max_len(request, len(prompt), context)
+        prompt_len = len(prompt)
+        max_len = _max_len(request, prompt_len, context)
+        rules = rules_of(request, prompt_len, bad_words, vocabulary)
+        scoring = scoring_of(request, prompt_len)
         seed = draw() if request.seed is None else request.seed & _SEED_MASK
         generations += [
             Generation(
                 session=f"{draw():016x}{draw():016x}",
                 prompt=prompt,
                 max_len=max_len,
-                stop_ids=() if request.ignore_eos else eos_ids,
+                stop_ids=_stop_ids(request, eos_ids),
                 sampling=terms.sampling,
                 seed=seed,
                 draft_seed=draw(),
@@ -79,15 +86,16 @@ def resolve(
                 hash_key=draw(),
                 acceptance=terms.acceptance,
                 max_draft_tokens=terms.max_draft_tokens,
+                grammar=terms.grammar.text if terms.grammar is not None else "",
+                rules=rules,
+                scoring=scoring,
+                priority=request.priority,
+                cache_salt=request.cache_salt or "",
+                wants_rejected=request.speculation.rejected,
             )
             for choice in range(request.n)
         ]
     return generations
-
-
-def _check_model(request: GenerationRequest, config: SlipstreamConfig) -> None:
-    if request.model != config.model.name:
-        raise UnknownModelError(f"model '{request.model}' does not exist; '{config.model.name}' is served", "model")
 
 
 def _check_count(request: GenerationRequest, most: int) -> None:
@@ -103,7 +111,7 @@ def _check_limits(request: GenerationRequest, context: int) -> None:
     for field, limit in request.token_limits.items():
         if limit >= context:
             message = f"{field} is {limit}, expected less than {context}: the context holds the prompt too"
-            raise RequestError(message, field)
+            raise RequestError(message, field, TOO_LONG)
 
 
 def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
@@ -112,7 +120,8 @@ def _check_text(request: GenerationRequest, context: int, max_token_chars: int) 
     if request.prompt_chars > most:
         field = request.prompt_field
         message = f"{field} has {request.prompt_chars} characters, expected at most {most}: "
-        raise RequestError(f"{message}the context holds {context} tokens of up to {max_token_chars}", field)
+        message += f"the context holds {context} tokens of up to {max_token_chars}"
+        raise RequestError(message, field, TOO_LONG)
 
 
 def _check_prompt(request: GenerationRequest, prompt: tuple[int, ...], vocabulary: int) -> None:
@@ -127,13 +136,27 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
     room = context - prompt_len
     if room < 1:
         message = f"{request.prompt_field} has {prompt_len} tokens, expected at most {context - 1}: "
-        raise RequestError(f"{message}the context of {context} must hold the answer too", request.prompt_field)
+        message += f"the context of {context} must hold the answer too"
+        raise RequestError(message, request.prompt_field, TOO_LONG)
     for field, limit in request.token_limits.items():
         if limit > room:
             message = f"{field} is {limit}, expected at most {room}: the context holds {context} tokens"
-            raise RequestError(f"{message} and the prompt has {prompt_len}", field)
+            raise RequestError(f"{message} and the prompt has {prompt_len}", field, TOO_LONG)
     default = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
     return prompt_len + min(request.token_limits.values(), default=default)
+
+
+def _grammar(request: GenerationRequest) -> AskedGrammar | None:
+    asked = asked_grammar(request.response_format, request.structured_outputs)
+    if asked is not None and request.ignore_eos:
+        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
+        raise RequestError(message, "ignore_eos")
+    return asked
+
+
+def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids)))
 
 
 def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Acceptance:
@@ -167,4 +190,5 @@ def _sampling(request: GenerationRequest) -> Sampling:
         min_p=request.min_p,
         frequency_penalty=request.frequency_penalty,
         presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
     )

@@ -1,14 +1,19 @@
 """Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings."""
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-from cluster.errors import RequestError
+from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
+from actors.grammars.grammar_vocabulary import end_ids, grammar_vocabulary
+from cluster.config import ServerConfig
+from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
+from serve_app.http.conversation.response_templates import ResponseReaders, find_template
 
 _UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
 _MOST_TOKENS_OF_A_CHARACTER = 4  # one for each of its bytes
@@ -61,6 +66,10 @@ class Detokenizer:
         text = self._decode(self._window)
         return self._give(text, len(text))
 
+    def preview(self, tokens: Sequence[int]) -> str:
+        """What these tokens would read as if they came next; special ones by their names."""
+        return self._decode([*self._window, *tokens])[self._given :]
+
     def _give(self, text: str, end: int) -> str:
         """The window's text up to `end`, as far as it was not given out."""
         given_out = text[self._given : end]
@@ -96,79 +105,116 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts a growing text before the first stop string, holding back what may be the beginning of one."""
+    """Cuts a growing text at the first stop string to be complete, holding back what may be the beginning of one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    However the text is cut into pieces, the outcome is the same. Of stop strings that end together the longest counts.
+    """
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        """With `keeps_stop`, the stop string itself is given out too."""
+        self._stops = sorted(set(stops))
+        self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._keeps_stop = keeps_stop
         self._held = ""
+        self._starts: list[int] = []  # in `_held`, rising: from each on, it reads like the beginning of a stop string
         self.matched = False
 
     def push(self, text: str) -> str:
         """The text that is safe to give out now; nothing after a match."""
         if self.matched:
             return ""
+        if not self._starts and self._firsts.isdisjoint(text):
+            return text
+        begin = len(self._held)
         self._held += text
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
-        self.matched = bool(found)
-        return self._release(min(found) if found else len(self._held) - self._hold())
+        for end in range(begin + 1, begin + len(text) + 1):
+            if self._held[end - 1] in self._firsts:
+                self._starts.append(end - 1)
+            if self._starts and self._completes(end):
+                return self._release(end if self._keeps_stop else self._starts[0])
+        return self._release(self._starts[0] if self._starts else len(self._held))
 
     def finish(self) -> str:
         """What was held back, when no text follows."""
         return "" if self.matched else self._release(len(self._held))
 
-    def _hold(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        tails = (self._held[-length:] for length in range(min(longest, len(self._held)), 0, -1))
-        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
+    def _completes(self, end: int) -> bool:
+        """Whether a stop string ends here; if so its start is the first of those left."""
+        left: list[int] = []
+        for start in self._starts:
+            tail = self._held[start:end]
+            nearest = bisect_left(self._stops, tail)
+            if nearest == len(self._stops) or not self._stops[nearest].startswith(tail):
+                continue
+            if self._stops[nearest] == tail:
+                self.matched = True
+                self._starts = [start]
+                return True
+            left.append(start)
+        self._starts = left
+        return False
 
     def _release(self, count: int) -> str:
         released = self._held[:count]
         self._held = self._held[count:]
+        self._starts = [start - count for start in self._starts]
         return released
 
 
 class TextCodec:
     """The served model's tokenizer, as the API uses it."""
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        response_template: ResponseTemplate | None = None,
+        *,
+        special_tokens_in_text: bool = False,
+    ) -> None:
         """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = len(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
+        self.template = ChatTemplate(tokenizer, special_tokens_in_text=special_tokens_in_text)
+        self.readers = ResponseReaders(tokenizer, response_template)
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
-    def load(cls, model: str) -> Self:
+    def load(cls, model: str, server: ServerConfig | None = None) -> Self:
         """The codec of a Hugging Face model id or folder."""
-        return cls(AutoTokenizer.from_pretrained(model), _eos_ids(model))
+        options = server or ServerConfig()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        response = find_template(options.response_template, tokenizer, AutoConfig.from_pretrained(model).model_type)
+        special = options.allow_special_tokens_in_text
+        return cls(tokenizer, end_ids(model), response, special_tokens_in_text=special)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""
-        return tuple(self._tokenizer(text).input_ids)
+        return tuple(self.tokenizer(text).input_ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Tokens of a piece of text, with nothing around it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def token_text(self, token: int) -> str:
+        """Of one token by itself."""
+        return str(self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int], skips_special: bool = True) -> str:
+        """Text of all tokens at once."""
+        return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
+
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
         """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
-        if self._tokenizer.chat_template is None:
-            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
-        try:
-            tokens = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
-        return tuple(tokens)
+        return self.template.encode(messages, options or TemplateOptions())
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer.backend_tokenizer, self._special_ids)
+    def grammars(self) -> GrammarCompiler | None:
+        """A compiler of the grammars that answers may have to keep to; None where there are none."""
+        return grammars_of(lambda: grammar_vocabulary(self.tokenizer, self.eos_ids))
 
-
-def _eos_ids(model: str) -> tuple[int, ...]:
-    """Every token id that ends a generation: several are usual, and few models without a generation config exist."""
-    try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        found = AutoConfig.from_pretrained(model).eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)
+    def detokenizer(self, skips_special: bool = True) -> Detokenizer:
+        """For one answer; a reader knows its parts by special tokens, and is to have them."""
+        return Detokenizer(self.tokenizer.backend_tokenizer, self._special_ids if skips_special else frozenset())

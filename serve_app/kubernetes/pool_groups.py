@@ -12,6 +12,7 @@ from cluster.trust.roles import PeerRole
 ROUTER_CPUS = 1
 POOL_LABEL = "pool"  # of Ray's nodes: a pool's replicas run on the group that has the pool's name
 SERVE_NOTICES_S = 15  # until Serve has learnt that a node drains and has stopped what ran there
+REPLICA_ENDS_S = 10  # from the end of a replica's own drain to its end, before Serve kills it
 RAY_ENDS_S = 30  # from the end of Ray's drain to the end of its processes
 SPARE = 2  # pods of a group, for each that its pool may need
 
@@ -62,7 +63,7 @@ def scales(config: SlipstreamConfig) -> bool:
 
 def drain_s(config: SlipstreamConfig) -> int:
     """How long Ray lets replicas finish on a node whose pod is asked to end."""
-    return math.ceil(config.server.drain_s) + SERVE_NOTICES_S
+    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_ENDS_S + SERVE_NOTICES_S
 
 
 def grace_s(config: SlipstreamConfig) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from cluster.config import SlipstreamConfig
-from cluster.placement import AUTOSCALING_POLICY
+from serve_app.declaration import application, serve_file
 from serve_app.kubernetes.pod_templates import (
     CLAIM,
     MODELS,
@@ -57,18 +57,14 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
 
 
 def serve_config(config: SlipstreamConfig) -> Json:
-    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them."""
+    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them.
+
+    A pod has room for one router, so an update ends each one before it starts the next.
+    """
     router = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
-    application = {
-        "name": NAME,
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        # It sees both pools. Without it the draft pool would keep the size that it begins with.
-        "autoscaling_policy": dict(AUTOSCALING_POLICY),
-        "deployments": [{"name": "Router", "ray_actor_options": router}],
-        "args": arguments(config),
-    }
-    return {"http_options": {"keep_alive_timeout_s": config.server.keep_alive_s}, "applications": [application]}
+    deployment = {"name": "Router", "ray_actor_options": router, "max_surge_percent": 0}
+    ours = application(arguments(config), NAME, deployments=[deployment])
+    return serve_file([ours], {"keep_alive_timeout_s": config.server.keep_alive_s})
 
 
 def arguments(config: SlipstreamConfig) -> Json:

@@ -11,6 +11,7 @@ from cluster.errors import ConfigError
 from serve_app.kubernetes.pod_templates import Json
 from serve_app.kubernetes.ray_service import HTTP_PORT, ray_service
 from serve_app.kubernetes.weights_volume import weights_volume
+from serve_app.operations.publicity import is_guarded, missing_keys
 
 BASE = "../../base"
 COMPONENTS = "../../components"
@@ -58,6 +59,8 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
             f"trust.certificates is {folder}, expected an absolute path with {{role}}, where each pod mounts the secret"
             " of its own role; use /etc/slipstream/{role}"
         )
+    if not is_guarded(config.server):
+        yield f"pods are reached over the network, and {missing_keys()}"
     if config.server.port != HTTP_PORT:
         yield f"server.port is {config.server.port}, expected {HTTP_PORT}, where KubeRay's probes ask; leave it out"
 

@@ -11,7 +11,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from cluster.config import SlipstreamConfig
-from cluster.placement import AUTOSCALING_POLICY
+from serve_app.declaration import application, arguments
 
 
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
@@ -31,27 +31,27 @@ def withdraw(name: str) -> None:
 
 def application_schema(config: SlipstreamConfig, name: str, route_prefix: str) -> ServeApplicationSchema:
     """What is below `applications` in a file for `serve deploy`."""
-    return ServeApplicationSchema(
-        name=name,
-        route_prefix=route_prefix,
-        import_path="serve_app.app:build",
-        args=config.model_dump(mode="json", exclude_defaults=True),
-        autoscaling_policy=dict(AUTOSCALING_POLICY),
-    )
+    return ServeApplicationSchema.model_validate(application(arguments(config), name, route_prefix))
+
+
+def is_running() -> bool:
+    """Whether Serve runs on the cluster that this process is connected to."""
+    return _get_global_client(raise_if_no_controller_running=False) is not None
+
+
+def serve_details() -> dict[str, Any]:
+    """What Serve says of itself, of its proxies and of all applications."""
+    details: dict[str, Any] = _get_global_client().get_serve_details()
+    return details
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:
     """Serve takes the whole list: what was deployed in this way and is not in it ends."""
-    capacity = _details().get("target_capacity")
+    capacity = serve_details().get("target_capacity")
     _get_global_client().deploy_apps(ServeDeploySchema(applications=applications, target_capacity=capacity))
 
 
 def _others(name: str) -> list[ServeApplicationSchema]:
     """Applications of others on the same cluster that were deployed from data."""
-    deployed = {other: one.get("deployed_app_config") for other, one in _details()["applications"].items()}
+    deployed = {other: one.get("deployed_app_config") for other, one in serve_details()["applications"].items()}
     return [ServeApplicationSchema.model_validate(data) for other, data in deployed.items() if data and other != name]
-
-
-def _details() -> dict[str, Any]:
-    details: dict[str, Any] = _get_global_client().get_serve_details()
-    return details

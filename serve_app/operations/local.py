@@ -18,9 +18,10 @@ from rich.status import Status
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
-from serve_app.app import APPLICATION
+from serve_app.declaration import APPLICATION
 from serve_app.operations.capacity import check_resources, demand
 from serve_app.operations.deploying import deploy, withdraw
+from serve_app.operations.publicity import check_keys
 from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed, disconnect
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def serving(
 
     On leaving, running requests may finish for as long as `server.drain_s` allows; then everything is stopped.
     """
+    check_keys(config.server)
     host = config.server.host
     port = config.server.port
     if address is None:
@@ -60,8 +62,7 @@ def serving(
         finally:
             status.start()
             status.update("Letting running requests finish")
-            _refuse_new_requests()
-            _drain(config.server.drain_s)
+            let_requests_finish(config.server.drain_s)
             status.update("Stopping")
             withdraw(APPLICATION)
 
@@ -137,6 +138,12 @@ def wait_until_ready(url: str) -> None:
             answer = response.text
         time.sleep(POLL_S)
     raise StartError(f"{url}/health did not become ok within {READY_TIMEOUT_S:.0f} s; last answer: {answer}")
+
+
+def let_requests_finish(drain_s: float) -> None:
+    """Those that run, for as long as this; new ones are refused."""
+    _refuse_new_requests()
+    _drain(drain_s)
 
 
 def _refuse_new_requests() -> None:

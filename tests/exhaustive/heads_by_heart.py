@@ -38,7 +38,10 @@ class HeadsByHeart:
         self._makers: Mapping[str, Callable[[], Path]] = {
             "eagle3": partial(train, HeadOptions(HeadKind.EAGLE, 2, draft_vocabulary=DRAFT_VOCABULARY), 60),
             "medusa": partial(train, HeadOptions(HeadKind.MEDUSA, 4, draft_vocabulary=DRAFT_VOCABULARY), 80),
-            "mlp_speculator": partial(train, HeadOptions(HeadKind.MLP_SPECULATOR, 2), 25, scored_share=0.5),
+            # Its own embeddings and LM heads are large: few steps, and each at a higher rate.
+            "mlp_speculator": partial(
+                train, HeadOptions(HeadKind.MLP_SPECULATOR, 2), 40, scored_share=0.5, learning_rate=3e-3
+            ),
             "dflash": partial(train, HeadOptions(HeadKind.DFLASH, 4, draft_vocabulary=DRAFT_VOCABULARY), 80),
             "eagle1": self._fitted_eagle1,
             "p_eagle": self._masked_eagle3,
@@ -57,8 +60,8 @@ class HeadsByHeart:
     def _parts(self) -> TargetParts:
         return target_parts(str(self._target))
 
-    def _trained(self, options: HeadOptions, steps: int, scored_share: float = 1.0) -> Path:
-        schedule = Schedule(steps, batch=len(self._prompts), warmup=WARMUP, scored_share=scored_share)
+    def _trained(self, options: HeadOptions, steps: int, **more: float) -> Path:
+        schedule = Schedule(steps, batch=len(self._prompts), warmup=WARMUP, **more)
         return trained(self._target, self._shards, options, schedule, self._scratch / options.kind.value)
 
     def _masked_eagle3(self) -> Path:

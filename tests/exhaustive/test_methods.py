@@ -70,9 +70,8 @@ OTHERS = {  # configurations of methods that need no head
     "layer_skip": "method: layer_skip, layer_skip: {layers: 8}",
 }
 IMPOSSIBLE = {"mtp"}
-SLOW = {
-    "layer_skip"
-}  # of this target, whose first layers agree with it so seldom that adaptive pacing asks for nothing
+# Of this target, so seldom right without a seed that adaptive pacing asks them for next to nothing.
+SELDOM_RIGHT = {"layer_skip", "mlp_speculator", "dflash"}
 SERVERS = [*product([*OTHERS, *LAYOUTS], (1, 3))]
 
 
@@ -128,7 +127,7 @@ def served(server: tuple[str, int], heads: HeadsByHeart) -> Iterator[Served]:
     with demo_served(
         f"draft={{{draft}, resources: {{num_cpus: 0.3}}}}",
         f"target.tensor_parallel={ranks}",
-        f"speculation.pacing={'lock_step' if name in SLOW else 'adaptive'}",
+        f"speculation.pacing={'lock_step' if name in SELDOM_RIGHT else 'adaptive'}",
         "target.resources_per_rank.num_cpus=0.3",
     ) as served:
         yield served

@@ -14,7 +14,7 @@ from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from protos.messages import DraftRequest
 from serve_app.deployments import DraftDeployment
-from serve_app.operations.acceptance_status import remedies_table
+from serve_app.status.acceptance_status import remedies_table
 from tests.integration.serving import Reference, Served, demo_served
 
 MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # names a file; the drafter that creates it is the noisy one

@@ -13,6 +13,7 @@ from actors.drafter import Drafter
 from actors.engine.engine import Engine, ThreadEngine
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import Runner
+from actors.grammars.grammar_compiler import GrammarCompiler
 from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
@@ -113,6 +114,9 @@ class PacedEngine:
     async def read(self, asked: StateRead) -> bytes:
         return await self._engine.read(asked)
 
+    async def prepare(self, grammar: str) -> str | None:
+        return await self._engine.prepare(grammar)
+
     async def close(self) -> None:
         await self._engine.close()
 
@@ -139,9 +143,13 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
         raise AssertionError(f"waited in vain until {what}") from None
 
 
-def a_draft_model(logits: Tensor) -> DraftModel:
+def a_draft_model(logits: Tensor, grammars: GrammarCompiler | None = None) -> DraftModel:
     return DraftModel(
-        ToyRunner(logits), torch.arange(VOCABULARY), DraftCache(PAGES, PAGE_SIZE), DraftingLimits(top_k=8)
+        ToyRunner(logits),
+        torch.arange(VOCABULARY),
+        DraftCache(PAGES, PAGE_SIZE),
+        DraftingLimits(top_k=8),
+        makers=() if grammars is None else (grammars.draft_masking,),
     )
 
 
@@ -173,6 +181,7 @@ async def cluster(
     target_runner: Callable[[int], Runner] = lambda _: ToyRunner(LOGITS),
     reading: StateReading | None = None,  # of the targets' hidden states, if the drafters' method reads them
     trust: TrustConfig | None = None,
+    grammars: GrammarCompiler | None = None,  # over the vocabulary
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -185,7 +194,7 @@ async def cluster(
     trust = trust or TrustConfig()
     for index in range(targets):
         runner = target_runner(index) if reading is None else reading.runner(pages)
-        engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY)))
+        engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY, grammars=grammars)))
         limits = VerificationLimits(
             VOCABULARY, CONTEXT, SESSIONS, max_step_tokens=64, pages=pages, page_size=PAGE_SIZE, states=layout
         )
@@ -198,7 +207,7 @@ async def cluster(
         tasks.append(asyncio.create_task(replica.run()))
     for _ in range(drafters):
         drafter = Drafter(
-            a_draft_model(draft_logits) if reading is None else reading.method(),
+            a_draft_model(draft_logits, grammars) if reading is None else reading.method(),
             DrafterLimits(VOCABULARY, CONTEXT, SESSIONS, layout, NO_BOUNDS if reading is None else reading.bounds),
             IDENTITY.vocabulary,
             IDENTITY.target_model,

@@ -62,6 +62,9 @@ class RecordedEngine:
     async def read(self, asked: StateRead) -> bytes:
         return await self.engine.read(asked)
 
+    async def prepare(self, grammar: str) -> str | None:
+        return await self.engine.prepare(grammar)
+
     async def close(self) -> None:
         await self.engine.close()
 

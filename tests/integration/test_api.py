@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
 from cluster.routing.session import Emit, Ended
-from protos.messages import Acceptance, Finish
+from protos.messages import Acceptance, Finish, TokenRules
+from protos.scores import Scoring, TokenScore
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
@@ -227,6 +228,110 @@ async def test_the_answer_has_the_id_that_was_asked_for(front: Front) -> None:
     assert answer.id == "chatcmpl-job-7"
 
 
+async def test_every_answer_has_the_name_of_its_request(front: Front) -> None:
+    """The header's before the body's; a refusal has one too, and so has a stream."""
+    front.plays([Ended(Finish.STOP)])
+    body = {"model": "toy", "prompt": "hi", "request_id": "job-7"}
+    named = await front.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "job-8"})
+    assert (named.headers["X-Request-Id"], named.json()["id"]) == ("job-8", "cmpl-job-8")
+    unnamed = await front.http.post(COMPLETIONS, json=body)
+    assert unnamed.headers["X-Request-Id"] == "job-7"
+    streamed = await front.http.post(COMPLETIONS, json=body | {"stream": True})
+    assert streamed.headers["X-Request-Id"] == "job-7"
+    refused = await front.http.post(COMPLETIONS, json={}, headers={"X-Request-Id": "job-9"})
+    assert (refused.status_code, refused.headers["X-Request-Id"]) == (400, "job-9")
+    strange = await front.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "a b"})
+    assert (strange.status_code, strange.json()["error"]["param"]) == (400, "X-Request-Id")
+    assert strange.headers["X-Request-Id"] != "a b"
+    assert (await front.http.post(COMPLETIONS, json={})).headers["X-Request-Id"]
+
+
+def told(front: Front, text: str) -> tuple[TokenScore, ...]:
+    """Of each token: half as likely as can be, with itself and "z" as the likeliest."""
+    (other,) = front.codec.encode("z")
+    return tuple(TokenScore(-0.5, 1, (token, other), (-0.5, -1.0)) for token in front.codec.encode(text))
+
+
+async def test_logprobs_of_a_chat_whole_and_streamed(front: Front) -> None:
+    parts = [Emit(front.codec.encode(part), 0, 0, told(front, part)) for part in ("ab", "c")]
+    front.plays([*parts, Ended(Finish.LENGTH)])
+    answer = await front.openai.chat.completions.create(model="toy", messages=USER, logprobs=True, top_logprobs=2)
+    assert front.generator.generations[0].scoring == Scoring(2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [(each.token, each.logprob, each.bytes) for each in logprobs.content] == [
+        ("a", -0.5, [97]),
+        ("b", -0.5, [98]),
+        ("c", -0.5, [99]),
+    ]
+    assert [[top.token for top in each.top_logprobs] for each in logprobs.content] == [
+        ["a", "z"],
+        ["b", "z"],
+        ["c", "z"],
+    ]
+    stream = await front.openai.chat.completions.create(model="toy", messages=USER, logprobs=True, stream=True)
+    found = []
+    async for chunk in stream:
+        told_now = chunk.choices[0].logprobs
+        if told_now is not None:
+            found.append([(each.token, each.top_logprobs) for each in told_now.content or []])
+    assert found == [[("a", []), ("b", [])], [("c", [])]]
+
+
+async def test_an_echoed_completion_with_logprobs(front: Front) -> None:
+    emit = Emit(front.codec.encode("ab"), 0, 0, told(front, "ab"), told(front, "i"))
+    front.plays([emit, Ended(Finish.LENGTH)])
+    answer = await front.openai.completions.create(model="toy", prompt="hi", echo=True, logprobs=1, max_tokens=2)
+    assert front.generator.generations[0].scoring == Scoring(1, 1)
+    (choice,) = answer.choices
+    assert choice.text == "hiab"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["h", "i", "a", "b"]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert choice.logprobs.top_logprobs == [None, {"i": -0.5}, {"a": -0.5}, {"b": -0.5}]
+    *events, _ = await front.events(COMPLETIONS, prompt="hi", echo=True, logprobs=1, max_tokens=2)
+    streamed = [json.loads(event)["choices"][0] for event in events]
+    assert "".join(part["text"] for part in streamed) == "hiab"
+    assert streamed[0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+
+
+async def test_logprobs_of_a_prompt(front: Front) -> None:
+    front.plays([Emit(front.codec.encode("a"), 0, 0, (), told(front, "i")), Ended(Finish.LENGTH)])
+    (token,) = front.codec.encode("i")
+    expected = [None, {str(token): {"logprob": -0.5, "rank": 1, "decoded_token": "i"}}]
+    answer = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": "hi", "prompt_logprobs": 0})
+    (choice,) = answer.json()["choices"]
+    assert choice["prompt_logprobs"] == expected
+    assert choice["logprobs"] is None
+    assert front.generator.generations[0].scoring == Scoring(None, 0)
+
+
+async def test_parameters_reach_the_session(front: Front) -> None:
+    front.plays([front.emit("a\x02b"), Ended(Finish.STOP)])
+    fields = {
+        "repetition_penalty": 1.25,
+        "logit_bias": {"5": -3.5},
+        "allowed_token_ids": [7, 5],
+        "bad_words": ["no"],
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "priority": -4,
+        "cache_salt": "mine",
+        "truncate_prompt_tokens": 3,
+    }
+    answer = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": "hello"} | fields)
+    assert answer.status_code == 200
+    (generation,) = front.generator.generations
+    words = (front.codec.encode_plain("no"), front.codec.encode_plain(" no"))
+    assert generation.prompt == front.codec.encode("llo")
+    assert generation.rules == TokenRules(((5, -3.5),), (5, 7), words, 5)
+    assert generation.stop_ids == (*front.codec.eos_ids, 9)
+    assert generation.sampling.repetition_penalty == 1.25
+    assert (generation.priority, generation.cache_salt) == (-4, "mine")
+
+
 async def test_a_completion_stream(front: Front) -> None:
     front.plays([front.emit("He"), front.emit("y"), Ended(Finish.LENGTH)])
     stream = await front.openai.completions.create(model="toy", prompt="hi", stream=True)
@@ -358,13 +463,21 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
         (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"n": 129}, "n"),
         (COMPLETIONS, {"stop": "x" * 1000}, "stop[0]"),
-        (COMPLETIONS, {"logprobs": 3}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"logit_bias": {"259": 1}}, "logit_bias"),
+        (COMPLETIONS, {"allowed_token_ids": [1, 4000]}, "allowed_token_ids"),
+        (COMPLETIONS, {"stop_token_ids": [259]}, "stop_token_ids"),
+        (COMPLETIONS, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
         (COMPLETIONS, {"seed": 1, "speculation": {"acceptance": "ratio"}}, "speculation.acceptance"),
         (COMPLETIONS, {"speculation": {"max_draft_tokens": MAX_DRAFT + 1}}, "speculation.max_draft_tokens"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
         (CHAT, {"messages": USER, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
-        (CHAT, {"messages": USER, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": USER, "tools": [{}]}, "tools[0].type"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -441,7 +554,7 @@ async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Fr
         return (1, 2)
 
     front.plays([Ended(Finish.STOP)])
-    with patch.object(front.codec, "encode", encode), patch("serve_app.http.api.parse", wraps=parse) as parsing:
+    with patch.object(front.codec, "encode", encode), patch("serve_app.http.formats.parse", wraps=parse) as parsing:
         parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
         await front.openai.completions.create(model="toy", prompt="hi")
     assert threads

@@ -66,6 +66,9 @@ class GatedEngine:
             await self.gate.wait()
         return await self._engine.step(plan)
 
+    async def prepare(self, grammar: str) -> str | None:
+        return await self._engine.prepare(grammar)
+
     async def close(self) -> None:
         await self._engine.close()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
+from actors.grammars.grammar_compiler import GrammarCompiler
 from actors.methods.draft_model import DraftModel
 from actors.methods.model.draft_cache import DraftCache
 from actors.methods.model.limits import DraftingLimits
@@ -26,7 +27,7 @@ from cluster.page_allocator import PageCopy
 from cluster.routing.session import Emit, Generation, Session
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from protos.messages import Acceptance, Block, Message, Sampling
+from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
 
 PAGE_SIZE = 2
@@ -60,6 +61,10 @@ class Setting:
     reads_states: bool = False  # whether the method reads the target's hidden states
     keeps_states: bool = True  # whether the target keeps them beside its cache
     enough_states: int | None = None  # of a text's latest, to begin with where earlier ones would be computed again
+    grammar: str = ""  # of every text
+    grammars: GrammarCompiler | None = None  # over the vocabulary
+    masks_drafts: bool = True  # whether the drafter knows of the grammar
+    rules: TokenRules = NO_RULES
     lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
 
     @property
@@ -110,6 +115,8 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
             hash_key=rng.getrandbits(64),
             acceptance=setting.acceptance,
             max_draft_tokens=setting.block_len,
+            grammar=setting.grammar,
+            rules=setting.rules,
         )
 
 
@@ -139,7 +146,7 @@ def an_executor(setting: Setting) -> StepExecutor:
     runner = ToyRunner(setting.target_logits)
     if setting.reads_states:
         runner = RememberingRunner(setting.target_logits, setting.pages, PAGE_SIZE, setting.keeps_states)
-    return StepExecutor(runner, setting.vocabulary)
+    return StepExecutor(runner, setting.vocabulary, grammars=setting.grammars)
 
 
 def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -> DraftModel:
@@ -152,6 +159,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
         clock=clock,
         masks=MaskTokens(setting.vocabulary, setting.width),
         head=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+        makers=(setting.grammars.draft_masking,) if setting.grammars is not None and setting.masks_drafts else (),
     )
 
 

@@ -38,6 +38,7 @@ class Pools:
     draft: NextLogits
     lost_targets: int = 0  # a session is given up with its third
     lost_drafters: int = 0
+    planned_moves: int = 0  # off a target that leaves, of which a session survives any number
     lookup_first: bool = False
     lookup_alone: bool = False
 
@@ -54,6 +55,7 @@ class PoolWorld(World):
         for lose, times in (
             (self._lose_target, self._pools.lost_targets),
             (self._lose_drafter, self._pools.lost_drafters),
+            (self._leave_target, self._pools.planned_moves),
         ):
             for _ in range(times):
                 self._after(self._rng.uniform(0, HORIZON_S), lose)
@@ -98,6 +100,16 @@ class PoolWorld(World):
                 self._do(session.assign_target(other))
                 self.counts["moved to another target"] += 1
         self._after(HANG_S, lambda: self._greet(lost))
+
+    def _leave_target(self) -> None:
+        """It goes on with what it is computing until it hears that its sessions have been taken away."""
+        left = self._rng.choice(TARGETS)
+        (other,) = set(TARGETS) - {left}
+        for session in self.sessions.values():
+            if session.target == left and session.phase is Phase.RUNNING:
+                self._do(session.leave_target())
+                self._do(session.assign_target(other))
+                self.counts["moved as planned"] += 1
 
     def _lose_drafter(self) -> None:
         """Its sessions go to the other one; the targets go on alone until that has a block."""

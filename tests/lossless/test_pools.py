@@ -29,9 +29,10 @@ DEAR = ForwardCost.linear(0.010, per_token_s=0.001)  # steps for which not every
 CASES = {
     "targets lost": (Pools(TARGET, DRAFT, lost_targets=2), None),
     "drafters lost": (Pools(TARGET, DRAFT, lost_drafters=3), None),
+    "planned moves": (Pools(TARGET, DRAFT, planned_moves=8), None),
     "lookup first": (Pools(TARGET, DRAFT, lookup_first=True), None),
     "verification dear": (Pools(TARGET, DRAFT), DEAR),
-    "all of it": (Pools(TARGET, DRAFT, lost_targets=2, lost_drafters=3, lookup_first=True), DEAR),
+    "all of it": (Pools(TARGET, DRAFT, lost_targets=2, lost_drafters=3, planned_moves=4, lookup_first=True), DEAR),
 }
 FEW = 4  # tokens, for texts that can be counted
 FEW_NEW = 3
@@ -47,7 +48,7 @@ def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, .
     tokens = list(generation.prompt)
     while len(tokens) < generation.max_len and (tokens[-1] != EOS or len(tokens) == len(generation.prompt)):
         generated = tokens[len(generation.prompt) :]
-        logits = process(target(tuple(tokens)).unsqueeze(0), generation.sampling, generated, ())
+        logits = process(target(tuple(tokens)).unsqueeze(0), generation.sampling, generated)
         at = DrawAddress(generation.seed, generation.choice, len(tokens))
         tokens.append(
             accept(Acceptance.COUPLED, generation.sampling.greedy, logits, DraftTree.chain(()), at).next_token
@@ -70,6 +71,7 @@ def test_no_loss_and_no_drafter_changes_a_token(sampling, case, schedule):
     assert seen["accepted"] > AT_ONCE * WORLDS / 2, "the drafters were hardly used"
     assert (seen["moved to another target"] > 0) == (pools.lost_targets > 0)
     assert (seen["moved to another drafter"] > 0) == (pools.lost_drafters > 0)
+    assert (seen["moved as planned"] > 0) == (pools.planned_moves > 0)
     assert (seen["likely tokens asked for"] > 0) == (step_cost is not None)
 
 
@@ -91,7 +93,7 @@ def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
     """What a lookup finds is a point mass; who looks up and who is lost depends on no token that was drawn."""
-    pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, lookup_first=True)
+    pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, planned_moves=2, lookup_first=True)
     setting = Setting(
         torch.zeros(FEW, FEW),
         torch.zeros(FEW, FEW),
@@ -110,7 +112,8 @@ def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
         samples += world.run()
         seen += world.counts
     assert min(seen["blocks"], seen["blocks looked up"]) > len(samples) / 10
-    assert min(seen["moved to another target"], seen["moved to another drafter"]) > len(samples) / 10
+    moves = ("moved to another target", "moved to another drafter", "moved as planned")
+    assert min(seen[move] for move in moves) > len(samples) / 10
     return samples
 
 

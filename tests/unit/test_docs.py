@@ -116,7 +116,7 @@ def test_every_make_target_and_script_exists(document: Path) -> None:
 def test_every_configuration_key_that_is_named_exists(document: Path) -> None:
     keys = {line.split("`")[1] for line in key_tables().splitlines() if line.startswith("| `")}
     sections = {".".join(key.split(".")[:depth]) for key in keys for depth in (1, 2, 3)}
-    named = re.findall(rf"`((?:{'|'.join(SlipstreamConfig.model_fields)})\.[a-z_.]+)", document.read_text())
+    named = re.findall(rf"`((?:{'|'.join(SlipstreamConfig.model_fields)})\.[a-zA-Z0-9_.]+)", document.read_text())
     assert [key for key in named if key not in keys | sections and not key.endswith(FILE_TYPES)] == []
 
 

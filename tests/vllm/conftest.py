@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from actors.vllm_engine.arguments import ENVIRONMENT
+from tests.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; run `make test-vllm`")
 
@@ -22,7 +23,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
+        vocab_size=264,  # five more than the tokenizer has
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -31,7 +32,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         max_position_embeddings=512,
         initializer_range=0.3,
+        eos_token_id=256,  # the tokenizer's
     )
     folder = tmp_path_factory.mktemp("tiny_llama")
     LlamaForCausalLM(config).float().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder

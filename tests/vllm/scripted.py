@@ -3,18 +3,20 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from cluster.engines.session_memory import SessionMemory
 from cluster.pacing.policy import LockStep
-from cluster.session_memory import SessionMemory
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Close, Open, Sampling, Verdict
 from protos.prefix import Prefix
+from protos.scores import TokenScore
 
 LONGEST = 6  # tokens of a block
-VOCABULARY = 256
+VOCABULARY = 259
 CONTEXT = 256
 Script = Callable[[str, Prefix], Iterable[Block]]
 """What drafters send for a session once it has come to a prefix."""
@@ -29,6 +31,7 @@ class Life:
     is_over: bool = False
     verdicts: int = 0
     accepted: int = 0
+    scores: list[TokenScore] = field(default_factory=list)
 
     @property
     def text(self) -> list[int]:
@@ -87,23 +90,24 @@ class ScriptedTarget:
         life.prefix.extend(verdict.tokens)
         life.verdicts += 1
         life.accepted += verdict.accepted
+        life.scores += verdict.scores
         life.is_over = bool(verdict.finish)
 
 
-def request(session: str, sampling: Sampling, prompt: list[int], new_tokens: int = 40, attempt: int = 1) -> Open:
+def request(session: str, sampling: Sampling, prompt: list[int], new_tokens: int = 40, **more: Any) -> Open:
     return Open(
         session=session,
-        attempt=attempt,
+        attempt=1,
         tokens=tuple(prompt),
         prompt_len=len(prompt),
         max_len=len(prompt) + new_tokens,
-        stop_ids=(),
         sampling=sampling,
         seed=len(session) + prompt[0],
         choice=0,
         hash_key=99,
         acceptance=Acceptance.COUPLED,
         max_draft_tokens=LONGEST,
+        **{"stop_ids": (), **more},
     )
 
 

@@ -7,19 +7,24 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.vllm_engine.self_test import check_engine
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import EngineError
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.step import Outcome, StepPlan
-from protos.messages import Sampling
-from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, Script, ScriptedTarget, Scripts, request
+from protos.messages import Open, Sampling, TokenRules
+from protos.scores import Scoring
+from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, Life, Script, ScriptedTarget, Scripts, request
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -28,7 +33,32 @@ SAMPLINGS = {
     "penalised": Sampling(temperature=1.0, frequency_penalty=0.8, presence_penalty=0.4),
     "min_p": Sampling(temperature=1.3, min_p=0.05),
     "greedy_penalised": Sampling(temperature=0.0, frequency_penalty=0.8),
+    "repetitive": Sampling(temperature=0.0, repetition_penalty=1.3),
+    "biased": Sampling(temperature=1.0),
+    "allowed": Sampling(temperature=0.9),
+    "bad_words": Sampling(temperature=0.0),
+    "no_early_end": Sampling(temperature=1.0),
+    "grammar": Sampling(temperature=1.0),
+    "greedy_grammar": Sampling(temperature=0.0, presence_penalty=0.3),
+    "scored": Sampling(temperature=1.0),
 }
+GRAMMAR = LLMatcher.grammar_from_regex("[a-z]{3,9}( [a-z]{2,7}){4,9}")
+END = 256
+MORE: dict[str, dict[str, Any]] = {
+    "biased": {"rules": TokenRules(logit_bias=((5, 3.0), (9, -4.0), (77, 2.5)))},
+    "allowed": {"rules": TokenRules(allowed=tuple(range(40, 70)))},
+    "bad_words": {"rules": TokenRules(bad_words=tuple((token,) for token in range(0, 256, 3)))},
+    "no_early_end": {"rules": TokenRules(min_len=60), "stop_ids": tuple(range(0, 250, 5))},
+    "grammar": {"grammar": GRAMMAR, "stop_ids": (END,)},
+    "greedy_grammar": {"grammar": GRAMMAR, "stop_ids": (END,)},
+    "scored": {"scoring": Scoring(top=2)},
+}
+"""What else requests of these names ask for."""
+
+
+def asked(session: str, prompt: list[int]) -> Open:
+    name = session.partition("-")[0]
+    return request(session, SAMPLINGS[name], prompt, **MORE.get(name, {}))
 
 
 def config(folder: Path, **vllm: object) -> SlipstreamConfig:
@@ -80,7 +110,8 @@ def on_own_engine(folder: Path) -> ScriptedTarget:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    executor = StepExecutor(ModelRunner(model, pages=256, page_size=16), VOCABULARY)
+    grammars = GrammarCompiler(load_grammar_vocabulary(folder))
+    executor = StepExecutor(ModelRunner(model, pages=256, page_size=16), VOCABULARY, grammars=grammars)
     return ScriptedTarget(executor.step, limits(256, 16))
 
 
@@ -89,32 +120,50 @@ def prompts() -> dict[str, list[int]]:
     return {
         f"{name}-{index}": [chooser.randrange(3, VOCABULARY) for _ in range(chooser.randrange(4, 70))]
         for name in SAMPLINGS
-        for index in range(3)
+        for index in range(2)
     }
 
 
 def open_all(target: ScriptedTarget) -> None:
     for session, prompt in prompts().items():
-        target.open(request(session, SAMPLINGS[session.partition("-")[0]], prompt))
+        target.open(asked(session, prompt))
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_llama: Path) -> dict[str, list[int]]:
-    """Prompts and texts, by the project's own engine without any draft."""
+def own_lives(tiny_llama: Path) -> dict[str, Life]:
     own = on_own_engine(tiny_llama)
     open_all(own)
     own.run(Scripts({}).none)
-    return {session: life.prefix.tokens for session, life in own.lives.items()}
+    return own.lives
+
+
+@pytest.fixture(scope="module")
+def whole(own_lives: dict[str, Life]) -> dict[str, list[int]]:
+    """Prompts and texts, by the project's own engine without any draft."""
+    return {session: life.prefix.tokens for session, life in own_lives.items()}
+
+
+def assert_scored_alike(lives: dict[str, Life], own: dict[str, Life]) -> None:
+    for session, life in lives.items():
+        expected = own[session].scores
+        assert len(life.scores) == len(expected) == (len(life.text) if session.startswith("scored") else 0)
+        for found, known in zip(life.scores, expected, strict=True):
+            assert (found.rank, found.top_ids) == (known.rank, known.top_ids)
+            assert found.logprob == pytest.approx(known.logprob, abs=1e-4)
+            assert found.top_logprobs == pytest.approx(known.top_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["none", "right", "wrong", "random", "variable", "mixed"])
-def test_texts_are_the_own_engines_whatever_blocks_come(core: object, whole: dict[str, list[int]], kind: str) -> None:
+def test_texts_are_the_own_engines_whatever_blocks_come(
+    core: object, whole: dict[str, list[int]], own_lives: dict[str, Life], kind: str
+) -> None:
     target = on_vllm(core)
     open_all(target)
     script: Script = getattr(Scripts(whole, seed=5), kind)
     target.run(script)
     assert {session: life.prefix.tokens for session, life in target.lives.items()} == whole
     accepted = sum(life.accepted for life in target.lives.values())
+    assert_scored_alike(target.lives, own_lives)
     assert (accepted > 0) == (kind in ("right", "variable", "mixed")) or kind == "random"
     if kind == "right":
         verdicts = sum(life.verdicts for life in target.lives.values())
@@ -137,7 +186,7 @@ def test_aborts_preemption_and_bad_timing_change_no_text(core: object, whole: di
         preempted += core.preempted
         if waiting and step % 2:
             session, prompt = waiting.pop()
-            target.open(request(session, SAMPLINGS[session.partition("-")[0]], prompt))
+            target.open(asked(session, prompt))
         living = [session for session, life in target.lives.items() if not life.is_over and life.text]
         if living and chooser.random() < 0.1:
             session = chooser.choice(living)
@@ -146,7 +195,7 @@ def test_aborts_preemption_and_bad_timing_change_no_text(core: object, whole: di
             target.open(replace(life.open, attempt=life.open.attempt + 1, tokens=tuple(life.prefix.tokens)))
 
     for session, prompt in [waiting.pop() for _ in range(6)]:
-        target.open(request(session, SAMPLINGS[session.partition("-")[0]], prompt))
+        target.open(asked(session, prompt))
     target.run(Scripts(whole, seed).mixed, each_step)
     while waiting:
         each_step(1)

@@ -26,10 +26,10 @@ from actors.vllm_engine.vllm_engine import VllmEngine
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig, validated
 from cluster.drafting.following import DrafterLimits
+from cluster.engines.session_memory import SessionMemory
 from cluster.pacing.policy import LockStep
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.routing.session import Emit, Generation
-from cluster.session_memory import SessionMemory
 from cluster.verification.bounds import VerificationLimits
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits

@@ -53,11 +53,12 @@ class DraftCache:
         """Raises AssertionError unless every page is accounted for."""
         self._allocator.check()
 
-    def resume(self, session: str, tokens: Sequence[int], first: int = 0) -> Branch:
+    def resume(self, session: str, tokens: Sequence[int], first: int = 0, salt: str = "") -> Branch:
         """The branch that has cached most of `tokens`, cut to what agrees; the session's other branches are closed.
 
         The last token is never among the cached ones: its logits are wanted. A session whose text begins at `first`
-        begins there whenever it is resumed; the tokens before count as cached.
+        begins there whenever it is resumed; the tokens before count as cached. Pages are shared among sessions of the
+        same salt alone.
         """
         branches = self._branches.pop(session, [])
         agreed = [_common(branch.tokens, tokens) for branch in branches]
@@ -66,7 +67,7 @@ class DraftCache:
             if index != best:
                 self._allocator.close(branch.name)
         if best < 0:
-            found = self._open(session, tokens, first)
+            found = self._open(session, tokens, first, salt)
         else:
             found = branches[best]
             self.cut(found, agreed[best])
@@ -126,10 +127,10 @@ class DraftCache:
         """That the first so many tokens of a branch's text take."""
         return max(0, tokens - branch.first - self._unfed)
 
-    def _open(self, session: str, tokens: Sequence[int], first: int) -> Branch:
+    def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> Branch:
         assert not first or self._unfed, "of a text that begins in its middle no page is shared"
         name = self._name(session)
-        cached = self._allocator.open(name, tokens)
+        cached = self._allocator.open(name, tokens, salt.encode())
         return Branch(session, name, list(tokens[: max(first, cached)]), first, exact=first)
 
     def _name(self, session: str) -> str:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from actors.methods.model.calibration import LEAST_OTHERS, Calibration, Candidates, DraftKind
 from actors.methods.model.limits import DraftingLimits
+from actors.sampling.logits.makers import MAKERS, chain_of
+from actors.sampling.logits.processor import Maker, ProcessorChain
 from actors.sampling.noise import Purpose, gumbel_argmax, gumbels, key
-from actors.sampling.processors import penalise, process
+from actors.sampling.processors import filtered
 from cluster.drafting.block_draft import BlockDraft
 from cluster.drafting.candidates.outcomes import Choices
-from protos.draft_tree import NO_TREE
+from cluster.drafting.session_texts import SessionText
 from protos.messages import Sampling
 
 # Tokens of a position that may be drafted. Of 2048 the first choice is right no more often, a third one by 0.02 at 1.
@@ -40,7 +42,15 @@ class _Place(NamedTuple):
 class DraftSampler:
     """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of that size."""
 
-    def __init__(self, token_ids: Tensor, vocabulary: int, limits: DraftingLimits, calibration: Calibration) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        vocabulary: int,
+        limits: DraftingLimits,
+        calibration: Calibration,
+        makers: tuple[Maker, ...] = MAKERS,
+    ) -> None:
+        self._processors = SessionProcessors(makers)
         self._token_ids = token_ids  # (columns,)
         self._vocabulary = vocabulary
         self._limits = limits
@@ -56,9 +66,9 @@ class DraftSampler:
             ]
             if draft.ratio:
                 self._draw(places)
-            elif draft.text.open.sampling.penalised:
-                for place in places:
-                    self._offer([self._penalised(place)])
+            elif (chain := self._processors.of(draft.text)) is not None:
+                for place in places:  # each goes on from the one before it
+                    self._offer_processed(place, chain)
             else:
                 together += places
         if together:
@@ -70,6 +80,7 @@ class DraftSampler:
 
     def close(self, session: str) -> None:
         self._calibration.close(session)
+        self._processors.close(session)
 
     # ------------------------------------------------------------ the target's own draw, foreseen
 
@@ -104,12 +115,19 @@ class DraftSampler:
             noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
         return log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
-    def _penalised(self, place: _Place) -> _Place:
-        """With the penalties for what was generated so far, the block's own tokens among it."""
+    def _offer_processed(self, place: _Place, chain: ProcessorChain) -> None:
+        """As the request's processors have it after what was generated so far, the block's own tokens among it.
+
+        The one token that a grammar leaves is certain, though the draft's head may not have it.
+        """
         draft = place.draft
         whole = self._whole(place.logits).unsqueeze(0)
-        penalised = penalise(whole, draft.text.open.sampling, draft.generated, NO_TREE)[0]
-        return place._replace(logits=penalised[self._token_ids])
+        processed = chain.apply(whole, [chain.path(draft.whole_text)])[0]
+        left = torch.isfinite(processed).nonzero().flatten()
+        if len(left) == 1:
+            draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), place.state)
+        else:
+            self._offer([place._replace(logits=processed[self._token_ids[: len(place.logits)]])])
 
     # ------------------------------------------------------------ draws of its own, for ratio
 
@@ -117,9 +135,10 @@ class DraftSampler:
         for draft, logits, state, *_ in places:
             if draft.is_complete:
                 continue
-            request = draft.text.open
-            generated = draft.generated if request.sampling.penalised else ()
-            row = process(self._whole(logits).unsqueeze(0), request.sampling, generated)[0]
+            whole = self._whole(logits).unsqueeze(0)
+            if (chain := self._processors.of(draft.text)) is not None:
+                whole = chain.apply(whole, [chain.path(draft.whole_text)])
+            row = filtered(whole, draft.text.open.sampling)[0]
             token, ids, weights = self._draw_by_ratio(draft, row)
             draft.append(token, _choices(row), state, ids, weights)
 
@@ -146,6 +165,28 @@ class DraftSampler:
         whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
         whole[self._token_ids[: len(logits)]] = logits.float()
         return whole
+
+
+class SessionProcessors:
+    """The logits processors of a drafter's sessions, made when a session is first drafted for."""
+
+    def __init__(self, makers: tuple[Maker, ...]) -> None:
+        self._makers = makers
+        self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
+
+    def of(self, text: SessionText) -> ProcessorChain | None:
+        """The session's, who know all of its decided text; None for a plain request."""
+        name = text.open.session
+        known, chain = self._all.get(name, (None, None))
+        if known is not text:  # new, or opened anew
+            chain = chain_of(text.open, self._makers)
+            self._all[name] = text, chain
+        if chain is not None:
+            chain.follow(text.tokens)
+        return chain
+
+    def close(self, session: str) -> None:
+        self._all.pop(session, None)
 
 
 def _draw_key(place: _Place) -> int:

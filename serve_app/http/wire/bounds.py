@@ -11,6 +11,12 @@ class RequestBounds:
     prompt_tokens: int = 1 << 20  # of one prompt that is given as tokens
     messages: int = 4096
     parts: int = 256  # of one message
-    stops: int = 4
+    tools: int = 128
+    variables: int = 64  # for a chat template
+    stops: int = 4096
+    words: int = 1024  # in `bad_words`
+    token_ids: int = 4096  # in `logit_bias`, and in `stop_token_ids`
+    allowed: int = 1 << 18  # token ids
+    choices: int = 4096  # that an answer may be one of
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body

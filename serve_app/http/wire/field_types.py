@@ -5,11 +5,21 @@ costs what its length costs, never a report of each element.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from serve_app.http.wire.bounds import RequestBounds
 
@@ -32,20 +42,34 @@ class RequestPart(BaseModel):
         """What is given of the known fields, and of the unknown ones as many as a refusal names."""
         if not isinstance(data, dict):
             return data
-        known = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
-        unknown = (name for name in data if name not in cls.model_fields)
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {name: data[name] for name in names if data.get(name) is not None}
+        unknown = (name for name in data if name not in names)
         return known | dict.fromkeys(islice(unknown, MAX_FAULTS))
 
 
-def unserved(*neutral: object) -> AfterValidator:
-    """A field of a feature that is not served: only null and the given values, which ask for nothing, pass."""
+@dataclass(frozen=True, slots=True, eq=False)  # True and 1 are equal, and Annotated would keep one for both
+class Unserved:
+    """Of a field: only these values pass."""
 
-    def check(value: object) -> object:
-        if not any(isinstance(value, bool) is isinstance(other, bool) and value == other for other in neutral):
+    passing: tuple[object, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        del schema, handler
+        return {"enum": [None, *self.passing]}
+
+    def _check(self, value: object) -> object:
+        if not any(isinstance(value, bool) is isinstance(other, bool) and value == other for other in self.passing):
             raise PydanticCustomError("unserved", "this is not supported by this server; leave the field out")
         return value
 
-    return AfterValidator(check)
+
+def unserved(*neutral: object) -> Unserved:
+    """A field of a feature that is not served: only null and the given values, which ask for nothing, pass."""
+    return Unserved(neutral)
 
 
 def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValidator:
@@ -61,9 +85,9 @@ def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValid
     return BeforeValidator(check)
 
 
-def as_list(is_single: Callable[[Any], bool]) -> BeforeValidator:
-    """A field that takes one item or a list of them is always a list inside."""
-    return BeforeValidator(lambda value: [value] if is_single(value) else value)
+def as_list(is_single: Callable[[Any], bool], taken: Any) -> BeforeValidator:
+    """A field that takes one item or a list of them is always a list inside; `taken` is the type of both."""
+    return BeforeValidator(lambda value: [value] if is_single(value) else value, json_schema_input_type=taken)
 
 
 def is_text(value: Any) -> bool:

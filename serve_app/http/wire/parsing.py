@@ -7,17 +7,21 @@ import re
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from cluster.errors import RequestError
 from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.field_types import MAX_FAULTS
-from serve_app.http.wire.schemas import GenerationRequest
+from serve_app.http.wire.field_types import MAX_FAULTS, RequestPart
 
 MAX_FAULT_CHARS = 200
 MAX_NAME_CHARS = 64
+CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "unserved": "unsupported_value",
+}
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=RequestPart)
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # to the body's end where unfinished: no byte is read twice
 
@@ -28,7 +32,12 @@ def parse(schema: type[RequestT], body: bytes, bounds: RequestBounds) -> Request
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"the body is not JSON in UTF-8: {shortened(str(error))}") from error
+        raise RequestError(f"the body is not JSON in UTF-8: {shortened(str(error))}", code="invalid_json") from error
+    return check(schema, data, bounds)
+
+
+def check(schema: type[RequestT], data: object, bounds: RequestBounds) -> RequestT:
+    """The request that read data makes."""
     try:
         return schema.model_validate(data, context=bounds)
     except ValidationError as error:
@@ -55,7 +64,13 @@ def _refusal(error: ValidationError) -> RequestError:
     told = [(_path(fault["loc"]), shortened(fault["msg"])) for fault in faults[:MAX_FAULTS]]
     message = "; ".join(f"{path or 'body'}: {fault}" for path, fault in told)
     untold = len(faults) - len(told)
-    return RequestError(f"{message}; and {untold} more" if untold else message, told[0][0] or None)
+    return RequestError(f"{message}; and {untold} more" if untold else message, told[0][0] or None, _code(faults[0]))
+
+
+def _code(fault: ErrorDetails) -> str:
+    """What OpenAI calls it."""
+    kind = fault["type"]
+    return CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

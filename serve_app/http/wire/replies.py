@@ -1,17 +1,22 @@
 """The wire format of answers: OpenAI's completions and chat completions, models, health and errors."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class PromptTokensDetails(_Body):
+    cached_tokens: int = 0  # which the target had computed before
+
+
 class CompletionTokensDetails(_Body):
+    reasoning_tokens: int = 0
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -20,6 +25,7 @@ class Usage(_Body):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
     completion_tokens_details: CompletionTokensDetails
 
 
@@ -29,6 +35,7 @@ class Trace(_Body):
     tokens: int = 0
     accepted: int = 0
     pieces: tuple[tuple[str, bool], ...] = ()  # text, whether it was drafted
+    rejected: tuple[str, ...] = ()  # on request: for each piece, what the draft had instead of it and after it, or ""
 
 
 class _Reply(_Body):
@@ -37,19 +44,57 @@ class _Reply(_Body):
     id: str
     created: int
     model: str
-    system_fingerprint: None = None
+    system_fingerprint: str
+
+
+class TokenLogprob(_Body):
+    """One of the likeliest tokens of a place."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: tuple[TokenLogprob, ...]
+
+
+class ChatLogprobs(_Body):
+    content: tuple[ChatTokenLogprob, ...]
+    refusal: None = None
+
+
+class CompletionLogprobs(_Body):
+    text_offset: tuple[int, ...]
+    token_logprobs: tuple[float | None, ...]  # None: of a prompt's first token
+    tokens: tuple[str, ...]
+    top_logprobs: tuple[dict[str, float] | None, ...]
+
+
+class PromptLogprob(_Body):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = tuple[dict[int, PromptLogprob] | None, ...]
+"""vLLM's: for each token of a prompt, itself and the likeliest in its place; None for the first."""
 
 
 class CompletionChoice(_Body):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+
+
+class ScoredCompletionChoice(CompletionChoice):
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(_Reply):
     object: Literal["text_completion"] = "text_completion"
-    choices: tuple[CompletionChoice, ...]
+    choices: tuple[ScoredCompletionChoice | CompletionChoice, ...]
     usage: Usage | None = None
 
 
@@ -57,16 +102,61 @@ class CompletionChunk(Completion):
     slipstream: Trace = Trace()
 
 
+class FunctionReply(_Body):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCallReply(_Body):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionReply
+
+
 class AnswerMessage(_Body):
+    """What the model said; where it only calls tools, `content` is null."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | None = None  # under both of its names
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCallReply, ...] | None = None
+
+    @model_serializer(mode="wrap")
+    def _of_what_there_is(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Clients take a message without these fields for one of content alone."""
+        fields: dict[str, Any] = serialize(self)
+        left_out = {name for name in ("reasoning", "reasoning_content", "tool_calls") if fields[name] is None}
+        return {name: value for name, value in fields.items() if name not in left_out}
+
+
+class ToolCallDelta(ToolCallReply):
+    """A call in a stream: the parser knows one when it is whole, so it comes in one piece."""
+
+    index: int
+
+
+class ChatDelta(_Body):
+    """What is new in a chunk; dumped without what is unset."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _of_what_is_new(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
 
 class ChatChoice(_Body):
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -76,10 +166,14 @@ class ChatCompletion(_Reply):
     usage: Usage
 
 
+class ScoredChatCompletion(ChatCompletion):
+    prompt_logprobs: PromptLogprobs
+
+
 class ChatChunkChoice(_Body):
     index: int
-    delta: dict[Literal["role", "content"], str]  # holds what is new, and nothing else
-    logprobs: None = None
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
 
 
@@ -95,11 +189,19 @@ class ModelCard(_Body):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
+    root: str | None = None  # vLLM's: what the name stands for
+    max_model_len: int  # vLLM's: tokens of prompt and answer
 
 
 class ModelList(_Body):
     object: Literal["list"] = "list"
     data: tuple[ModelCard, ...]
+
+
+class VersionReport(_Body):
+    """GET /version."""
+
+    version: str
 
 
 class HealthReport(_Body):

@@ -6,7 +6,7 @@ Requests are strict: an unknown field, a wrong type or a feature that is not ser
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from protos.draft_tree import MAX_BLOCK_TOKENS
@@ -21,16 +21,20 @@ from serve_app.http.wire.field_types import (
     is_text,
     unserved,
 )
+from serve_app.http.wire.grammar_fields import ResponseFormat, StructuredOutputs
+from serve_app.http.wire.messages import ChatMessage, Tool, ToolChoice
+from serve_app.http.wire.sampling_fields import SamplingFields, Top
 from serve_app.http.wire.unserved_fields import (
     UnservedChatFields,
     UnservedCompletionFields,
     UnservedFields,
-    UnservedMessageFields,
 )
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
+MAX_EFFORT_CHARS = 32
+REQUEST_ID_PATTERN = r"^[\w.:-]{1,128}$"
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],
@@ -62,9 +66,10 @@ class SpeculationOptions(RequestPart):
     max_draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: plain decoding
     acceptance: Literal["ratio", "coupled"] | None = None
     trace: Flag = False  # streamed chunks tell drafted tokens from the target's own
+    rejected: Flag = False  # and the draft tokens that were rejected, beside the target's own that took their place
 
 
-class GenerationRequest(UnservedFields):
+class GenerationRequest(SamplingFields, UnservedFields):
     """What both endpoints take."""
 
     prompt_field: ClassVar[str]
@@ -80,13 +85,18 @@ class GenerationRequest(UnservedFields):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Integer | None = None
     stop: Annotated[
-        tuple[StopString, ...], Field(fail_fast=True), bounded(lambda most: most.stops), as_list(is_text)
+        tuple[StopString, ...],
+        Field(fail_fast=True),
+        bounded(lambda most: most.stops),
+        as_list(is_text, StopString | list[StopString]),
     ] = ()
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
-    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None  # vLLM's: in the answer's id
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: in the answer's id
     ignore_eos: Flag = False  # vLLM's: go on to max_tokens
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
     speculation: SpeculationOptions = SpeculationOptions()  # extension
 
     @property
@@ -103,6 +113,23 @@ class GenerationRequest(UnservedFields):
         """The limits on generated tokens that the client gave, by field."""
         return {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
 
+    @property
+    def top_of_tokens(self) -> int | None:
+        """How many likeliest tokens are told beside each generated one; None: nothing is told of them."""
+        raise NotImplementedError
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """The same as `top_of_tokens`, of the prompt's tokens."""
+        echoed = self.top_of_tokens if self.is_echoed else None
+        asked = [top for top in (self.prompt_logprobs, echoed) if top is not None]
+        return max(asked, default=None)
+
     @field_validator("stream_options")
     @classmethod
     def _only_in_streams(cls, value: StreamOptions, info: ValidationInfo) -> StreamOptions:
@@ -113,8 +140,9 @@ class GenerationRequest(UnservedFields):
     @field_validator("speculation")
     @classmethod
     def _trace_only_in_streams(cls, value: SpeculationOptions, info: ValidationInfo) -> SpeculationOptions:
-        if value.trace and info.data.get("stream") is False:
-            raise PydanticCustomError("not_a_stream", "trace is only allowed when stream is true")
+        for name in ("trace", "rejected"):
+            if getattr(value, name) and info.data.get("stream") is False:
+                raise PydanticCustomError("not_a_stream", "{name} is only allowed when stream is true", {"name": name})
         return value
 
 
@@ -128,8 +156,19 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
         tuple[Prompt, ...],
         Field(fail_fast=True),
         bounded(lambda most: most.prompts, least=1),
-        as_list(_is_prompt),
+        as_list(_is_prompt, Prompt | list[Prompt]),
     ]
+
+    echo: Flag = False
+    logprobs: Top | None = None
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def is_echoed(self) -> bool:
+        return self.echo
 
     @property
     def prompt_count(self) -> int:
@@ -140,27 +179,6 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
         return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
 
 
-class TextPart(RequestPart):
-    type: Literal["text"]
-    text: str
-
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and not used
-
-
-class ChatMessage(UnservedMessageFields):
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[
-        tuple[TextPart, ...],
-        Field(fail_fast=True),
-        bounded(lambda most: most.parts),
-        BeforeValidator(lambda value: [{"type": "text", "text": value}] if is_text(value) else value),
-    ]
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
-
 class ChatRequest(UnservedChatFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -169,6 +187,41 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), bounded(lambda most: most.messages, least=1)]
     max_completion_tokens: Count | None = None
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: Flag = True
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # what the template makes of it
+    include_reasoning: Flag = True  # vLLM's
+    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's
+    add_generation_prompt: Flag | None = None  # vLLM's: unless the final message is continued
+    continue_final_message: Flag = False  # vLLM's
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _begins_no_message(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("add_generation_prompt"):
+            message = "a message is continued, or another begun: add_generation_prompt is true, expected false"
+            raise PydanticCustomError("two_beginnings", message)
+        return value
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    logprobs: Flag = False
+    top_logprobs: Top | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and info.data.get("logprobs") is False:
+            raise PydanticCustomError("no_logprobs", "this is only allowed when logprobs is true")
+        return value
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def prompt_count(self) -> int:
@@ -176,7 +229,7 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     @property
     def prompt_chars(self) -> int:
-        return sum(len(message.text) for message in self.messages)
+        return sum(message.chars for message in self.messages) + sum(tool.chars for tool in self.tools)
 
     @property
     def token_limits(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -129,9 +129,10 @@ def sections_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tupl
     """All sections of a configuration, and those inside of them, each as its keys from the top."""
     found = [path]
     for name, field in model.model_fields.items():
+        named = ("NAME",) if get_origin(field.annotation) is dict else ()
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found += sections_of(kind, (*path, name))
+                found += sections_of(kind, (*path, name, *named))
     return found
 
 

@@ -133,6 +133,25 @@ def test_a_session_finds_the_whole_pages_it_begins_with(tokens, cached):
     allocator.check()
 
 
+@pytest.mark.parametrize("hash_page", [page_hash, lambda key, parent, tokens: b"the same"], ids=["keyed", "one hash"])
+def test_sessions_share_pages_with_those_of_the_same_salt_alone(hash_page):
+    allocator = PageAllocator(16, SIZE, KEY, hash_page)
+    tokens = tuple(range(SIZE + 1))
+    assert allocator.open("first", tokens, b"mine") == 0
+    allocator.reserve("first", 0, len(tokens))
+    allocator.publish("first", tokens, len(tokens))
+    assert [allocator.open(name, tokens, salt) for name, salt in (("a", b"mine"), ("b", b"yours"), ("c", b""))] == [
+        SIZE,
+        0,
+        0,
+    ]
+    allocator.fork("a", "a fork", SIZE)
+    allocator.reserve("b", 0, len(tokens))
+    allocator.publish("b", tokens, len(tokens))
+    allocator.check()
+    assert allocator.table("b")[0] != allocator.table("a")[0]
+
+
 def test_only_whole_pages_among_the_first_length_positions_are_published():
     allocator = a_book()
     allocator.open("first", PROMPT)

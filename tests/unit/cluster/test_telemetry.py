@@ -20,6 +20,16 @@ def test_a_recording_carries_the_offset_of_its_clock():
     assert timeline.recording(lambda: 1005.0) == Recording(1000.0, (Event(0, 5.0, "a", ("s",)),))
 
 
+def test_the_latest_seconds_hold_what_is_named_in_order():
+    now = [0.0]
+    timeline = Timeline(lambda: now[0])
+    for at, name in enumerate(["a", "b", "a", "c", "b"]):
+        now[0] = float(at)
+        timeline.record(name, "s")
+    latest = timeline.latest(2.0, {"a", "b"}, lambda: 104.0)
+    assert latest == Recording(100.0, (Event(2, 2.0, "a", ("s",)), Event(4, 4.0, "b", ("s",))))
+
+
 def actor(role: str, *events: tuple[float, str, str], offset: float = 0.0) -> Actor:
     """An actor whose clock is `offset` behind the wall; sessions are one letter each."""
     made = tuple(Event(n, at - offset, name, tuple(sessions)) for n, (at, name, sessions) in enumerate(events))

@@ -20,7 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import DraftPool, Resources, SlipstreamConfig, TargetPool
 from cluster.placement import rank_bundle, target_group_options
-from serve_app.app import POOL_SHUTDOWN
+from serve_app.app import ENDS_S, POOL_SHUTDOWN
 from tests.unit.k8s.overlays import (
     K8S,
     OVERLAYS,
@@ -333,7 +333,10 @@ class TestPools:
 
     def test_pods_outlive_the_drain(self, service: Json) -> None:
         """Replicas may take so long to finish; Ray waits longer for them; Kubernetes longer for Ray."""
-        replicas = max(slipstream_config(service).server.drain_s, POOL_SHUTDOWN["graceful_shutdown_timeout_s"])
+        config = slipstream_config(service)
+        replicas = max(
+            config.server.drain_s, config.target.drain_s + ENDS_S, POOL_SHUTDOWN["graceful_shutdown_timeout_s"]
+        )
         for group in worker_group_specs(service):
             pod = group["template"]["spec"]
             env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}

@@ -13,6 +13,7 @@ from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
+    MAX_GRAMMAR_BYTES,
     PROOF_BYTES,
     Acceptance,
     Attach,
@@ -24,6 +25,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Leaving,
     LiveSession,
     NoDraft,
     Open,
@@ -35,9 +37,11 @@ from protos.messages import (
     States,
     StatesAck,
     Ticket,
+    TokenRules,
     Verdict,
     Welcome,
 )
+from protos.scores import MAX_TOP, Scoring, TokenScore
 from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 from tests.unit.cluster.samples import an_open
 from tests.unit.trees import trees
@@ -64,7 +68,18 @@ SAMPLINGS = st.builds(
     min_p=floats(0, 1),
     frequency_penalty=floats(-2, 2),
     presence_penalty=floats(-2, 2),
+    repetition_penalty=floats(0.01, 100),
 )
+RULES = st.builds(
+    TokenRules,
+    logit_bias=st.dictionaries(IDS, floats(-100, 100), max_size=3).map(lambda bias: tuple(bias.items())),
+    allowed=token_lists(0, 3),
+    bad_words=st.lists(token_lists(1, 3), max_size=2).map(tuple),
+    min_len=U32,
+)
+TOPS = st.none() | st.integers(0, MAX_TOP)
+SCORINGS = st.builds(Scoring, TOPS, TOPS)
+F32 = st.floats(-1e9, 0, width=32)
 
 
 TICKETS = st.builds(Ticket, U32, st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))
@@ -92,7 +107,21 @@ def opens(draw: st.DrawFn) -> Open:
         rival=rival,
         ticket_key=draw(st.binary(max_size=64)),
         ticket=draw(st.none() | TICKETS),
+        rules=draw(st.just(TokenRules()) | RULES),
+        scoring=draw(SCORINGS),
+        priority=draw(st.integers(-(2**31), 2**31 - 1)),
+        cache_salt=draw(st.text(max_size=8)),
+        grammar=draw(st.text(max_size=8)),
+        wants_rejected=draw(st.booleans()),
     )
+
+
+@st.composite
+def scores(draw: st.DrawFn, count: int) -> tuple[TokenScore, ...]:
+    width = draw(st.integers(0, 3))
+    ids = st.lists(IDS, min_size=width, max_size=width).map(tuple)
+    tops = st.lists(F32, min_size=width, max_size=width).map(tuple)
+    return tuple(TokenScore(draw(F32), draw(U32), draw(ids), draw(tops)) for _ in range(count))
 
 
 @st.composite
@@ -115,6 +144,7 @@ def blocks(draw: st.DrawFn) -> Block:
 def verdicts(draw: st.DrawFn) -> Verdict:
     tokens = draw(token_lists(1, 5))
     accepted = draw(st.integers(0, len(tokens)))
+    rejected = draw(token_lists(0, 3))
     return Verdict(
         session=draw(NAMES),
         attempt=draw(U32),
@@ -122,11 +152,15 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         prefix_hash=draw(U64),
         tokens=tokens,
         accepted=accepted,
-        drafted=draw(st.integers(accepted, 2**32 - 1)),
+        drafted=draw(st.integers(accepted + len(rejected), 2**32 - 1)),
         finish=draw(st.sampled_from(Finish)),
         answer=draw(st.sampled_from(DraftAnswer)),
         collapse=draw(st.none() | st.builds(Collapse, floats(0, 1), floats(0, 1), st.booleans())),
         margin=draw(st.none() | st.floats(0, 1e9)),
+        prefix_cached=draw(U32),
+        scores=draw(st.just(()) | scores(len(tokens))),
+        prompt_scores=draw(st.just(()) | scores(draw(st.integers(1, 4)))),
+        rejected=rejected,
     )
 
 
@@ -199,10 +233,32 @@ def test_every_message_of_every_frame_arrives_as_it_was_sent(frame_type, data):
     assert decode(frame_type.FromString(wire)) == Decoded(tuple(messages))
 
 
+@pytest.mark.parametrize(
+    ("frame_type", "before"),
+    [(pb.TargetToRouter, Verdict("s", 1, 1, 0, (1,), 0, 0)), (pb.DrafterToRouter, Resync("s", 1, 0))],
+)
+def test_that_a_peer_leaves_is_read_after_all_that_it_said_before(frame_type, before):
+    """A verdict that is in the same frame is of the attempt that the router is about to give up."""
+    wire = encode(frame_type, [Leaving(), before]).SerializeToString()
+    assert decode(frame_type.FromString(wire)) == Decoded((before, Leaving()))
+
+
 CHAIN = DraftTree.chain(tuple(range(100)))
 SIZED = {
     "a prompt": (pb.RouterToTarget, an_open(tokens=tuple(range(4000)), max_len=4001)),
     "a verdict": (pb.TargetToDrafter, Verdict("s", 1, 1, 0, tuple(range(4000)), 0, 0)),
+    "rules": (
+        pb.RouterToTarget,
+        an_open(
+            rules=TokenRules(tuple((id, 1.0) for id in range(900)), tuple(range(900)), ((1, 2),) * 300),
+            stop_ids=tuple(range(4096)),
+            cache_salt="\N{SNOWMAN}" * 256,
+        ),
+    ),
+    "a scored prompt": (
+        pb.TargetToRouter,
+        Verdict("s", 1, 1, 0, (5,), 0, 0, prompt_scores=(TokenScore(-1.0, 1, (1,) * 20, (-1.0,) * 20),) * 900),
+    ),
     "states": (pb.TargetToDrafterStates, States("s", 7, 0, StateDtype.BFLOAT16, 64, bytes(12800))),
     "a chain": (pb.DrafterToTarget, Block("s", 1, 0, CHAIN)),
     "a tree": (pb.DrafterToTarget, Block("s", 1, 0, DraftTree(CHAIN.tokens, (-1,) * len(CHAIN)))),
@@ -263,6 +319,19 @@ def good_attach() -> pb.Attach:
 def good_states() -> pb.States:
     message = States("good", 3, 7, StateDtype.FLOAT8, 4, bytes(16))
     return encode(pb.TargetToDrafterStates, [message]).states[0]
+
+
+def with_rules(**values: Any) -> Callable[[pb.Open], None]:
+    return lambda message: message.rules.CopyFrom(pb.TokenRules(**values))
+
+
+def with_scoring(**values: Any) -> Callable[[pb.Open], None]:
+    return lambda message: message.scoring.CopyFrom(pb.Scoring(**values))
+
+
+def with_scores(**values: Any) -> Callable[[pb.Verdict], None]:
+    good = {"logprobs": bytes(8), "ranks": bytes(8), "top_ids": ids(1, 2), "top_logprobs": bytes(8)}
+    return lambda message: message.scores.CopyFrom(pb.TokenScores(**{**good, **values}))
 
 
 def with_sampling(**values: float) -> Callable[[pb.Open], None]:
@@ -327,6 +396,20 @@ BAD_OPENS = {
     "negative min_p": (with_sampling(min_p=-0.5), "min_p is -0.5"),
     "NaN penalty": (with_sampling(presence_penalty=math.nan), "not finite"),
     "overflowing penalty": (with_sampling(frequency_penalty=-3e38), "frequency_penalty"),
+    "no repetition penalty": (with_sampling(repetition_penalty=0.0), "repetition_penalty is 0"),
+    "NaN repetition penalty": (with_sampling(repetition_penalty=math.nan), "repetition_penalty is nan"),
+    "overflowing repetition penalty": (with_sampling(repetition_penalty=1e30), "repetition_penalty"),
+    "bias of no token": (with_rules(bias=[1.0]), "0 bias_ids with 1 numbers"),
+    "bias twice": (with_rules(bias_ids=ids(1, 1), bias=[1.0, 2.0]), "a token twice"),
+    "NaN bias": (with_rules(bias_ids=ids(1), bias=[math.nan]), "beyond -100..100"),
+    "overflowing bias": (with_rules(bias_ids=ids(1), bias=[1e30]), "beyond -100..100"),
+    "negative allowed id": (with_rules(allowed=ids(-1)), "allowed holds a negative"),
+    "empty bad word": (with_rules(bad_words=[b""]), "an empty one"),
+    "negative id in a bad word": (with_rules(bad_words=[ids(3, -1)]), "bad_words holds a negative"),
+    "many likeliest tokens": (with_scoring(top=MAX_TOP + 1), "likeliest tokens"),
+    "many likeliest tokens of a prompt": (with_scoring(prompt_top=2**32 - 1), "likeliest tokens"),
+    "a long grammar": (with_fields(grammar="x" * (MAX_GRAMMAR_BYTES + 1)), "grammar has 65537 bytes"),
+    "a long salt": (with_fields(cache_salt="x" * 257), "cache_salt"),
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
     "a long ticket_key": (with_fields(ticket_key=bytes(65)), "ticket_key has 65 bytes"),
@@ -358,11 +441,20 @@ def with_collapse(**values: float) -> Callable[[Any], None]:
 
 
 BAD_VERDICTS = {
+    "scores of another number": (with_scores(logprobs=bytes(4), ranks=bytes(4)), "1 scores of 2"),
+    "no scores": (with_scores(logprobs=b"", ranks=b"", top_ids=b"", top_logprobs=b""), "scores of (0"),
+    "too few ranks": (with_scores(ranks=bytes(4)), "4 a token"),
+    "half a likeliest token": (with_scores(top_ids=bytes(6)), "as many a token"),
+    "too few numbers of likeliest tokens": (with_scores(top_logprobs=bytes(4)), "as many a token"),
+    "negative likeliest token": (with_scores(top_ids=ids(1, -2)), "negative token id"),
+    "wide scores": (with_scores(top_ids=bytes(168), top_logprobs=bytes(168)), "21 tokens a place"),
     "empty session": (with_fields(session=""), "session is empty"),
     "no tokens": (with_fields(tokens=b""), "decides no token"),
     "no tokens at the end": (with_fields(tokens=b"", accepted=0, drafted=0, finish=1), "decides no token"),
     "more accepted than drafted": (with_fields(accepted=2, drafted=1), "accepted 2 of 1"),
     "more accepted than decided": (with_fields(accepted=3), "accepted 3 of 4"),
+    "more rejected than drafted": (with_fields(rejected=ids(*range(9))), "9 tokens rejected of"),
+    "a negative id rejected": (with_fields(rejected=ids(-1)), "rejected"),
     "unknown finish": (with_fields(finish=9), "Finish"),
     "NaN margin": (with_fields(margin=math.nan), "margin is nan"),
     "infinite margin": (with_fields(margin=math.inf), "margin is inf"),

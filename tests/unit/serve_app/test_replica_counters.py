@@ -7,6 +7,7 @@ import pytest
 
 from actors.attention.choice import AttentionReport, Tried
 from actors.drafter import Drafter
+from actors.engine.engine import ThreadEngine
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
@@ -24,6 +25,7 @@ from serve_app.replica_counters import (
     attention_counts,
     audit_counts,
     drafter_counts,
+    routed_counts,
     target_counts,
 )
 from tests.unit.cluster.samples import a_block, an_open
@@ -64,9 +66,9 @@ class Clock:
 
 
 def a_target(clock: Clock) -> TargetReplica:
-    engine: Any = None
+    executor: Any = None  # nothing is computed
     limits = VerificationLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
-    return TargetReplica(engine, limits, "v", "m", step_timeout_s=1.0, clock=clock)
+    return TargetReplica(ThreadEngine(executor), limits, "v", "m", step_timeout_s=1.0, clock=clock)
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock
     method = PromptLookup(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
-    assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS)} == HELP.keys()
+    assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS), *routed_counts({})} == HELP.keys()
 
 
 def test_ranks_that_attend_the_slow_way_on_a_gpu_are_counted() -> None:

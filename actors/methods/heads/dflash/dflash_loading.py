@@ -24,6 +24,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.sampling import DraftSampler
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
+from actors.sampling.logits.makers import MAKERS
 from cluster.config import DraftPool
 from protos.states import StatesNeeded
 
@@ -62,7 +63,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     decoder = load_dflash(head, target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
-    sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration())
+    makers = (*MAKERS, *setup.makers)
+    sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration(), makers)
     is_projected = draft.states.projects_at_target(decoder.config.needs)
     return decoded(PredictedDrafting(DFlashPredictor(decoder, sampler, is_projected), sampler), setup.states)
 

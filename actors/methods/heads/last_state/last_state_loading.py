@@ -21,6 +21,7 @@ from actors.methods.model.limits import DraftingLimits
 from actors.methods.model.sampling import DraftSampler
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import local_folder
+from actors.sampling.logits.makers import MAKERS
 from cluster.config import DraftPool
 from cluster.draft_options import HeadOptions
 from protos.states import StatesNeeded
@@ -80,5 +81,6 @@ def last_state_drafting(
     head = load(head_folder(draft), target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(head.config.describe()))
     rows = target_shape(target).vocabulary
-    sampler = DraftSampler(head.token_ids, rows, DraftingLimits(options.draft_probs_top_k), Calibration())
+    limits = DraftingLimits(options.draft_probs_top_k)
+    sampler = DraftSampler(head.token_ids, rows, limits, Calibration(), (*MAKERS, *setup.makers))
     return PredictedDrafting(LastStatePredictor(head, sampler, LastRows(device, products.dtype)), sampler)

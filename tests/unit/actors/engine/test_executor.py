@@ -1,5 +1,6 @@
 """The target's step: rows of mixed kinds, which logits belong to which row, and what each session was fed."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from actors.models.toy import ToyRunner
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Sampling
+from protos.messages import Sampling, TokenRules
+from protos.scores import Scoring
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8
@@ -210,3 +212,64 @@ def test_an_audit_that_names_a_rival_hears_how_far_the_token_was_ahead_of_it():
     outcomes = executor.step(StepPlan((), opens, (block, a_row("asks", (3,), 0), a_row("tie", (3,), 0))))
     assert [outcome.margin for outcome in outcomes] == [None, 1.0, 0.0]
     assert [outcome.next_token for outcome in outcomes[1:]] == [NEXT[3], NEXT[3]]
+
+
+# ---------------------------------------------------------------- scores
+
+
+def expected_score(after: int, token: int) -> float:
+    """By the spy's logits: 1 for what follows, 0 for all else."""
+    return float(torch.log_softmax(torch.eye(VOCABULARY)[NEXT[after]], dim=-1)[token])
+
+
+def test_what_is_decided_is_scored_where_it_stands_in_the_tree():
+    right = NEXT[4]
+    wrong = (right + 1) % VOCABULARY
+    tree = DraftTree((wrong, right, NEXT[right], 6), (-1, -1, 1, 1))
+    rows = (a_row("plain", (1,), 0), a_row("scored", (4, *tree.tokens), 2, draft=tree), a_row("other", (5,), 0))
+    opens = (
+        an_open("plain", tokens=(1,)),
+        an_open("scored", tokens=(1, 2, 4), scoring=Scoring(2)),
+        an_open("other", tokens=(5,), scoring=Scoring(0)),
+    )
+    plain, scored, other = an_executor().step(StepPlan((), opens, rows))
+    assert plain.scores == ()
+    decided = (4, *scored.tokens_of(rows[1]))
+    found = [score.logprob for score in scored.scores]
+    assert found == pytest.approx([expected_score(*pair) for pair in itertools.pairwise(decided)])
+    assert [score.top_ids[0] for score in scored.scores] == list(decided[1:])
+    assert [len(score.top_ids) for score in (*scored.scores, *other.scores)] == [2, 2, 2, 0]
+
+
+def test_scores_are_of_the_logits_as_they_are_whatever_rules_made_of_them():
+    request = an_open("s", tokens=(4,), scoring=Scoring(1), rules=TokenRules(logit_bias=((NEXT[4], -100.0),)))
+    (outcome,) = an_executor().step(StepPlan((), (request,), (a_row("s", (4,), 0),)))
+    assert outcome.next_token != NEXT[4]
+    (score,) = outcome.scores
+    assert score.logprob == pytest.approx(expected_score(4, outcome.next_token))
+    assert score.top_ids == (NEXT[4],)
+
+
+def test_a_prompt_is_scored_chunk_by_chunk_and_told_with_the_first_decision_alone():
+    """Also when its place in the cache was lost in between, and beside rows that are not scored."""
+    prompt = (1, 6, 2, 5, 3)
+    executor = an_executor()
+    opens = (an_open("s", tokens=prompt, scoring=Scoring(None, 1)), an_open("plain", tokens=(1, 2)))
+    executor.step(StepPlan((), opens, (a_row("plain", (1,), 0, False), a_row("s", prompt[:2], 0, False))))
+    executor.step(StepPlan((), (), (a_row("s", prompt[:3], 0, False), a_row("plain", (2,), 1))))
+    block = (NEXT[3], 0)
+    row = a_row("s", (*prompt[3:], *block), 3, draft=DraftTree.chain(block))
+    plain, outcome = executor.step(StepPlan((), (), (a_row("plain", (7,), 2), row)))
+    assert plain == Outcome("plain", (), NEXT[7])
+    assert outcome.path == (0,)
+    assert outcome.scores == ()
+    found = [score.logprob for score in outcome.prompt_scores]
+    assert found == pytest.approx([expected_score(*pair) for pair in itertools.pairwise(prompt)])
+    (again,) = executor.step(StepPlan((), (), (a_row("s", (*prompt, NEXT[3], outcome.next_token), 0),)))
+    assert again.prompt_scores == ()
+
+
+def test_a_session_that_goes_on_elsewhere_does_not_tell_of_its_prompt_again():
+    request = an_open("s", tokens=(1, 2, 3), prompt_len=2, scoring=Scoring(None, 1))
+    (outcome,) = an_executor().step(StepPlan((), (request,), (a_row("s", (1, 2, 3), 0),)))
+    assert outcome == Outcome("s", (), NEXT[3])

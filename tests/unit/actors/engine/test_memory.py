@@ -47,6 +47,24 @@ def test_memory_not_given_is_what_the_sessions_need_or_else_half_of_what_is_free
     assert page_count(CacheConfig(page_size=8), 1, sessions=3, context=80, device=CPU) == pages
 
 
+def a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int, ours: int) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: ours)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "ours", "room"),
+    [(1.0, 800, 200, 720), (0.25, 800, 200, 45), (0.25, 30, 200, 27), (0.5, 800, 0, 450)],
+    ids=["alone", "a quarter", "a quarter that others have taken from", "a half without a model"],
+)
+def test_who_shares_a_gpu_leaves_the_others_their_part(monkeypatch, share, free, ours, room):
+    """Of 1000 bytes: nine tenths of what is left of one's own part, or of what is free if that is less."""
+    device = a_gpu(monkeypatch, free, 1000, ours)
+    cache = CacheConfig(page_size=1)
+    assert page_count(cache, 1, sessions=10_000, context=1, device=device, gpu_share=share) == room
+
+
 @pytest.mark.parametrize("gib", [9.5 / 1024, None], ids=["given", "free"])
 def test_too_little_for_one_session_is_refused_with_what_is_needed(monkeypatch, gib):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 19 * GIB // 1024)

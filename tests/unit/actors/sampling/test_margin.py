@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.sampling.logits.makers import chain_of
 from actors.sampling.margin import margin
 from actors.sampling.noise import Purpose, gumbel
 from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
 from protos.draft_tree import NO_TREE
 from protos.messages import Sampling
+from tests.unit.actors.sampling.processor_opens import opened
 
 AT = DrawAddress(seed=3, choice=0, position=9)
 GREEDY = Sampling(temperature=0.0)
@@ -25,12 +27,15 @@ def decided(logits: Tensor, sampling: Sampling, at: DrawAddress) -> int:
 
 def test_greedy_it_is_the_difference_of_logits():
     logits = torch.tensor([1.0, 4.0, 3.25])
-    assert [margin(logits, GREEDY, (), AT, rival) for rival in range(3)] == [3.0, 0.0, 0.75]
+    assert [margin(logits, GREEDY, None, AT, rival) for rival in range(3)] == [3.0, 0.0, 0.75]
 
 
 def test_penalties_count():
     sampling = Sampling(temperature=0.0, frequency_penalty=1.0)
-    assert margin(torch.tensor([1.0, 4.0, 3.5]), sampling, (1,), AT, 1) == pytest.approx(0.5)
+    chain = chain_of(opened(sampling))
+    assert chain is not None
+    chain.follow((0, 1))
+    assert margin(torch.tensor([1.0, 4.0, 3.5]), sampling, chain, AT, 1) == pytest.approx(0.5)
 
 
 def test_sampled_it_is_the_difference_with_the_noise_in_logits():
@@ -38,7 +43,7 @@ def test_sampled_it_is_the_difference_with_the_noise_in_logits():
     sampling = Sampling(temperature=0.5)
     noisy = logits + 0.5 * gumbel(AT.key(0, Purpose.DRAW), torch.arange(20))
     for rival in range(20):
-        assert margin(logits, sampling, (), AT, rival) == pytest.approx(float(noisy.max() - noisy[rival]))
+        assert margin(logits, sampling, None, AT, rival) == pytest.approx(float(noisy.max() - noisy[rival]))
 
 
 def test_a_token_beyond_the_edge_of_top_k_is_as_far_as_the_edge():
@@ -48,7 +53,7 @@ def test_a_token_beyond_the_edge_of_top_k_is_as_far_as_the_edge():
     at = next(
         at for seed in range(99) if decided(logits, Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2
     )
-    assert margin(logits, sampling, (), at, 2) == pytest.approx(0.1, abs=1e-6)
+    assert margin(logits, sampling, None, at, 2) == pytest.approx(0.1, abs=1e-6)
 
 
 def test_a_token_beyond_the_edge_of_top_p_is_as_far_as_the_probability_before_it():
@@ -58,7 +63,7 @@ def test_a_token_beyond_the_edge_of_top_p_is_as_far_as_the_probability_before_it
     at = next(
         at for seed in range(99) if decided(probs.log(), Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2
     )
-    assert margin(probs.log(), sampling, (), at, 2) == pytest.approx(math.log(0.81 / 0.8), abs=1e-6)
+    assert margin(probs.log(), sampling, None, at, 2) == pytest.approx(math.log(0.81 / 0.8), abs=1e-6)
 
 
 def test_the_one_ahead_may_be_left_out_instead_of_overtaken():
@@ -66,7 +71,7 @@ def test_the_one_ahead_may_be_left_out_instead_of_overtaken():
     logits = torch.tensor([2.0, 1.01])
     sampling = Sampling(temperature=1.0, min_p=math.exp(-1.0))
     at = next(at for seed in range(999) if _lead(logits, at := DrawAddress(seed, 0, 0)) > 3)
-    assert margin(logits, sampling, (), at, 0) == pytest.approx(0.01, abs=1e-5)
+    assert margin(logits, sampling, None, at, 0) == pytest.approx(0.01, abs=1e-5)
 
 
 def _lead(logits: Tensor, at: DrawAddress) -> float:
@@ -96,10 +101,10 @@ def test_what_an_error_of_logits_changes_is_no_further_than_the_error(sampling):
         logits = 2 * torch.randn(30, generator=generator)
         wrong = logits + error * (torch.rand(30, generator=generator) - 0.5)
         own, rival = decided(logits, sampling, at), decided(wrong, sampling, at)
-        assert margin(logits, sampling, (), at, own) == 0.0
+        assert margin(logits, sampling, None, at, own) == 0.0
         if own != rival:
             changed += 1
-            assert margin(logits, sampling, (), at, rival) <= 1.5 * error
+            assert margin(logits, sampling, None, at, rival) <= 1.5 * error
     assert changed > 5, "nothing changed, so this showed nothing"
 
 
@@ -108,7 +113,7 @@ def test_another_token_is_far_as_a_rule():
     generator = torch.Generator().manual_seed(12)
     sampling = Sampling(temperature=0.8, top_p=0.9)
     found = [
-        margin(2 * torch.randn(30, generator=generator), sampling, (), DrawAddress(seed, 0, 0), seed % 30)
+        margin(2 * torch.randn(30, generator=generator), sampling, None, DrawAddress(seed, 0, 0), seed % 30)
         for seed in range(500)
     ]
     assert sum(one > 0.5 for one in found) > 400
@@ -117,9 +122,9 @@ def test_another_token_is_far_as_a_rule():
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=3, top_p=0.9, min_p=0.1)], ids=str)
 def test_a_model_that_computes_nonsense_is_no_reason_to_fail(sampling, nonsense):
-    assert 0 <= margin(torch.full((9,), nonsense), sampling, (), AT, 4) < math.inf
+    assert 0 <= margin(torch.full((9,), nonsense), sampling, None, AT, 4) < math.inf
 
 
 def test_no_temperature_is_too_small():
     sampling = Sampling(temperature=1e-6, top_p=0.9)
-    assert margin(torch.tensor([60.0, 10.0]), sampling, (), AT, 1) == pytest.approx(50, abs=1e-3)
+    assert margin(torch.tensor([60.0, 10.0]), sampling, None, AT, 1) == pytest.approx(50, abs=1e-3)

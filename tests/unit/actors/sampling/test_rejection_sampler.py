@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.sampling.processors import process
+from actors.sampling.logits.makers import chain_of
+from actors.sampling.logits.processor import ProcessorChain, paths_of
+from actors.sampling.processors import filtered
 from actors.sampling.reference import BlockDecision, DrawAddress, accept
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from protos.draft_tree import DraftTree, SparseProbs
-from protos.messages import Acceptance, Sampling
+from protos.messages import Acceptance, Sampling, TokenRules
+from tests.unit.actors.sampling.processor_opens import opened
 from tests.unit.trees import grown, trees
 
 VOCABULARY = 12
@@ -25,6 +28,12 @@ SAMPLINGS = [
     Sampling(temperature=1.3, top_p=0.7),
     Sampling(min_p=0.2),
     Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05),
+    Sampling(temperature=0.8, top_k=5, repetition_penalty=1.3),
+]
+RULES = [
+    TokenRules(),
+    TokenRules(logit_bias=((3, 2.5),), bad_words=((1,), (2, 4)), min_len=4),
+    TokenRules(allowed=(2, 4, 9)),
 ]
 tokens = st.integers(0, VOCABULARY - 1)
 
@@ -44,6 +53,13 @@ def draft_probs(draw: st.DrawFn, draft: tuple[int, ...]) -> SparseProbs | None:
     return SparseProbs(tuple(ids), tuple(weights))
 
 
+def a_chain(sampling: Sampling, generated: list[int], rules: TokenRules) -> ProcessorChain | None:
+    chain = chain_of(opened(sampling, (3, 7), rules=rules, stop_ids=(5,)))
+    if chain is not None:
+        chain.follow((3, 7, *generated))
+    return chain
+
+
 @st.composite
 def blocks(draw: st.DrawFn) -> PendingBlock:
     rule = draw(st.sampled_from(Acceptance))
@@ -54,7 +70,7 @@ def blocks(draw: st.DrawFn) -> PendingBlock:
         rule=rule,
         sampling=sampling,
         draft=DraftTree.chain(chain, draw(draft_probs(chain))) if is_ratio else draw(trees(VOCABULARY, 6)),
-        generated=draw(st.lists(tokens, max_size=5)),
+        chain=a_chain(sampling, draw(st.lists(tokens, max_size=5)), draw(st.sampled_from(RULES))),
         at=DrawAddress(draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 3)), draw(st.integers(0, 999))),
     )
 
@@ -62,7 +78,8 @@ def blocks(draw: st.DrawFn) -> PendingBlock:
 def one_by_one(step: list[PendingBlock], logits: Tensor) -> list[BlockDecision]:
     found = []
     for block, part in zip(step, logits.split([block.positions for block in step]), strict=True):
-        processed = process(part, block.sampling, block.generated, block.draft)
+        rows = part if block.chain is None else block.chain.apply(part, paths_of(block.draft))
+        processed = filtered(rows, block.sampling)
         found.append(accept(block.rule, block.sampling.greedy, processed, block.draft, block.at))
     return found
 
@@ -104,7 +121,7 @@ def test_trees_of_a_step_are_accepted_along_more_than_their_first_chain():
 
 def a_tree_block(seed: int) -> PendingBlock:
     tree = grown(Random(seed), 6, VOCABULARY)
-    return PendingBlock(Acceptance.COUPLED, SAMPLINGS[3], tree, (), DrawAddress(seed, 0, 3))
+    return PendingBlock(Acceptance.COUPLED, SAMPLINGS[3], tree, None, DrawAddress(seed, 0, 3))
 
 
 def test_nothing_to_decide_is_no_decision():
@@ -113,7 +130,7 @@ def test_nothing_to_decide_is_no_decision():
 
 
 def a_block(sampling: Sampling, rule: Acceptance = Acceptance.COUPLED, draft: tuple[int, ...] = (1, 2)) -> PendingBlock:
-    return PendingBlock(rule, sampling, DraftTree.chain(draft), (), DrawAddress(1, 0, 3))
+    return PendingBlock(rule, sampling, DraftTree.chain(draft), None, DrawAddress(1, 0, 3))
 
 
 def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
@@ -155,7 +172,7 @@ def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specifi
         monkeypatch.setattr(f"actors.sampling.{module}.uniform_scalar", lambda _: 1.0)
     equal = SparseProbs(((0, 1, 2),), ((1, 1, 1),))
     drafted = DraftTree.chain((0,), equal)
-    step = [PendingBlock(Acceptance.RATIO, Sampling(), drafted, (), DrawAddress(seed, 0, 3)) for seed in range(40)]
+    step = [PendingBlock(Acceptance.RATIO, Sampling(), drafted, None, DrawAddress(seed, 0, 3)) for seed in range(40)]
     row = torch.full((VOCABULARY,), -torch.inf)
     row[:3] = 0.0
     found = decide(step, row.repeat(2 * len(step), 1))

@@ -8,8 +8,11 @@ import pytest
 from cluster.dispatch import Send
 from cluster.errors import CapacityError, TargetLostError
 from cluster.pacing.health import COLLAPSES, FIRST_BLOCK_S, MISSES
-from cluster.routing.assignment import FULL_FOR_S, WELL, Assignment, Assignments
+from cluster.routing.assignment import Assignment, Assignments
+from cluster.routing.drafter_watch import WELL
+from cluster.routing.membership import Endpoint
 from cluster.routing.session import Emit, Event, Failed, Generation, Session
+from cluster.routing.target_choice import FULL_FOR_S
 from protos.messages import (
     Acceptance,
     Close,
@@ -43,10 +46,12 @@ class Desk:
         for address in drafters:
             self.assignments.drafters.up(address)
 
-    def begin(self, name: str = "s", max_draft_tokens: int = 4) -> Assignment:
+    def begin(
+        self, name: str = "s", max_draft_tokens: int = 4, prompt: tuple[int, ...] = PROMPT, salt: str = ""
+    ) -> Assignment:
         coupled = Acceptance.COUPLED
-        generation = Generation(name, PROMPT, 50, (0,), GREEDY, 7, 8, 0, KEY, coupled, max_draft_tokens)
-        assignment = Assignment(Session(generation), self.now)
+        generation = Generation(name, prompt, len(prompt) + 47, (0,), GREEDY, 7, 8, 0, KEY, coupled, max_draft_tokens)
+        assignment = Assignment(Session(replace(generation, cache_salt=salt)), self.now)
         self.note(self.assignments.add(assignment, self.now))
         return assignment
 
@@ -64,7 +69,7 @@ class Desk:
 
     def verdict(self, assignment: Assignment, *tokens: int, **changes: Any) -> None:
         session = assignment.session
-        here = Prefix(KEY, PROMPT + session.committed)
+        here = Prefix(KEY, session.generation.prompt + session.committed)
         verdict = Verdict(assignment.name, session.attempt, len(here), here.hash, tokens or (4,), 0, 0)
         source = changes.pop("source", session.target)
         self.receive(source, replace(verdict, **changes))
@@ -414,3 +419,63 @@ def test_a_session_that_collapsed_did_not_end_well():
     desk.verdict(last, collapse=Collapse(0.8, 0.0, True))
     end(desk, last)
     assert desk.begin("waits").drafter is None
+
+
+LONG = tuple(range(100))
+
+
+def test_a_conversation_goes_on_where_its_beginning_is_unless_that_is_far_ahead():
+    desk = Desk("TU", "")
+    first = desk.begin("a", prompt=LONG)
+    desk.verdict(first, *range(100, 140))
+    home = first.target
+    desk.cancel(first)
+    turn = (*LONG, *range(100, 140), 7, 8, 9)
+    assert desk.begin("b", prompt=turn).target == home
+    assert desk.begin("c", prompt=LONG).target != home, "a hundred tokens are worth less than a session"
+    assert desk.assignments.routed == {"load": 2, "prefix": 1}
+
+
+def test_the_same_beginning_of_another_salt_is_not_there_already():
+    desk = Desk("T", "")
+    for salt in ("mine", "yours", "mine"):
+        desk.cancel(desk.begin(salt, prompt=LONG, salt=salt))
+    assert desk.assignments.routed == {"load": 2, "prefix": 1}
+
+
+def test_a_target_that_is_gone_is_remembered_for_nothing():
+    desk = Desk("T", "")
+    desk.cancel(desk.begin("a", prompt=LONG))
+    desk.gone("T")
+    desk.assignments.targets.up("T")
+    desk.begin("b", prompt=LONG)
+    assert desk.assignments.routed == {"load": 2}
+
+
+def test_a_session_that_is_lost_with_its_target_leaves_no_memory_of_it():
+    desk = Desk("T", "")
+    desk.begin("a", prompt=LONG)
+    desk.gone("T")
+    desk.assignments.targets.up("T")
+    desk.begin("b", prompt=LONG)
+    assert desk.assignments.routed == {"load": 2}
+
+
+def test_a_drafter_near_the_target_is_taken_until_it_is_far_ahead():
+    desk = Desk("T", "DE")
+    places = [Endpoint("d", "D", "node1"), Endpoint("e", "E", "node2")]
+    desk.assignments.nearness.follow([Endpoint("t", "T", "node2")], places)
+    given = [str(desk.begin(name).drafter) for name in "abcdefghij"]
+    assert given[:4] == ["E", "E", "E", "E"]
+    assert given.count("D") == 3, "the rest follow the load, at the same distance"
+
+
+def test_where_a_bad_drafter_is_replaced_the_nearest_other_is_taken():
+    desk = Desk("T", "DEF")
+    places = [Endpoint("d", "D", "node1"), Endpoint("e", "E", "node2"), Endpoint("f", "F", "node1")]
+    desk.assignments.nearness.follow([Endpoint("t", "T", "node1")], places)
+    assignment = desk.begin()
+    left = assignment.drafter
+    assert left in ("D", "F")
+    desk.collapse(assignment)
+    assert assignment.drafter in {"D", "F"} - {left}

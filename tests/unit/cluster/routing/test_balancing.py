@@ -53,3 +53,24 @@ def test_who_comes_back_still_has_its_sessions():
 
 def test_nobody_is_nobody():
     assert choose([]) is None
+
+
+def test_what_a_candidate_is_worth_outweighs_as_many_sessions_and_no_more():
+    peers = Peers("router")
+    for address in "ab":
+        peers.up(address)
+    for _ in range(2):
+        peers.moved(None, "a")
+    assert peers.choose(lambda _: True, worth={"a": 2.5}) == "a"
+    assert peers.choose(lambda _: True, worth={"a": 1.5}) == "b"
+    assert peers.choose(lambda _: True, worth={"a": 3.5, "b": 2.0}) == "b"
+
+
+def test_worth_makes_nobody_take_sessions_who_does_not():
+    peers = Peers("router")
+    for address in "ab":
+        peers.up(address)
+    assert peers.choose(lambda address: address != "a", worth={"a": 9.0, "unknown": 9.0}) == "b"
+    assert peers.choose(lambda _: True, avoid=frozenset({"a"}), worth={"a": 9.0}) == "b"
+    peers.down("a")
+    assert peers.choose(lambda _: True, worth={"a": 9.0}) == "b"

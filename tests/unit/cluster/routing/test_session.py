@@ -66,6 +66,22 @@ def test_the_current_attempt_commits_and_its_tokens_go_out():
     assert (counts.verifies, counts.blocks, counts.drafted, counts.accepted, counts.void) == (2, 1, 1, 1, 0)
 
 
+def test_what_was_rejected_is_asked_of_the_target_alone_and_goes_out_with_the_tokens():
+    session = Session(replace(PLAIN, wants_rejected=True))
+    opens = [*session.assign_target("t1"), *session.assign_drafter("d1")]
+    assert [(type(sent), sent.message.wants_rejected) for sent in opens] == [(ToTarget, True), (ToDrafter, False)]
+    verdict = a_verdict(session, 4, 5, accepted=1, drafted=3, rejected=(6, 7))
+    assert session.on_verdict("t1", verdict) == [Emit((4, 5), 1, 3, rejected=(6, 7))]
+
+
+def test_what_of_the_prompt_was_cached_is_told_with_the_first_tokens_alone():
+    session = a_session()
+    assert session.on_verdict("t1", a_verdict(session, 4, prefix_cached=2)) == [Emit((4,), 0, 0, cached=2)]
+    assert session.on_verdict("t1", a_verdict(session, 5, prefix_cached=2)) == [Emit((5,), 0, 0)]
+    again = a_session()
+    assert again.on_verdict("t1", a_verdict(again, 4, prefix_cached=9)) == [Emit((4,), 0, 0, cached=len(PROMPT))]
+
+
 VOID = {
     "another attempt's": {"attempt": 2},
     "an older attempt's": {"attempt": 0},

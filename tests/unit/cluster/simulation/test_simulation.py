@@ -467,3 +467,19 @@ def test_a_drafting_pass_costs_its_forwards_and_what_each_names_after_its_first_
     assert [cost.seconds(1, tokens) for tokens in (0, 1, 2, 3)] == [5, 5 + 11, 5 + 13, 5 + 15]
     assert cost.seconds(4, 6) == 5 + 2 * (14 + 2 * 2)
     assert cost.times(2).seconds(4, 6) == 2 * cost.seconds(4, 6)
+
+
+# ---------------------------------------------------------------- planned moves
+
+
+def test_targets_and_drafters_that_leave_fail_no_session_however_many_there_are():
+    """More of them than a session survives lost targets; every text is held against plain decoding."""
+    leaving = [
+        Fault(0.5 * (1 + at), role, at, Kind.LEAVES, seconds=2.0)
+        for at in range(8)
+        for role in (Role.TARGET, Role.DRAFTER)
+    ]
+    load = Workload(ClosedLoop(6), sessions=12, prompt_tokens=8, new_tokens=300)
+    plan = FaultPlan(faults=tuple(leaving))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, load, fleet=Fleet(targets=2, drafters=2), fault_plan=plan)
+    assert (report.sessions, report.failed) == (12, 0)

@@ -302,6 +302,41 @@ def test_a_stop_id_inside_the_accepted_part_ends_the_session_there():
     assert desk.scheduler.is_idle
 
 
+@pytest.mark.parametrize(
+    ("draft", "rejected"),
+    [
+        (DraftTree.chain((0, 1, 2)), (1, 2)),
+        (DraftTree((1, 0, 2, 4), (-1, -1, 1, 1)), (2,)),
+        (DraftTree.chain((0,)), ()),
+    ],
+    ids=["a chain after its first token", "a tree's likeliest path", "all stand"],
+)
+def test_a_router_that_asks_is_told_what_the_draft_had_after_the_accepted_tokens(draft, rejected):
+    """Tokens of drafts are told as 0: the right one; else: so far from it."""
+    right = text((1, 2), 1)[0]
+    tree = DraftTree(tuple((right + token) % VOCABULARY for token in draft.tokens), draft.parents)
+    desk = Desk(asked=4, trees=True)
+    desk.open(tokens=(1, 2), wants_rejected=True)
+    desk.attach((1, 2))
+    desk.block((1, 2), tree)
+    sends = desk.step()
+    verdict = only_verdict(sends)
+    assert (verdict.accepted, verdict.tokens[0]) == (1, right)
+    assert verdict.rejected == tuple((right + token) % VOCABULARY for token in rejected)
+    assert only_verdict(sends, DRAFTER) == replace(verdict, rejected=()), "a drafter knows its block"
+
+
+def test_nothing_is_told_as_rejected_unasked_nor_where_the_session_ended_before_it():
+    right = text((1, 2), 3)
+    wrong = (right[2] + 1) % VOCABULARY
+    for changes in ({}, {"wants_rejected": True, "stop_ids": (right[1],)}):
+        desk = Desk()
+        desk.open(tokens=(1, 2), **changes)
+        desk.block((1, 2), (*right[:2], wrong))
+        verdict = only_verdict(desk.step())
+        assert (verdict.accepted, verdict.rejected) == (2, ())
+
+
 def test_drafters_are_told_first():
     """A round waits for its drafter, not for its router; also where an earlier session has none."""
     desk = Desk()
@@ -1138,6 +1173,15 @@ def test_blocks_are_counted_by_drafter_context_and_whether_the_prefix_was_cached
     assert DRAFTER.startswith(drafter + "#")
     once = AcceptanceCounts((1, 1), (1, 0))
     assert kinds == {BlockKind(4, False): once, BlockKind(4, True): once}, "c has no drafter, so its block is nobody's"
+
+
+def test_verdicts_tell_how_much_of_what_was_opened_was_cached():
+    desk = Desk(page_size=2)
+    for name, cached in (("a", 0), ("b", 4)):
+        desk.open(name, tokens=(1, 2, 3, 4, 5), max_len=8)
+        verdicts = [message for _, message in desk.step() if isinstance(message, Verdict)]
+        assert {verdict.prefix_cached for verdict in verdicts} == {cached}
+        desk.scheduler.receive(ROUTER, Close(name, 1), desk.now)
 
 
 # ---------------------------------------------------------------- many sessions

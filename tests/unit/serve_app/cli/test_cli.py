@@ -109,3 +109,14 @@ def test_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pytest.
 def test_help_and_config_do_not_wait_for_torch_or_ray() -> None:
     script = "import sys, serve_app.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["up", "doctor", "down"])
+def test_an_address_that_is_none_is_one_message(
+    command: str, config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, command, config_file, "--address", "nowhere") == 2
+    printed = capsys.readouterr()
+    assert "'nowhere' is no address of a Ray cluster; expected host:port" in printed.err
+    assert printed.out == ""
+    assert not ray.is_initialized()

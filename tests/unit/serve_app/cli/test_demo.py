@@ -5,7 +5,7 @@ from io import StringIO
 from rich.console import Console
 
 from serve_app.bench.measures import Tally, TimedAnswer
-from serve_app.cli.demo import DemoRow, _show, worksheet
+from serve_app.cli.demo import DemoRow, show_pieces, worksheet
 
 
 def answer(text: str, seconds: float) -> TimedAnswer:
@@ -15,7 +15,7 @@ def answer(text: str, seconds: float) -> TimedAnswer:
 def printed(terminal: bool) -> str:
     out = StringIO()
     console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None)
-    _show([("The", False), (" sky", True), (" is", True), ("[b]", False)], console)
+    show_pieces([("The", False), (" sky", True), (" is", True), ("[b]", False)], console)
     return out.getvalue()
 
 

@@ -1,16 +1,18 @@
 """From committed tokens to deltas, and what following many sessions does when one fails or is left."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from itertools import count
+from typing import Any
 
 import pytest
 
 from cluster.errors import TargetLostError
 from cluster.routing.session import Emit, Ended, Generation
 from protos.messages import Acceptance, Finish, Sampling
-from serve_app.http.answers import Choice, Transcript, follow
+from protos.scores import TokenScore
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import StopMatcher, TextCodec
 
@@ -26,6 +28,51 @@ def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
     assert delta.pieces == (("a", True), ("b", True), ("c", False))
     assert (delta.text, delta.tokens, delta.accepted, delta.is_first) == ("abc", 3, 2, True)
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
+
+
+def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:
+    delta = transcript(codec).extend(Emit(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
+    assert delta is not None
+    assert delta.rejected == ("", "", "XY")
+
+
+def test_what_was_rejected_waits_for_the_text_of_its_place(codec: TextCodec) -> None:
+    """The target's own token is half a character, and the draft had another half."""
+    choice = transcript(codec)
+    first, second = codec.encode("é")
+    assert choice.extend(Emit((first,), 0, 1, rejected=codec.encode("z"))) is None
+    delta = choice.extend(Emit((second,), 0, 0))
+    assert delta is not None
+    assert (delta.text, delta.rejected) == ("é", ("z",))
+
+
+def test_what_was_rejected_is_told_once_though_its_text_is_cut_by_a_stop_string(codec: TextCodec) -> None:
+    choice = transcript(codec, "END")
+    held = choice.extend(Emit(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
+    assert held is None
+    told = choice.extend(Emit(codec.encode("a"), 0, 0))
+    assert told is not None
+    assert (told.pieces, told.rejected) == ((("E", False), ("a", False)), ("x", ""))
+
+
+def test_a_token_that_has_a_name_is_shown_by_it(codec: TextCodec) -> None:
+    delta = transcript(codec).extend(Emit(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
+    assert delta is not None
+    assert delta.rejected == ("<eos>",)
+
+
+def test_what_was_rejected_is_told_where_no_stop_string_is_looked_for_yet(codec: TextCodec) -> None:
+    choice = formed(codec, "b", min_tokens=2)
+    delta = choice.extend(Emit(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
+    assert delta is not None
+    assert (delta.text, delta.rejected) == ("ab", ("", "X"))
+
+
+def test_an_echoed_prompt_has_its_place_among_what_was_rejected(codec: TextCodec) -> None:
+    choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
+    delta = choice.extend(Emit(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
+    assert delta is not None
+    assert (delta.pieces, delta.rejected) == ((("hi", False), ("a", False)), ("", "X"))
 
 
 def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> None:
@@ -166,3 +213,75 @@ async def test_time_is_measured_by_verdict(codec: TextCodec) -> None:
     assert sample("slipstream_time_to_first_token_seconds_count") == 1
     assert sample("slipstream_inter_token_seconds_count") == 2
     assert sample("slipstream_inter_token_seconds_sum") == 2
+
+
+# ---------------------------------------------------------------- what becomes text, and scores
+
+
+def scores_of(tokens: Sequence[int]) -> tuple[TokenScore, ...]:
+    return tuple(TokenScore(-float(token), 1) for token in tokens)
+
+
+def formed(codec: TextCodec, *stops: str, **form: Any) -> Transcript:
+    answer_form = AnswerForm(**form)
+    return Transcript(0, codec.detokenizer(), StopMatcher(stops, answer_form.keeps_stop), form=answer_form)
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+@pytest.mark.parametrize(("keeps_stop", "expected"), [(False, "ab"), (True, "abc")])
+def test_a_stop_ids_text_is_left_out_unless_it_is_asked_for(
+    codec: TextCodec, cut: int, keeps_stop: bool, expected: str
+) -> None:
+    tokens = codec.encode("abc")
+    (stop_id,) = codec.encode("c")
+    choice = formed(codec, stop_ids=frozenset([stop_id]), keeps_stop=keeps_stop)
+    for part in (tokens[:cut], tokens[cut:]):
+        choice.extend(Emit(part, 0, 0))
+    choice.end(Finish.STOP)
+    assert (choice.text, choice.finish, choice.tokens) == (expected, "stop", 3)
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+@pytest.mark.parametrize(("keeps_stop", "expected"), [(False, "one "), (True, "one two")])
+def test_a_stop_string_across_tokens_and_verdicts_is_kept_only_if_it_is_asked_for(
+    codec: TextCodec, cut: int, keeps_stop: bool, expected: str
+) -> None:
+    tokens = codec.encode("one two three")
+    choice = formed(codec, "two", keeps_stop=keeps_stop)
+    for part in (tokens[:cut], tokens[cut:]):
+        if choice.finish is None:
+            choice.extend(Emit(part, 0, 0))
+    assert (choice.text, choice.finish) == (expected, "stop")
+
+
+def test_no_stop_string_is_looked_for_in_the_first_tokens(codec: TextCodec) -> None:
+    choice = formed(codec, "b", min_tokens=3)
+    choice.extend(Emit(codec.encode("abcabc"), 0, 0))
+    assert (choice.text, choice.finish, choice.tokens) == ("abca", "stop", 5)
+
+
+def test_an_echoed_prompt_comes_first_and_its_scores_begin_with_none(codec: TextCodec) -> None:
+    prompt = codec.encode("bba")
+    generated = codec.encode("cba")
+    choice = formed(codec, "b", echoed=prompt, echoed_text="bba")
+    delta = choice.extend(Emit(generated, 0, 0, scores_of(generated), scores_of(prompt[1:])))
+    assert delta is not None
+    assert (delta.text, choice.text, choice.finish) == ("bbac", "bbac", "stop")
+    assert [scored.token for scored in delta.scored] == [*prompt, *generated[:2]]
+    assert delta.scored[0].score is None
+    assert [scored.score for scored in delta.scored[1:]] == [*scores_of(prompt[1:]), *scores_of(generated[:2])]
+
+
+def test_each_delta_has_the_scores_of_its_own_tokens(codec: TextCodec) -> None:
+    choice = formed(codec)
+    found: list[Delta] = []
+    for text in ("ab", "c"):
+        tokens = codec.encode(text)
+        delta = choice.extend(Emit(tokens, 0, 0, scores_of(tokens)))
+        assert delta is not None
+        found.append(delta)
+    assert [[scored.token for scored in delta.scored] for delta in found] == [
+        list(codec.encode(t)) for t in ("ab", "c")
+    ]
+    assert [delta.offset for delta in found] == [0, 2]
+    assert choice.end(Finish.LENGTH).scored == ()

@@ -55,3 +55,11 @@ def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() ->
     remedies["1.2.3.4:5", "given up"] = 2
     labels = {"drafter": "1.2.3.4:5", "remedy": "given up"}
     assert metrics.registry.get_sample_value("slipstream_drafter_remedies_total", labels) == 2
+
+
+def test_sessions_that_went_elsewhere_are_counted_as_the_router_has_them():
+    handovers = {("target", "planned"): 3, ("drafter", "lost"): 1}
+    metrics = Metrics(handovers=lambda: handovers)
+    for (pool, cause), sessions in handovers.items():
+        labels = {"pool": pool, "cause": cause}
+        assert metrics.registry.get_sample_value("slipstream_handovers_total", labels) == sessions

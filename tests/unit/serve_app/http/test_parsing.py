@@ -71,7 +71,7 @@ def test_a_list_is_looked_at_up_to_its_first_fault(fields: dict[str, Any], count
 
 def test_ten_faults_are_told_and_the_others_counted() -> None:
     wrong = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "n", "stream", "max_tokens"), "x")
-    message = str(refusal({"prompt": "a"} | wrong | dict.fromkeys(("echo", "best_of", "suffix", "logprobs"), 5)))
+    message = str(refusal({"prompt": "a"} | wrong | dict.fromkeys(("echo", "best_of", "suffix", "prompt_embeds"), 5)))
     assert message.count(": ") == 10
     assert message.endswith("; and 2 more")
 

@@ -10,7 +10,8 @@ from cluster.config import ServerConfig, SlipstreamConfig, validated
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.http.resolution import UnknownModelError, agree, resolve
+from serve_app.http.plain.served_model import UnknownModelError
+from serve_app.http.resolution import agree, resolve
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 CONTEXT = 32

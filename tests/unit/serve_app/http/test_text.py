@@ -1,5 +1,6 @@
 """Detokenisation, stop strings, chat templates."""
 
+import itertools
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -212,6 +213,37 @@ def test_characters_one_by_one_are_cut_before_the_first_stop_string(text: str, s
         return
     seen = text[: min(ends)]  # the character at which the first stop string is complete
     assert "".join(released) == seen[: min(seen.index(stop) for stop in stops if stop in seen)]
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=6),
+    cuts=st.sets(st.integers(0, 30)),
+    keeps_stop=st.booleans(),
+)
+def test_however_a_text_is_cut_it_stops_at_the_same_place(
+    text: str, stops: list[str], cuts: set[int], keeps_stop: bool
+) -> None:
+    ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    outcomes = []
+    for pieces in ([text[begin:end] for begin, end in itertools.pairwise(ends)], list(text)):
+        matcher = StopMatcher(stops, keeps_stop)
+        released = "".join([*map(matcher.push, pieces), matcher.finish()])
+        outcomes.append((released, matcher.matched))
+    assert outcomes[0] == outcomes[1]
+
+
+@given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4))
+def test_a_stop_string_that_is_kept_is_the_texts_end(text: str, stop: str) -> None:
+    matcher = StopMatcher([stop], keeps_stop=True)
+    released = matcher.push(text) + matcher.finish()
+    assert released == (text[: text.index(stop) + len(stop)] if stop in text else text)
+
+
+def test_a_thousand_stop_strings_find_theirs() -> None:
+    stops = [f"stop {number}" for number in range(1000)]
+    assert run_matcher(stops, ["st", "op", " 7"]) == (["", "", "", ""], True)
+    assert run_matcher(stops, ["stop it"])[1] is False
 
 
 def test_chat_template_is_the_models_own(codec: TextCodec) -> None:

@@ -10,62 +10,48 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionContentPartTextParam,
+    ChatCompletionDeveloperMessageParam,
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageFunctionToolCallParam,
+    ChatCompletionNamedToolChoiceParam,
     ChatCompletionStreamOptionsParam,
     ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import (
     completion_create_params as chat_params,
 )
+from openai.types.chat.chat_completion_message_function_tool_call_param import Function as CalledFunctionParam
+from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
 from cluster.errors import RequestError
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.messages import CalledFunction, ChatMessage, Function, NamedTool, TextPart, Tool, ToolCall
 from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.schemas import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    StreamOptions,
-    TextPart,
-)
+from serve_app.http.wire.sampling_fields import SamplingFields
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 API_PAGE = Path(__file__).parents[4] / "docs" / "api.md"
 
 OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one that asks for something
-    "allowed_token_ids": ([None], [1]),
-    "bad_words": ([None, []], ["a"]),
-    "cache_salt": ([None], "x"),
     "ec_transfer_params": ([None], {}),
-    "echo": ([None, False], True),
-    "include_stop_str_in_output": ([False], True),
     "kv_transfer_params": ([None], {"a": 1}),
     "length_penalty": ([1.0, 1], 0.9),
-    "logit_bias": ([None, {}], {"1": 5}),
     "logprob_token_ids": ([None], [1]),
-    "min_tokens": ([0], 1),
-    "priority": ([0], -1),
-    "prompt_logprobs": ([None], 0),
     "repetition_detection": ([None], {"min_count": 2}),
-    "repetition_penalty": ([None, 1.0, 1], 1.1),
-    "response_format": ([None, {"type": "text"}], {"type": "json_object"}),
     "return_mm_kwargs": ([True], False),
     "return_token_ids": ([None, False], True),
     "return_token_offsets": ([None, False], True),
     "return_tokens_as_token_ids": ([None, False], True),
     "routed_experts_prompt_start": ([0], 1),
     "session_id": ([None, "conversation 7"], 7),
-    "skip_special_tokens": ([True], False),
     "spaces_between_special_tokens": ([True], False),
-    "stop_token_ids": ([None, []], [1]),
     "stream_interval": ([None, 1], 2),
-    "structured_outputs": ([None], {"choice": ["a", "b"]}),
     "thinking_token_budget": ([None, -1], 5),
-    "truncate_prompt_tokens": ([None], -1),
-    "truncation_side": ([None, "left", "right"], "up"),
     "use_beam_search": ([False], True),
     "user": ([None, "me"], 1),
     "vllm_xargs": ([None, {}], {"a": 1}),
@@ -74,40 +60,30 @@ OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one th
 OF_COMPLETIONS = {
     "add_special_tokens": ([True], False),
     "best_of": ([None, 1], 2),
-    "logprobs": ([None], 0),
     "prompt_embeds": ([None], "AAAA"),
     "suffix": ([None, ""], "x"),
 }
 OF_CHAT = {
-    "add_generation_prompt": ([True], False),
     "add_special_tokens": ([False], True),
     "audio": ([None], {"voice": "x"}),
     "chat_template": ([None], "{{ messages }}"),
-    "chat_template_kwargs": ([None, {}], {"enable_thinking": False}),
-    "continue_final_message": ([False], True),
     "documents": ([None, []], [{"text": "x"}]),
+    "echo": ([None, False], True),
     "function_call": ([None, "none"], "auto"),
     "functions": ([None, []], [{"name": "f"}]),
-    "include_reasoning": ([True], False),
-    "logprobs": ([None, False], True),
     "media_io_kwargs": ([None, {}], {"image": {}}),
     "metadata": ([None, {}, {"prompt": "v7"}], {"prompt": 7}),
     "mm_processor_kwargs": ([None, {}], {"a": 1}),
     "modalities": ([None, ["text"]], ["audio"]),
     "moderation": ([None], {"model": "x"}),
-    "parallel_tool_calls": ([None, True, False], 1),
     "prediction": ([None], {"type": "content", "content": "x"}),
     "prompt_cache_key": ([None, "k"], 1),
     "prompt_cache_options": ([None, {"mode": "explicit"}], "explicit"),
     "prompt_cache_retention": ([None, "24h"], 24),
-    "reasoning_effort": ([None, "none"], "high"),
     "return_prompt_text": ([None, False], True),
     "safety_identifier": ([None, "someone"], 1),
     "service_tier": ([None, "auto", "default", "flex", "priority"], 1),
     "store": ([None, True, False], "yes"),
-    "tool_choice": ([None, "none", "auto"], "required"),
-    "tools": ([None, []], [{"type": "function"}]),
-    "top_logprobs": ([None, 0], 3),
     "verbosity": ([None, "low", "medium", "high"], "loud"),
     "web_search_options": ([None], {}),
 }
@@ -146,7 +122,7 @@ def test_a_value_that_asks_for_something_is_refused_by_name(
 @pytest.mark.parametrize("neutral", [True, 0, "1", [1]])
 def test_a_neutral_value_of_another_type_is_not_neutral(neutral: object) -> None:
     with pytest.raises(RequestError):
-        parsed(COMPLETION | {"repetition_penalty": neutral})
+        parsed(COMPLETION | {"length_penalty": neutral})
 
 
 def fields_of(params: object) -> set[str]:
@@ -162,7 +138,14 @@ def fields_of(params: object) -> set[str]:
         (StreamOptions, ChatCompletionStreamOptionsParam),
         (ChatMessage, ChatCompletionSystemMessageParam),
         (ChatMessage, ChatCompletionUserMessageParam),
+        (ChatMessage, ChatCompletionDeveloperMessageParam),
         (ChatMessage, ChatCompletionAssistantMessageParam),
+        (ChatMessage, ChatCompletionToolMessageParam),
+        (Tool, ChatCompletionFunctionToolParam),
+        (Function, FunctionDefinition),
+        (ToolCall, ChatCompletionMessageFunctionToolCallParam),
+        (CalledFunction, CalledFunctionParam),
+        (NamedTool, ChatCompletionNamedToolChoiceParam),
         (TextPart, ChatCompletionContentPartTextParam),
     ],
 )
@@ -186,9 +169,12 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
             "min_p",
         ),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "n", "stream", "stream_options", "request_id"),
-        *("ignore_eos", "speculation"),
+        *("ignore_eos", "speculation", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+        *("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *("response_format", "structured_outputs", "logprobs", "top_logprobs"),
+        *SamplingFields.model_fields,
     }
-    assert CompletionRequest.model_fields.keys() - served == (OF_BOTH | OF_COMPLETIONS).keys()
+    assert CompletionRequest.model_fields.keys() - served - {"echo"} == (OF_BOTH | OF_COMPLETIONS).keys()
     assert ChatRequest.model_fields.keys() - served == (OF_BOTH | OF_CHAT).keys()
 
 

@@ -22,6 +22,7 @@ PLAIN: dict[str, Any] = {
     "model": {"target": "some/model"},
     "draft": {"model": "a/draft"},
     "trust": {"insecure": True},
+    "server": {"insecure": True},
     "kubernetes": {"image": "a:1"},
 }
 
@@ -75,6 +76,12 @@ def test_custom_resources_and_a_label_of_the_groups_own_are_refused() -> None:
 def test_a_missing_image_and_another_port_are_both_named() -> None:
     found = faults(kubernetes={"image": None}, server={"port": 9000})
     assert [fault.split()[0] for fault in found] == ["kubernetes.image", "server.port"]
+
+
+def test_pods_that_would_serve_anybody_are_refused_unless_that_is_said() -> None:
+    (fault,) = faults(server={"insecure": False})
+    assert "server.keys is empty" in fault
+    check(config(server={"insecure": False, "keys": {"a": {"sha256": "0" * 64}}}))
 
 
 def test_pods_that_trust_nobody_and_certificates_that_no_pod_can_find_are_refused() -> None:

@@ -1,0 +1,124 @@
+"""`slipstream chat`: a conversation in a terminal, in which drafted text is told from the target's own.
+
+Ctrl-C ends an answer; what had come of it stays part of the conversation.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from serve_app.bench.client import ChatEndpoint, ChatQuestion, EndpointError, Piece, Turn
+from serve_app.cli.demo import legend, show_pieces
+
+LEAVE = "/bye"
+ANEW = "/new"
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="For a server that asks for one.")
+]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said, and how answers are asked for."""
+
+    max_tokens: int
+    temperature: float
+    max_draft_tokens: int | None
+    seed: int | None
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    def question(self, prompt: str) -> ChatQuestion:
+        """The next turn of the user, after all that was said."""
+        told = [("system", self.system)] if self.system is not None else []
+        return ChatQuestion(
+            prompt,
+            self.max_tokens,
+            max_draft_tokens=self.max_draft_tokens,
+            temperature=self.temperature,
+            earlier=(*told, *self.turns),
+            seed=self.seed,
+        )
+
+    def said(self, prompt: str, answer: str) -> None:
+        """An answer, or as much as came of it; without any, the question was not asked."""
+        if answer:
+            self.turns += [("user", prompt), ("assistant", answer)]
+
+
+def chat(
+    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    max_draft_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Most draft tokens of a block; 0 is plain decoding.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed and questions give the same answers.")] = None,
+    key: ApiKey = None,
+) -> None:
+    """Talks with a running Slipstream; drafted text is in colour. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    console = Console()
+    conversation = Conversation(max_tokens, temperature, max_draft_tokens, seed, system)
+    with asyncio.Runner() as runner:
+        model = runner.run(_model(url, key))
+        console.print(f"{model} at {url}. {ANEW} begins anew, {LEAVE} or Ctrl-D ends.", markup=False)
+        console.print(legend(console))
+        while (prompt := _next_prompt(console)) is not None:
+            if prompt == ANEW:
+                conversation.turns.clear()
+            elif prompt:
+                _answer(runner, url, key, model, conversation, prompt, console)
+
+
+def _next_prompt(console: Console) -> str | None:
+    """None at the end."""
+    try:
+        prompt = console.input("\n> ", markup=False).strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        console.print(f"\n{LEAVE} or Ctrl-D ends the conversation.")
+        return ""
+    return None if prompt == LEAVE else prompt
+
+
+def _answer(
+    runner: asyncio.Runner,
+    url: str,
+    key: str | None,
+    model: str,
+    conversation: Conversation,
+    prompt: str,
+    console: Console,
+) -> None:
+    """Streams one answer; a failure ends the answer, not the conversation."""
+    heard: list[str] = []
+
+    def hear(pieces: Sequence[Piece]) -> None:
+        heard.extend(text for text, _ in pieces)
+        show_pieces(pieces, console)
+
+    async def ask() -> str:
+        async with ChatEndpoint.at(url, key) as endpoint:
+            answer = await endpoint.ask(model, conversation.question(prompt), hear)
+        share = f"{answer.accepted} of {answer.tokens} tokens drafted and accepted"
+        return f"[{share}, {answer.rejected} rejected, {answer.tokens / answer.latency_s:.1f} tokens/s]"
+
+    try:
+        told = runner.run(ask())
+    except KeyboardInterrupt:
+        told = "[stopped]"
+    except EndpointError as error:
+        told = f"[{error}]"
+    conversation.said(prompt, "".join(heard))
+    console.print(f"\n{told}", style="dim", markup=False, highlight=False)
+
+
+async def _model(url: str, key: str | None) -> str:
+    async with ChatEndpoint.at(url, key) as endpoint:
+        return await endpoint.model()

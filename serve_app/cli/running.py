@@ -1,0 +1,86 @@
+"""`slipstream up`, `down` and `doctor`, and the file for `serve deploy`: a Ray cluster that runs already."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.console import Console
+
+from cluster.config import SlipstreamConfig, load_config
+
+UNWELL = 1  # exit status
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in --set target.tensor_parallel=3."),
+]
+RayAddress = Annotated[str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")]
+
+
+def up(
+    config_path: ConfigFile,
+    overrides: Override = None,
+    address: RayAddress = "auto",
+    autoscaled: Annotated[
+        bool, typer.Option("--autoscaled", help="The cluster adds the nodes that are missing: wait for them.")
+    ] = False,
+) -> None:
+    """Deploys CONFIG to a running Ray cluster, or changes what is deployed there to it, and returns once it answers."""
+    console = Console(stderr=True)
+    config = _load(config_path, overrides)
+    with console.status("Starting") as status:
+        from serve_app.operations.rollout import up as put_up
+
+        reached = put_up(config, address, status, autoscaled=autoscaled)
+    if reached.differs is not None:
+        console.print(reached.differs, soft_wrap=True)
+    for url in reached.urls:
+        typer.echo(f"Slipstream is up: {url}/v1 (model {config.model.name})")
+
+
+def down(
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="Its server.drain_s counts; without it, that of what is deployed."),
+    ] = None,
+    address: RayAddress = "auto",
+) -> None:
+    """Takes what `slipstream up` has deployed off its Ray cluster, once its requests have finished."""
+    drain_s = None if config_path is None else _load(config_path, None).server.drain_s
+    with Console(stderr=True).status("Stopping") as status:
+        from serve_app.operations.rollout import down as take_down
+
+        take_down(address, drain_s, status)
+    typer.echo("Slipstream is down")
+
+
+def doctor(config_path: ConfigFile, overrides: Override = None, address: RayAddress = "auto") -> None:
+    """Examines every node of a running Ray cluster for CONFIG, and says what is wrong and what to do about it.
+
+    The exit status is 0 if all is well and 1 otherwise.
+    """
+    config = _load(config_path, overrides)
+    with Console(stderr=True).status("Examining the nodes"):
+        from serve_app.doctor.examination import examine
+        from serve_app.doctor.judgement import judge
+        from serve_app.doctor.report import report
+
+        checks = judge(config, examine(config, address))
+    Console(soft_wrap=True).print(report(checks))
+    if any(check.faults for check in checks):
+        raise typer.Exit(UNWELL)
+
+
+def serve_yaml(config_path: ConfigFile, overrides: Override = None) -> None:
+    """Prints CONFIG as a file for `serve deploy`."""
+    from serve_app.declaration import whole_file
+
+    text = yaml.safe_dump(whole_file(_load(config_path, overrides)), sort_keys=False, width=120)
+    typer.echo(text, nl=False)
+
+
+def _load(path: Path, overrides: list[str] | None) -> SlipstreamConfig:
+    return load_config(path, overrides or (), os.environ)

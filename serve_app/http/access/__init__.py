@@ -1,0 +1,1 @@
+"""Who may ask over HTTP, and how much: keys, and what each of them is allowed."""

@@ -1,0 +1,132 @@
+"""What can be asked here, as OpenAPI: made of the very schemas that requests are read and answers written with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from serve_app.http.wire.replies import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ErrorBody,
+    HealthReport,
+    ModelCard,
+    ModelList,
+    VersionReport,
+)
+from serve_app.http.wire.responses_input import ResponsesRequest
+from serve_app.http.wire.responses_output import ResponseReply
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
+from serve_app.http.wire.tokenizing import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+
+Json = dict[str, Any]
+
+OPENAPI = "3.1.0"
+REFERENCE = "#/components/schemas/{model}"
+KEY = "api_key"
+REFUSALS = {  # of every endpoint that reads a body
+    "400": "something is wrong in the request; `param` names it",
+    "404": "the model is not served here",
+    "408": "the body did not come in time",
+    "413": "the body is too large",
+    "429": "there is no room now; `Retry-After` says when to try again",
+    "500": "the server failed",
+    "503": "the server is stopping, or no target can be reached",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One endpoint."""
+
+    method: Literal["get", "post"]
+    path: str
+    summary: str
+    asked: type[BaseModel] | None = None
+    answers: type[BaseModel] | None = None  # None: plain text
+    chunks: type[BaseModel] | None = None  # of a stream, the data of each event
+    streams: bool = False
+    needs_key: bool = True
+
+
+OPERATIONS = (
+    Operation(
+        "post", "/v1/chat/completions", "An answer in a conversation", ChatRequest, ChatCompletion, ChatChunk, True
+    ),
+    Operation("post", "/v1/completions", "How a text goes on", CompletionRequest, Completion, CompletionChunk, True),
+    Operation("post", "/v1/responses", "An answer, told in items", ResponsesRequest, ResponseReply, streams=True),
+    Operation("post", "/tokenize", "The tokens of a text or a conversation", TokenizeRequest, TokenizeReply),
+    Operation("post", "/detokenize", "The text of tokens", DetokenizeRequest, DetokenizeReply),
+    Operation("get", "/v1/models", "The names of the model that is served", answers=ModelList),
+    Operation("get", "/v1/models/{name}", "One of them", answers=ModelCard),
+    Operation("get", "/version", "The version of this server", answers=VersionReport, needs_key=False),
+    Operation("get", "/health", "Whether requests can be served", answers=HealthReport, needs_key=False),
+    Operation("get", "/metrics", "What this router has seen, for Prometheus", needs_key=False),
+)
+
+
+def description(version: str, *, with_keys: bool) -> Json:
+    """The OpenAPI document."""
+    paths: dict[str, Json] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, with_keys)
+    components: Json = {"schemas": _schemas()}
+    if with_keys:
+        components["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
+    about = {"title": "Slipstream", "version": version}
+    return {"openapi": OPENAPI, "info": about, "paths": paths, "components": components}
+
+
+def _schemas() -> Json:
+    asked = [(one.asked, "validation") for one in OPERATIONS if one.asked is not None]
+    answers = [
+        (model, "serialization") for one in OPERATIONS for model in (one.answers, one.chunks) if model is not None
+    ]
+    models: Any = [*asked, *answers, (ErrorBody, "serialization")]
+    _, found = models_json_schema(models, ref_template=REFERENCE)
+    schemas: Json = found["$defs"]
+    return schemas
+
+
+def _operation(operation: Operation, with_keys: bool) -> Json:
+    refusals: Json = dict(REFUSALS) if operation.asked is not None else {}
+    if "{name}" in operation.path:
+        refusals["404"] = REFUSALS["404"]
+    made: Json = {"summary": operation.summary, "operationId": f"{operation.method}{operation.path}"}
+    if operation.asked is not None:
+        made["requestBody"] = {"required": True, "content": _as_json(operation.asked)}
+    if "{name}" in operation.path:
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.needs_key and with_keys:
+        made["security"] = [{KEY: []}]
+        refusals["401"] = "no key, or one that is not known"
+    made["responses"] = {"200": {"description": "the answer", "content": dict(_answers(operation))}}
+    for status, why in sorted(refusals.items()):
+        made["responses"][status] = {"description": why, "content": _as_json(ErrorBody)}
+    if operation.answers is HealthReport:
+        made["responses"]["503"] = {"description": "they cannot", "content": _as_json(HealthReport)}
+    return made
+
+
+def _answers(operation: Operation) -> Iterable[tuple[str, Json]]:
+    if operation.answers is None:
+        yield "text/plain", {"schema": {"type": "string"}}
+    else:
+        yield from _as_json(operation.answers).items()
+    if operation.streams:
+        events: Json = {"schema": {"type": "string"}}
+        if operation.chunks is not None:
+            events["x-event-data"] = _reference(operation.chunks)
+        yield "text/event-stream", events
+
+
+def _as_json(model: type[BaseModel]) -> Json:
+    return {"application/json": {"schema": _reference(model)}}
+
+
+def _reference(model: type[BaseModel]) -> Json:
+    return {"$ref": REFERENCE.format(model=model.__name__)}

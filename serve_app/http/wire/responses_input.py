@@ -1,0 +1,180 @@
+"""The wire format of POST /v1/responses on its way in: items, which a conversation is told in, and parameters."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from serve_app.http.wire.field_types import Count, Flag, Integer, Number, RequestPart, bounded, is_text, unserved
+from serve_app.http.wire.messages import CallId, FunctionName, NamedFunction
+from serve_app.http.wire.schemas import MAX_EFFORT_CHARS, MAX_MODEL_CHARS, SpeculationOptions
+
+
+class ItemPart(RequestPart):
+    """Text of an item: of who asks, or of an answer that is sent back."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
+    text: str
+
+    annotations: Annotated[Any, unserved([])] = None
+    logprobs: Annotated[Any, unserved([])] = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and not used
+
+
+ItemText = Annotated[
+    tuple[ItemPart, ...],
+    Field(fail_fast=True),
+    bounded(lambda most: most.parts),
+    BeforeValidator(
+        lambda value: [{"type": "input_text", "text": value}] if is_text(value) else value,
+        json_schema_input_type=str | list[ItemPart],
+    ),
+]
+
+
+class Item(RequestPart):
+    """What every item may have, and nothing here uses."""
+
+    id: CallId | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageInput(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ItemText
+
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallInput(Item):
+    """A call that an assistant made earlier."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: FunctionName
+    arguments: str = "{}"
+
+    namespace: Annotated[Any, unserved()] = None
+    caller: Annotated[Any, unserved({"type": "direct"})] = None
+
+
+class CallOutputInput(Item):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: ItemText
+
+    caller: Annotated[Any, unserved({"type": "direct"})] = None
+
+
+class ReasoningInput(Item):
+    type: Literal["reasoning"]
+    content: ItemText = ()
+
+    summary: Annotated[Any, unserved([])] = None
+    encrypted_content: Annotated[Any, unserved()] = None
+
+
+def _kind(value: Any) -> str:
+    return str(value.get("type", "message")) if isinstance(value, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[MessageInput, Tag("message")]
+    | Annotated[CallInput, Tag("function_call")]
+    | Annotated[CallOutputInput, Tag("function_call_output")]
+    | Annotated[ReasoningInput, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class ResponsesTool(RequestPart):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    strict: Annotated[Any, unserved(False)] = None
+    defer_loading: Annotated[Any, unserved(False)] = None
+    allowed_callers: Annotated[Any, unserved(["direct"])] = None
+    output_schema: Annotated[Any, unserved()] = None
+
+
+class ResponsesNamedTool(NamedFunction):
+    type: Literal["function"]
+
+
+class ReasoningOptions(RequestPart):
+    effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None
+
+    summary: str | None = None  # there is none: reasoning is told as it is
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class TextOptions(RequestPart):
+    format: Annotated[Any, unserved({"type": "text"})] = None
+
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesStreamOptions(RequestPart):
+    include_obfuscation: Annotated[Any, unserved(False)] = None
+
+
+class ResponsesRequest(RequestPart):
+    """POST /v1/responses."""
+
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
+    input: Annotated[
+        tuple[InputItem, ...],
+        Field(fail_fast=True),
+        bounded(lambda most: most.messages, least=1),
+        BeforeValidator(
+            lambda value: [{"role": "user", "content": value}] if is_text(value) else value,
+            json_schema_input_type=str | list[InputItem],
+        ),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    stream: Flag = False
+    tools: Annotated[tuple[ResponsesTool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[ResponsesNamedTool, Tag("named")],
+        Discriminator(lambda value: "word" if is_text(value) else "named"),
+    ] = "auto"
+    parallel_tool_calls: Flag = True
+    reasoning: ReasoningOptions = ReasoningOptions()
+    metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # told again in the answer
+    seed: Integer | None = None  # extensions, as in chats
+    top_k: Integer | None = None
+    min_p: Number | None = None
+    request_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    speculation: SpeculationOptions | None = None
+
+    # Accepted and not used.
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: Flag | None = None  # nothing is stored, and the answer says so
+    stream_options: ResponsesStreamOptions | None = None
+    text: TextOptions = TextOptions()
+    user: str | None = None
+
+    background: Annotated[Any, unserved(False)] = None
+    context_management: Annotated[Any, unserved([])] = None
+    conversation: Annotated[Any, unserved()] = None
+    include: Annotated[Any, unserved([])] = None
+    max_tool_calls: Annotated[Any, unserved()] = None
+    moderation: Annotated[Any, unserved()] = None
+    previous_response_id: Annotated[Any, unserved()] = None
+    prompt: Annotated[Any, unserved()] = None
+    top_logprobs: Annotated[Any, unserved(0)] = None
+    truncation: Annotated[Any, unserved("disabled")] = None

@@ -1,0 +1,147 @@
+"""`slipstream up` and `slipstream down`: puts a deployment on a running Ray cluster, and takes it off again.
+
+Nothing of it stays in the process that asked: Serve's controller has what it was told, as after `serve deploy`.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.status import Status
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.errors import ConfigError, ModelError
+from serve_app.declaration import APPLICATION, http_options, whole_file
+from serve_app.operations.deploying import deploy, is_running, serve_details, withdraw
+from serve_app.operations.fitting import Node, misfits, needs
+from serve_app.operations.local import READY_TIMEOUT_S, StartError, let_requests_finish
+from serve_app.operations.preflight import check_models
+from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
+
+POLL_S = 0.5
+ANY_ADDRESS = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a deployment answers; `differs` is what its configuration asked for in vain, if anything."""
+
+    urls: tuple[str, ...]
+    differs: str | None
+
+
+def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bool) -> Endpoints:
+    """Returns once every router reaches a target; of one that is up already, replaces what has changed.
+
+    On a cluster that is autoscaled, nodes that are missing may come.
+    """
+    status.update(f"Connecting to the Ray cluster at {address}")
+    with connected(address):
+        nodes = alive_nodes()
+        if not autoscaled:
+            check_fit(config, nodes)
+        status.update("Checking the models")
+        _check_models_there(config, nodes)
+        status.update("Starting Serve")
+        serve.start(proxy_location=whole_file(config)["proxy_location"], http_options=http_options(config))
+        status.update("Starting the replicas")
+        try:
+            deploy(config, APPLICATION)
+        except RuntimeError as error:
+            raise StartError(f"the application did not start: {error}") from error
+        status.update("Waiting until the routers reach a target")
+        _wait_for_routers()
+        return endpoints(serve_details(), config)
+
+
+def down(address: str, drain_s: float | None, status: Status) -> None:
+    """Takes the deployment off once its requests have had `drain_s` to finish, by default as it was told itself.
+
+    Serve itself ends with its last application.
+    """
+    status.update(f"Connecting to the Ray cluster at {address}")
+    with connected(address):
+        applications = serve_details()["applications"] if is_running() else {}
+        if APPLICATION not in applications:
+            there = ", ".join(applications) or "none"
+            raise ClusterError(f"no {APPLICATION} is up at '{address}'; applications there: {there}")
+        status.update("Letting running requests finish")
+        let_requests_finish(drain_s if drain_s is not None else _told_drain_s(applications[APPLICATION]))
+        status.update("Stopping")
+        withdraw(APPLICATION)
+        if not serve.status().applications:
+            serve.shutdown()
+
+
+def check_fit(config: SlipstreamConfig, nodes: list[Node]) -> None:
+    """Raises ConfigError when a pool can be placed on no node that there is."""
+    lines = misfits(config, nodes)
+    if lines:
+        kept = "nothing was changed; --autoscaled says that the cluster adds such nodes by itself"
+        raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, kept]))
+
+
+def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
+    """On a node that may hold a drafter, which reads both models; they need not be where `slipstream up` is run."""
+    drafter = needs(config)[1]
+    holder = next((node for node in nodes if drafter.fits(node)), None)
+    if holder is None:
+        return
+    there = NodeAffinitySchedulingStrategy(holder.node_id, soft=False)
+    try:
+        ray.get(
+            ray.remote(check_models).options(num_cpus=0, scheduling_strategy=there).remote(config, with_weights=False)
+        )
+    except RayTaskError as error:
+        raise ModelError(f"on node {holder.address}: {error.cause}") from error
+
+
+def alive_nodes() -> list[Node]:
+    """Of the cluster that this process is connected to."""
+    return [
+        Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["Labels"])
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+
+
+def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints:
+    """Of what Serve says of itself: it listens where it was first told to, until it ends."""
+    host = details["http_options"]["host"]
+    port = details["http_options"]["port"]
+    hosts = sorted({proxy["node_ip"] for proxy in details["proxies"].values()}) if host == ANY_ADDRESS else [host]
+    asked = (config.server.host, config.server.port)
+    if asked == (host, port):
+        return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), None)
+    differs = (
+        f"Serve ran already and listens on {host}:{port}, not on {asked[0]}:{asked[1]}; it listens elsewhere only"
+        " when it is started anew, after `slipstream down` has ended its last application"
+    )
+    return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), differs)
+
+
+def _told_drain_s(application: Mapping[str, Any]) -> float:
+    told = application.get("deployed_app_config") or {}
+    return validated(told.get("args", {})).server.drain_s
+
+
+def _wait_for_routers() -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    said = "nothing"
+    while time.monotonic() < deadline:
+        try:
+            routers = broadcast(deployed("Router", APPLICATION), "inspect")
+        except (ClusterError, RayServeException, TimeoutError) as error:
+            said = str(error)
+        else:
+            if routers and all(router["ready"] for router in routers):
+                return
+            said = "; ".join(f"{address}: {why}" for one in routers for address, why in one["refusals"].items())
+        time.sleep(POLL_S)
+    raise StartError(f"no target was reached within {READY_TIMEOUT_S:.0f} s of its start; the routers say: {said}")

@@ -1,0 +1,1 @@
+"""The live page at `/`: what the pools are at, and a prompt whose answer shows what was drafted."""

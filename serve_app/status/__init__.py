@@ -1,0 +1,1 @@
+"""What a running deployment is at, as tables: `slipstream status`."""

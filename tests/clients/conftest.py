@@ -1,0 +1,23 @@
+"""The server that clients here ask; it runs in Slipstream's own environment, which is not theirs."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def base_url() -> Iterator[str]:
+    python = os.environ.get("SLIPSTREAM_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+    command = [python, "-m", "tests.clients.obedient_model"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()

@@ -1,0 +1,33 @@
+"""A target with the tokenizer of the demo's and tiny random weights: what is tested is who serves, not what is said."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+NAMES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SPREAD = 0.3  # of weights: with those of a new model, logits would all but tie
+
+
+def make_small_target(folder: Path, demo: Path) -> str:
+    """Writes it into `folder`, and returns where it is."""
+    config = AutoConfig.from_pretrained(demo)
+    config.update(SIZES)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=SPREAD)
+    model.save_pretrained(folder)
+    for name in NAMES:
+        shutil.copy(demo / name, folder / name)
+    return str(folder)

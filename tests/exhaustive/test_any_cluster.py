@@ -1,0 +1,184 @@
+"""A Ray cluster of several nodes that runs already: examined, deployed to, changed and left clean, by the commands."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from cluster.config import load_config
+from cluster.routing.membership import Members
+from cluster.routing.ray_membership import ServeMembership
+from serve_app.doctor.examination import examine
+from serve_app.doctor.judgement import judge
+from serve_app.operations.deploying import is_running, serve_details
+from serve_app.operations.local import checked_port
+from serve_app.operations.ray_cluster import broadcast, connected, deployed
+from tests.unit.actors.methods.measuring.tiny_target import a_target
+
+STORE_BYTES = 80 << 20
+COMMAND_S = 400
+SLIPSTREAM = (sys.executable, "-c", "from serve_app.cli.main import main; main()")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes, labelled as an operator would; the head is for routers."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for pool in ("target", "draft"):
+        cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+        os.environ["RAY_NODE_ZONE"] = "a-zone"  # of the second one
+    del os.environ["RAY_NODE_ZONE"]
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("any_cluster")
+    resources = {"num_cpus": 0.5}
+    content = {
+        "model": {"target": str(a_target(folder / "tiny")), "dtype": "float32", "max_context": 128},
+        "target": {"resources_per_rank": {**resources, "labels": {"pool": "target"}}, "max_sessions": 2},
+        "draft": {"method": "prompt_lookup", "resources": {**resources, "labels": {"pool": "draft"}}},
+        "server": {"port": checked_port("127.0.0.1", 0)},
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def slipstream(cluster: Cluster, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*SLIPSTREAM, *map(str, arguments), "--address", cluster.address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
+
+
+def url_of(config_file: Path) -> str:
+    return f"http://127.0.0.1:{load_config(config_file).server.port}"
+
+
+def answer(config_file: Path) -> str:
+    asked = {"model": "tiny", "prompt": "abcabcabcabc", "max_tokens": 12, "temperature": 0}
+    response = httpx.post(f"{url_of(config_file)}/v1/completions", json=asked, timeout=60)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def application(cluster: Cluster) -> dict[str, Any]:
+    with connected(cluster.address):
+        told: dict[str, Any] = serve_details()["applications"]["slipstream"]
+        return told
+
+
+def published(cluster: Cluster) -> Members:
+    """What replicas say of themselves to every router."""
+    with connected(cluster.address):
+        handles = [deployed(pool, "slipstream") for pool in ("Target", "Drafter")]
+        for handle in handles:
+            broadcast(handle, "inspect")  # by now the controller has told the handle of its replicas
+        return asyncio.run(ServeMembership(*handles).current())
+
+
+def labels_of(deployment: dict[str, Any], nodes: dict[str, dict[str, str]]) -> set[str | None]:
+    return {nodes[replica["node_id"]].get("pool") for replica in deployment["replicas"]}
+
+
+def test_the_doctor_finds_nothing_wrong_and_leaves_nothing(cluster: Cluster, config_file: Path) -> None:
+    examined = slipstream(cluster, "doctor", config_file)
+    assert examined.returncode == 0, examined.stdout + examined.stderr
+    assert "3 nodes" in examined.stdout
+    assert "6 calls tried" in examined.stdout
+    with connected(cluster.address):
+        assert not is_running()
+        assert ray.util.list_named_actors(all_namespaces=True) == []
+
+
+def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_file: Path) -> None:
+    """Models that are not there, an HTTP port that is taken, and a pool that no node has room for."""
+    port = load_config(config_file).server.port
+    overrides = ("--set", "model.target=/no/such/folder", "--set", "target.tensor_parallel=3")
+    with socket.create_server(("127.0.0.1", port)):
+        examined = slipstream(cluster, "doctor", config_file, *overrides)
+    assert examined.returncode == 1, examined.stdout + examined.stderr
+    told = examined.stdout
+    assert "there is no model folder /no/such/folder" in told
+    assert f"cannot listen on 127.0.0.1:{port}" in told
+    assert "a target replica needs 1.6 CPU on one node with pool=target, but no node has more than 1 CPU" in told
+
+
+def test_nodes_call_each_other_with_the_credentials_of_replicas(cluster: Cluster, config_file: Path) -> None:
+    """An authority that is missing on the nodes stops every server, and so is named for each node."""
+    config = load_config(config_file, ["trust.token_file=no_such_file"])
+    checks = {check.name: check for check in judge(config, examine(config, cluster.address))}
+    assert len(checks["gRPC"].faults) == 3
+    assert all("trust.token_file: cannot read" in fault for fault in checks["gRPC"].faults)
+
+
+def test_what_no_node_can_hold_is_refused_before_anything_starts(cluster: Cluster, config_file: Path) -> None:
+    refused = slipstream(cluster, "up", config_file, "--set", "draft.resources.labels={pool: drafts}")
+    assert refused.returncode == 2
+    assert "a drafter needs a node with pool=drafts, but of 3 nodes none has" in refused.stderr
+    assert "the labels there are: pool=draft, pool=target" in refused.stderr
+    with connected(cluster.address):
+        assert not is_running()
+
+
+def test_models_that_do_not_fit_are_refused_before_anything_starts(cluster: Cluster, config_file: Path) -> None:
+    refused = slipstream(cluster, "up", config_file, "--set", "model.target=/no/such/folder")
+    assert refused.returncode == 2
+    assert "there is no model folder /no/such/folder" in refused.stderr
+    with connected(cluster.address):
+        assert not is_running()
+
+
+def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_file: Path) -> None:
+    put_up = slipstream(cluster, "up", config_file)
+    assert put_up.returncode == 0, put_up.stderr
+    assert put_up.stdout == f"Slipstream is up: {url_of(config_file)}/v1 (model tiny)\n"
+    text = answer(config_file)
+    with connected(cluster.address):
+        nodes = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    deployments = application(cluster)["deployments"]
+    assert labels_of(deployments["Target"], nodes) == {"target"}
+    assert labels_of(deployments["Drafter"], nodes) == {"draft"}
+
+    (drafter,) = published(cluster).drafters
+    assert (nodes[drafter.node].get("pool"), drafter.zone) == ("draft", "a-zone")
+    (target,) = published(cluster).targets
+    assert (nodes[target.node].get("pool"), target.zone) == ("target", "")
+
+    same = slipstream(cluster, "up", config_file)
+    assert same.returncode == 0, same.stderr
+    assert published(cluster).targets == (target,), "nothing has changed, so nothing is restarted"
+
+    changed = slipstream(cluster, "up", config_file, "--set", "speculation.max_draft_tokens=2")
+    assert changed.returncode == 0, changed.stderr
+    assert application(cluster)["deployed_app_config"]["args"]["speculation"] == {"max_draft_tokens": 2}
+    assert answer(config_file) == text
+    examined = slipstream(cluster, "doctor", config_file)
+    assert examined.returncode == 0, f"its own port is no fault of Serve's:\n{examined.stdout}"
+
+    taken = slipstream(cluster, "down", config_file)
+    assert (taken.returncode, taken.stdout) == (0, "Slipstream is down\n"), taken.stderr
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url_of(config_file)}/health")
+    again = slipstream(cluster, "down")
+    assert again.returncode == 2
+    assert "no slipstream is up" in again.stderr
+    with connected(cluster.address):
+        assert not is_running()
+        assert ray.util.list_named_actors(all_namespaces=True) == []

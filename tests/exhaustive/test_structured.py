@@ -1,0 +1,121 @@
+"""Answers by JSON schemas with the demo's real pair: they validate, and speculation changes none of them.
+
+`SLIPSTREAM_JSON_ANSWERS` is how many are asked for; what a drafter gains that knows the schema is printed.
+"""
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from transformers import AutoTokenizer
+
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.methods.registry import create_method
+from actors.methods.setup import DraftSetup
+from actors.models.checkpoint import load_model, local_folder, vocabulary
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.method import DraftingMethod
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.lock_step import lock_step
+from cluster.pacing.policy import LockStep
+from cluster.routing.session import Generation, Session
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from protos.messages import Acceptance, Sampling
+from serve_app.cli.demo_models import demo_config
+from serve_app.http.structured.asked_grammar import asked_grammar
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.grammar_fields import ResponseFormat
+from tests.exhaustive.schemas import ASKED, Asked
+
+ANSWERS = int(os.environ.get("SLIPSTREAM_JSON_ANSWERS", "60"))
+CONTEXT = 512
+PAGE_SIZE = 16
+MOST_TOKENS = 320
+DRAFTED = 6
+
+
+class Pair:
+    """The demo's target and draft in this process, and grammars for both."""
+
+    def __init__(self) -> None:
+        config = demo_config(["model.dtype=float32"])
+        self.folder = local_folder(config.model.target)
+        self.codec = TextCodec.load(str(self.folder))
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.grammars = GrammarCompiler(load_grammar_vocabulary(self.folder))
+        self._tokens = vocabulary(self.folder)
+        model = load_model(self.folder, "float32", torch.device("cpu")).eval()
+        self._runner = ModelRunner(model, CONTEXT // PAGE_SIZE, PAGE_SIZE)
+        setup = DraftSetup("float32", CONTEXT, DRAFTED, self._tokens, config.model.target)
+        self.ignorant = create_method(config.draft, setup)
+        self.knowing = create_method(config.draft, replace(setup, makers=(self.grammars.draft_masking,)))
+
+    def generation(self, index: int, asked: Asked, draft_tokens: int) -> Generation:
+        chat = [{"role": "user", "content": f"{asked.prompt} Answer in JSON."}]
+        prompt = self.codec.encode_chat(chat)
+        body = {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.schema, "strict": True}}
+        grammar = asked_grammar(ResponseFormat.model_validate(body), None)
+        assert grammar is not None
+        return Generation(
+            session=f"s{index}",
+            prompt=prompt,
+            max_len=len(prompt) + MOST_TOKENS,
+            stop_ids=self.codec.eos_ids,
+            sampling=Sampling(temperature=(0.0, 0.7, 1.0)[index % 3]),
+            seed=index,
+            draft_seed=index + 1,
+            choice=0,
+            hash_key=3,
+            acceptance=Acceptance.COUPLED,
+            max_draft_tokens=draft_tokens,
+            grammar=grammar.text,
+        )
+
+    @torch.inference_mode()
+    def answer(self, generation: Generation, method: DraftingMethod) -> Session:
+        """In lock step."""
+        session = Session(generation)
+        limits = VerificationLimits(len(self._tokens), CONTEXT, 1, CONTEXT, CONTEXT // PAGE_SIZE, PAGE_SIZE)
+        target = VerificationScheduler(limits, LockStep())
+        drafter = DraftScheduler(DrafterLimits(len(self._tokens), CONTEXT, 1), draft_ahead=False)
+        executor = StepExecutor(self._runner, len(self._tokens), grammars=self.grammars)
+        for _ in lock_step(session, drafter, method, target, executor):
+            pass
+        return session
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair()
+
+
+@pytest.mark.timeout(7200)
+def test_every_answer_validates_and_a_drafter_that_knows_the_schema_is_accepted_more_often(pair: Pair, capsys) -> None:
+    counts: Counter[str] = Counter()
+    for index in range(ANSWERS):
+        asked = ASKED[index % len(ASKED)]
+        generation = pair.generation(index, asked, DRAFTED)
+        session = pair.answer(generation, pair.knowing)
+        text = pair.tokenizer.decode(session.committed, skip_special_tokens=True)
+        Draft202012Validator(asked.schema).validate(json.loads(text))
+        counts["tokens"] += len(session.committed)
+        other = pair.answer(generation, pair.ignorant)
+        assert other.committed == session.committed
+        for name, one in (("knowing", session), ("ignorant", other)):
+            counts[f"{name} drafted"] += one.counts.drafted
+            counts[f"{name} accepted"] += one.counts.accepted
+            counts[f"{name} steps"] += one.counts.verifies
+        if index < len(ASKED):
+            plain = pair.answer(pair.generation(index, asked, 0), pair.ignorant)
+            assert plain.committed == session.committed
+    with capsys.disabled():
+        print(f"\n{ANSWERS} answers validate: {dict(counts)}")
+    assert counts["knowing accepted"] > counts["ignorant accepted"]

@@ -1,0 +1,132 @@
+"""The API and the live page over a real socket, with a scripted generator and scripted samples behind them."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.config import validated
+from cluster.pacing.acceptance import AcceptanceCounts
+from cluster.routing.session import Emit
+from cluster.telemetry import Actor, Timeline, pack
+from serve_app.http.api import create_api
+from serve_app.http.metrics import Metrics
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.replies import HealthReport
+from serve_app.page.page_routes import page_routes
+from serve_app.page.page_watch import PageWatch
+from serve_app.page.samples import DraftSample, Sample, TargetSample
+from tests.byte_tokenizer import byte_tokenizer
+from tests.integration.scripted_generator import Script, ScriptedGenerator
+
+
+@dataclass
+class Doorkeeper:
+    """Asks for a key once it has one, of all but the page itself."""
+
+    leads_to: ASGIApp
+    key: str | None = None
+    shown: list[str] = field(default_factory=list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"").decode()
+        is_open = scope["path"] == "/" or scope["path"].endswith((".css", ".js", ".svg"))
+        if self.key is None or is_open or given == f"Bearer {self.key}":
+            await self.leads_to(scope, receive, send)
+            return
+        self.shown.append(given)
+        error = {"message": "this server asks for an API key", "type": "invalid_request_error"}
+        await JSONResponse({"error": error}, 401)(scope, receive, send)
+
+
+@dataclass
+class Front:
+    """A running server, and what its parts are told to say."""
+
+    url: str
+    generator: ScriptedGenerator
+    codec: TextCodec
+    doorkeeper: Doorkeeper
+
+    def plays(self, *scripts: Script) -> None:
+        self.generator.scripts = list(scripts)
+
+    def emit(self, text: str, accepted: int = 0, rejected: str = "") -> Emit:
+        tokens = self.codec.encode(rejected)
+        return Emit(self.codec.encode(text), accepted, accepted + len(tokens), rejected=tokens)
+
+
+@contextmanager
+def scripted_front() -> Iterator[Front]:
+    """A server in a thread of its own, on a free port."""
+    tokenizer = byte_tokenizer()
+    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
+    model = {"target": "models/toy", "max_context": 4096}
+    config = validated({"model": model, "draft": {"method": "prompt_lookup"}})
+    generator = ScriptedGenerator()
+    watch = PageWatch("toy", samples)
+    api = create_api(generator, codec, config, Metrics(), _healthy, further=page_routes(watch))
+    doorkeeper = Doorkeeper(api)
+    server = uvicorn.Server(uvicorn.Config(doorkeeper, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield Front(f"http://127.0.0.1:{port}", generator, codec, doorkeeper)
+    server.should_exit = True
+    thread.join()
+
+
+async def _healthy() -> HealthReport:
+    return HealthReport(status="ok", audit="off")
+
+
+async def samples() -> Sequence[Sample]:
+    """A target that is busy for half of the time and decides 80 tokens a second, and its drafter."""
+    now = time.monotonic()
+    acceptance = AcceptanceCounts((100, 80, 40), (80, 40, 10))
+    target = TargetSample(
+        name="target 1",
+        at_s=now,
+        sessions=3,
+        queued=1,
+        step_s=now / 2,
+        decided_tokens=int(80 * now),
+        accepted_tokens=int(3000 * now),
+        wasted_tokens=int(1000 * now),
+        acceptance=acceptance,
+        is_drafted_for=True,
+        gain=1.5,
+        cache=0.25,
+        recording=_recording("target", "target 1", now, ("verify", "decided")),
+    )
+    drafter = DraftSample(
+        name="drafter 1",
+        at_s=now,
+        method="draft_model",
+        sessions=3,
+        draft_tokens=int(40 * now),
+        passes=30,
+        passes_ahead=10,
+        recording=_recording("drafter", "drafter 1", now, ("draft", "drafted")),
+    )
+    return [drafter, target]
+
+
+def _recording(role: str, name: str, now: float, events: tuple[str, str]) -> bytes:
+    """Twenty spans of 50 ms, one every 100 ms."""
+    at = [now - 2.0]
+    timeline = Timeline(lambda: at[0])
+    for _ in range(20):
+        for event in events:
+            timeline.record(event, "session")
+            at[0] += 0.05
+    return pack(Actor(role, name, timeline.recording(lambda: at[0])))

@@ -1,0 +1,90 @@
+"""Sessions with a grammar over real streams: refused alone, the same text whoever is lost, and audited like others."""
+
+import asyncio
+
+import pytest
+from llguidance import LLMatcher
+
+from cluster.config import AuditConfig
+from cluster.errors import RequestError
+from cluster.routing.session import Emit
+from protos.messages import Acceptance, Sampling
+from tests.integration.harness import VOCABULARY, Cluster, cluster, eventually, plain_greedy
+from tests.lossless.test_grammars import LETTERS, LISTS, compiler
+
+GRAMMARS = compiler(LETTERS[:VOCABULARY])
+END = 0
+LONG = LLMatcher.grammar_from_lark('start: "(" list ")"\nlist: /[abc]{1,3}/ ("," /[abc]{1,3}/){40}')
+SAMPLED = Sampling(temperature=1.0)
+
+
+def asked(grammar: str, **changes: object) -> dict[str, object]:
+    return {"grammar": grammar, "max_len": 203, "stop_ids": (END,), "sampling": SAMPLED, **changes}
+
+
+async def plainly(grammar: str, **changes: object) -> list[int]:
+    async with cluster(drafters=0, grammars=GRAMMARS) as c:
+        c.hurry()
+        return await c.tokens(c.generation(**asked(grammar, **changes), max_draft_tokens=0))
+
+
+def written(tokens: list[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens if token != END)
+
+
+async def test_speculation_changes_no_token_of_many_sessions_at_once():
+    seeds = range(6)
+    plain = [await plainly(LISTS, seed=seed) for seed in seeds]
+    async with cluster(grammars=GRAMMARS, lock_step=True) as c:
+        c.hurry()
+        found = await asyncio.gather(*(c.tokens(c.generation(**asked(LISTS, seed=seed))) for seed in seeds))
+        assert found == plain
+        assert sum(target.scheduler.accepted_tokens for target in c.targets.values()) > 0
+    assert all(text[-1] == END for text in plain)
+
+
+@pytest.mark.parametrize("lost", ["target", "drafter"])
+async def test_losing_one_in_mid_stream_changes_no_token(lost):
+    """What follows goes along the grammar from where the ledger says."""
+    plain = await plainly(LONG)
+    async with cluster(targets=2, drafters=2, grammars=GRAMMARS) as c:
+        tokens: list[int] = []
+        async for event in c.router.generate(c.generation(**asked(LONG))):
+            if isinstance(event, Emit):
+                tokens += event.tokens
+                if len(tokens) >= 20 and len(c.router.reachable) == 4:
+                    await stop_one(c, lost)
+        assert tokens == plain
+    assert written(plain).endswith(")")
+
+
+async def stop_one(c: Cluster, kind: str) -> None:
+    pool = c.targets if kind == "target" else c.drafters
+    busy = [address for address, peer in pool.items() if not peer.is_idle]
+    if busy:
+        await c.servers[busy[0]].stop(0)
+
+
+async def test_a_grammar_that_cannot_be_kept_to_is_refused_at_the_target_and_no_other_session_is():
+    async with cluster(grammars=GRAMMARS) as c:
+        other = asyncio.create_task(c.tokens(c.generation()))
+        with pytest.raises(RequestError, match="unclosed group"):
+            await c.tokens(c.generation(**asked(LLMatcher.grammar_from_regex("(a"))))
+        assert await other == plain_greedy((1, 2, 3), 40)
+
+
+async def test_a_target_without_grammars_refuses_them():
+    async with cluster() as c:
+        with pytest.raises(RequestError, match="has none"):
+            await c.tokens(c.generation(**asked(LISTS)))
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda rule: rule.name.lower())
+async def test_an_audit_decides_along_the_grammar_too(acceptance):
+    async with cluster(targets=2, audit=AuditConfig(share=1.0), grammars=GRAMMARS) as c:
+        c.pace.step_s = 0.005
+        sampling = SAMPLED if acceptance is Acceptance.COUPLED else Sampling(temperature=0.0)
+        asks = [c.generation(**asked(LISTS, seed=seed, sampling=sampling, acceptance=acceptance)) for seed in range(3)]
+        await asyncio.gather(*map(c.tokens, asks))
+        await eventually(lambda: c.router.audits.counts["equal"] == 3, "all are audited and equal")
+        assert c.differences == []

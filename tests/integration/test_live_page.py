@@ -1,0 +1,122 @@
+"""The live page's data over HTTP, in front of a real router, drafter and target over gRPC with toy models."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from cluster.config import validated
+from serve_app.http.api import create_api
+from serve_app.http.metrics import Metrics
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.replies import HealthReport
+from serve_app.page.page_routes import page_routes
+from serve_app.page.page_watch import PageWatch
+from serve_app.page.samples import Sample, draft_sample, target_sample
+from tests.byte_tokenizer import byte_tokenizer
+from tests.integration.harness import CONTEXT, LOGITS, Cluster, cluster, plain_greedy
+
+# A draft that is right about some tokens: those that it thinks likeliest are another's after half of all tokens.
+HALF_RIGHT = torch.where(torch.arange(len(LOGITS))[:, None] % 2 == 0, LOGITS, LOGITS.flip(1))
+
+
+@asynccontextmanager
+async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the API and the page before this cluster."""
+    tokenizer = byte_tokenizer()
+    model = {"target": "models/toy", "max_context": CONTEXT}
+    config = validated({"model": model, "draft": {"method": "prompt_lookup"}})
+
+    async def collect() -> Sequence[Sample]:
+        drafters = [draft_sample(one, one.peer_id, "toy") for one in of.drafters.values()]
+        return [*drafters, *(target_sample(one, one.peer_id) for one in of.targets.values())]
+
+    async def health() -> HealthReport:
+        return HealthReport(status="ok", audit="off")
+
+    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
+    clock = iter(range(1000))  # a new round of samples for each watcher
+    watch = PageWatch("toy", collect, lambda: float(next(clock)))
+    api = create_api(of.router, codec, config, Metrics(), health, further=page_routes(watch))
+    transport = httpx.ASGITransport(api)
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=20) as client:
+        yield client
+
+
+async def traced(client: httpx.AsyncClient, prompt: list[int], **speculation: Any) -> list[dict[str, Any]]:
+    """What the events of one streamed answer tell of speculation."""
+    body = {"model": "toy", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
+    answer = await client.post("/v1/completions", json=body | {"speculation": {"max_draft_tokens": 4} | speculation})
+    assert answer.status_code == 200, answer.text
+    *events, _ = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    return [json.loads(event).get("slipstream") for event in events]
+
+
+@pytest.fixture
+async def toy() -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
+    async with cluster(draft_logits=HALF_RIGHT, lock_step=True) as pair, front(pair) as client:
+        yield pair, client
+
+
+async def test_a_stream_tells_what_was_rejected_where(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+    """A rejected draft is what the draft model would have said after the tokens before it."""
+    _, client = toy
+    told = await traced(client, [1, 2, 3], trace=True, rejected=True)
+    pieces = [piece for event in told for piece in event["pieces"]]
+    rejected = [words for event in told for words in event["rejected"]]
+    assert len(pieces) == len(rejected)
+    text = byte_tokenizer().decode(plain_greedy((1, 2, 3), 40))
+    assert "".join(piece for piece, _ in pieces) == text, "the streamed text is the target's own, whatever is told"
+    assert any(rejected), "half of the drafts are wrong"
+    assert not any(words for (_, drafted), words in zip(pieces, rejected, strict=True) if drafted)
+    draft = text_of_draft()
+    for place, words in enumerate(rejected):
+        if words:
+            before = text[place - 1] if place else chr_of(3)
+            assert words[0] == draft[before] != text[place]
+
+
+def chr_of(token: int) -> str:
+    return str(byte_tokenizer().decode([token]))
+
+
+def text_of_draft() -> dict[str, str]:
+    """What the draft model says after each token, as text; the toys are greedy and look one token back."""
+    return {chr_of(token): chr_of(int(HALF_RIGHT[token].argmax())) for token in range(len(LOGITS))}
+
+
+async def test_what_was_rejected_is_told_to_those_alone_who_ask(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+    _, client = toy
+    assert all("rejected" not in event for event in await traced(client, [1, 2, 3], trace=True))
+    assert all(event is None for event in await traced(client, [1, 2, 3]))
+
+
+async def test_the_state_tells_what_the_pools_do(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+    _, client = toy
+    before = (await client.get("/page/state")).json()
+    assert before["tokens_per_s"] is None, "there is no sample to compare with"
+    assert before["tracks"][0]["bars"] == []
+    await traced(client, [1, 2, 3])
+    state = (await client.get("/page/state")).json()
+    (target,) = state["targets"]
+    (drafter,) = state["drafters"]
+    assert 0 < target["busy"] <= 1
+    assert target["tokens_per_s"] == state["tokens_per_s"] > 0
+    assert 0 < state["accepted"] < 1
+    assert drafter["draft_tokens_per_s"] > 0
+    stages = {track["role"]: {bar[0] for bar in track["bars"]} for track in state["tracks"]}
+    assert stages == {"drafter": {"draft"}, "target": {"verify"}}
+
+
+async def test_the_page_is_served_with_all_that_it_names(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+    _, client = toy
+    page = await client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for name in ("page.css", "answer.css", "page.js", "icon.svg"):
+        assert f'"page/{name}"' in page.text
+        assert (await client.get(f"/page/{name}")).status_code == 200

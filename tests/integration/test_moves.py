@@ -1,0 +1,78 @@
+"""Planned moves over real gRPC: a replica that leaves costs no request and no token, and ends once it has nobody."""
+
+import asyncio
+
+from cluster.routing.session import MAX_REOPENS
+from tests.integration.harness import Cluster, cluster, eventually, plain_greedy
+
+LONG = 200
+
+
+async def a_session_in_mid_stream(c: Cluster) -> "asyncio.Task[list[int]]":
+    running = asyncio.create_task(c.tokens(c.generation(max_len=3 + LONG)))
+    await eventually(lambda: any(replica.scheduler.accepted_tokens for replica in c.targets.values()), "it has begun")
+    return running
+
+
+def serving(c: Cluster) -> str:
+    """Address of the target that has the session."""
+    (address,) = [name for name, replica in c.targets.items() if replica.scheduler.load()["sessions"]]
+    return address
+
+
+async def test_a_target_that_leaves_hands_its_sessions_over_and_has_left_then():
+    async with cluster(targets=MAX_REOPENS + 2) as c:
+        running = await a_session_in_mid_stream(c)
+        for _ in range(MAX_REOPENS + 1):
+            await eventually(lambda: any(one.scheduler.load()["sessions"] for one in c.targets.values()), "it is open")
+            await asyncio.wait_for(c.targets[serving(c)].leave(within_s=30), 10)
+        c.hurry()
+        assert await running == plain_greedy((1, 2, 3), LONG)
+        assert c.router.handovers == {("target", "planned"): MAX_REOPENS + 1}
+
+
+async def test_where_there_is_no_other_target_it_finishes_what_it_has():
+    async with cluster() as c:
+        running = await a_session_in_mid_stream(c)
+        leaving = asyncio.create_task(c.targets[serving(c)].leave(within_s=30))
+        await asyncio.sleep(0)
+        c.hurry()
+        assert await running == plain_greedy((1, 2, 3), LONG)
+        await asyncio.wait_for(leaving, 10)
+        assert c.router.handovers == {}
+
+
+async def test_what_it_does_not_finish_in_time_it_gives_back_and_another_takes_it():
+    """The other one is full of it only once it has come to the router's notice."""
+    async with cluster(targets=2) as c:
+        running = await a_session_in_mid_stream(c)
+        left = serving(c)
+        (other,) = c.targets.keys() - {left}
+        c.router._assignments.targets.down(other)
+        await c.targets[left].leave(within_s=0)
+        c.hurry()
+        assert await running == plain_greedy((1, 2, 3), LONG)
+        assert c.router.handovers == {("target", "planned"): 1}
+
+
+async def test_a_drafter_that_leaves_hands_its_sessions_to_another():
+    async with cluster(drafters=2) as c:
+        running = await a_session_in_mid_stream(c)
+        (drafter,) = [one for one in c.drafters.values() if one.scheduler.load()["sessions"]]
+        (other,) = [one for one in c.drafters.values() if one is not drafter]
+        await asyncio.wait_for(drafter.leave(within_s=30), 10)
+        await eventually(lambda: other.scheduler.counts["blocks_in_time"] > 0, "the other one drafts")
+        c.hurry()
+        assert await running == plain_greedy((1, 2, 3), LONG)
+        assert c.router.handovers == {("drafter", "planned"): 1}
+
+
+async def test_the_only_drafter_drafts_on_until_it_ends():
+    async with cluster() as c:
+        running = await a_session_in_mid_stream(c)
+        (drafter,) = c.drafters.values()
+        await drafter.leave(within_s=0)
+        before = drafter.scheduler.counts["blocks_in_time"]
+        await eventually(lambda: drafter.scheduler.counts["blocks_in_time"] > before, "it goes on")
+        c.hurry()
+        assert await running == plain_greedy((1, 2, 3), LONG)

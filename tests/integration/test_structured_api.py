@@ -1,0 +1,112 @@
+"""From an HTTP request with a JSON schema to its answer: API, router, target and drafter over real streams.
+
+The models are random over single bytes, so nothing but the grammar makes JSON of what they say.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from jsonschema import validate
+
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.models.toy import ToyRunner
+from cluster.config import validated
+from serve_app.http.api import create_api
+from serve_app.http.metrics import Metrics
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.replies import HealthReport
+from tests.byte_tokenizer import byte_tokenizer
+from tests.integration import harness
+
+TOKENIZER = byte_tokenizer()
+VOCABULARY = len(TOKENIZER)
+LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(6))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "moods": {"type": "array", "items": {"enum": ["good", "bad"]}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "age", "moods"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+USER = [{"role": "user", "content": "x"}]
+# Many choices at once that no text meets, so each is worked on: the largest grammar that the server looks at.
+BOMB = {"type": "object", "properties": {f"k{i}": {"type": "string", "pattern": "^[a-z]{1,30}$"} for i in range(1000)}}
+
+
+@asynccontextmanager
+async def front(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    monkeypatch.setattr(harness, "VOCABULARY", VOCABULARY)
+    grammars = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
+    made = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
+    async with harness.cluster(**made, lock_step=True) as c:
+        c.hurry()
+        config = validated({"model": {"target": "models/toy", "max_context": 512}, "draft": {"model": "models/draft"}})
+        codec = TextCodec(TOKENIZER, (TOKENIZER.eos_token_id,))
+
+        async def ready() -> HealthReport:
+            return HealthReport(status="ok", audit="ok")
+
+        api = create_api(c.router, codec, config, Metrics(), ready)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://toy") as client:
+            yield client
+
+
+async def chat(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    body = {"model": "toy", "messages": USER, "max_tokens": 400, "temperature": 1.0, **fields}
+    return await client.post("/v1/chat/completions", json=body, timeout=60)
+
+
+async def test_answers_by_a_schema_validate_and_are_the_same_however_they_are_asked_for(monkeypatch):
+    async with front(monkeypatch) as client:
+        accepted = 0
+        for seed in range(3):
+            asked = {"response_format": FORMAT, "seed": seed}
+            answer = (await chat(client, **asked)).json()
+            text = answer["choices"][0]["message"]["content"]
+            validate(json.loads(text), SCHEMA)
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            accepted += answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+            plain = (await chat(client, **asked, speculation={"max_draft_tokens": 0})).json()
+            assert plain["choices"][0]["message"]["content"] == text
+            stream = (await chat(client, **asked, stream=True)).text
+            events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+            assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == text
+        assert accepted > 0
+
+
+async def test_completions_have_vllms_forms(monkeypatch):
+    async with front(monkeypatch) as client:
+        forms = {"regex": "[a-c]{3}", "choice": ["yes", "no"], "grammar": 'start: "a" "b"', "json": {"const": 1}}
+        for form, wanted in zip(forms.items(), (None, None, "ab", "1"), strict=True):
+            body = {"model": "toy", "prompt": "x", "max_tokens": 40, "structured_outputs": dict([form])}
+            choice = (await client.post("/v1/completions", json=body, timeout=60)).json()["choices"][0]
+            assert choice["finish_reason"] == "stop"
+            assert wanted in (None, choice["text"])
+            assert choice["text"] in ("yes", "no") or form[0] != "choice"
+            assert len(choice["text"]) == 3 or form[0] != "regex"
+
+
+async def test_bad_forms_are_refused_by_name_and_disturb_nobody(monkeypatch):
+    async with front(monkeypatch) as client:
+        served = asyncio.create_task(chat(client, response_format=FORMAT, seed=1))
+        bad = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"not": {}}}}
+        bomb = {"type": "json_schema", "json_schema": {"name": "p", "schema": BOMB}}
+        for form in (bad, bomb):
+            answers = await asyncio.gather(*(chat(client, response_format=form) for _ in range(2)))
+            for answer in answers:
+                if form is bad:
+                    assert answer.status_code == 400
+                    assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
+                    assert len(answer.content) < 4096
+        validate(json.loads((await served).json()["choices"][0]["message"]["content"]), SCHEMA)

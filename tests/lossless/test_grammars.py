@@ -1,0 +1,176 @@
+"""Texts that keep to a grammar are plain decoding's, or have its distribution, whoever drafts and knows of it."""
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, TokenizerWrapper
+from llguidance import LLTokenizer as Vocabulary
+
+from actors.grammars.grammar_compiler import GrammarCompiler
+from protos.messages import Acceptance, Sampling
+from tests.lossless.parts import EOS, Setting
+from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value_of
+from tests.lossless.test_distribution import TARGET as FEW_TARGET
+from tests.lossless.test_lock_step import DRAFT, NEW_TOKENS, TARGET, VOCABULARY, texts
+from tests.lossless.test_trees import into_a_tree
+from tests.lossless.world import World, calm, near_patience, stormy
+
+WRITTEN = ["a", "b", "c", "(", ")", ",", *map("".join, itertools.product("abc(),", "abc(),"))]
+LETTERS = ("<end>", *WRITTEN[: VOCABULARY - 1])
+FEW_LETTERS = ("<end>", "a", "b", "ab")
+LISTS = LLMatcher.grammar_from_lark('start: list\nlist: "(" item ("," item){2,} ")"\nitem: list | /[abc]{1,3}/')
+WORDS = r"(a{1,2}|b){2,4}"
+WORLDS = 3
+AT_ONCE = 4
+FEW_PAGES = 15  # of all sessions together, where one may need 14
+
+
+class _Alphabet:
+    """What `TokenizerWrapper` asks for."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    special_token_ids = (EOS,)
+
+    def __init__(self, letters: Sequence[str]) -> None:
+        self._letters = letters
+        self.tokens = [letter.encode() for letter in letters]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        whole = text if isinstance(text, str) else text.decode()
+        return [self._letters.index(letter) for letter in whole if letter in self._letters]
+
+
+@functools.cache
+def compiler(letters: Sequence[str]) -> GrammarCompiler:
+    return GrammarCompiler(Vocabulary(TokenizerWrapper(_Alphabet(letters)), eos_token=[EOS]))
+
+
+SETTING = Setting(
+    TARGET,
+    DRAFT,
+    Acceptance.COUPLED,
+    calm,
+    5,
+    NEW_TOKENS,
+    ahead=4,
+    grammar=LISTS,
+    grammars=compiler(LETTERS),
+)
+
+
+def worlds(setting: Setting) -> list[World]:
+    made = [World(replace(setting, prompt=(1 + seed, 7, 8)), AT_ONCE, seed) for seed in range(WORLDS)]
+    for world in made:
+        world.run()
+    return made
+
+
+def accepted(made: Sequence[World]) -> int:
+    return sum(session.counts.accepted for world in made for session in world.sessions.values())
+
+
+@functools.cache
+def plain(sampling: Sampling) -> list[tuple[int, ...]]:
+    """Without any draft."""
+    return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
+
+
+def keeps_to_lists(text: tuple[int, ...]) -> bool:
+    """Whether it is one, or begins one where it ended for its length."""
+    written = "".join(LETTERS[token] for token in text if token != EOS)
+    while (shorter := re.sub(r"\((\[\]|[abc]{1,3})(,(\[\]|[abc]{1,3}))*\)", "[]", written)) != written:
+        written = shorter
+    if text[-1] == EOS:
+        return written == "[]"
+    return len(text) == NEW_TOKENS and re.fullmatch(r"(\((\[\]|[abc]{1,3}|,)*)*|\[\]", written) is not None
+
+
+SAMPLINGS = [
+    pytest.param(Sampling(temperature=0.0), id="greedy"),
+    pytest.param(Sampling(temperature=0.9), id="coupled"),
+    pytest.param(Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5), id="penalties"),
+    pytest.param(Sampling(temperature=1.0, top_k=2), id="top-k"),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pages"),
+    [
+        pytest.param(calm, 4096, id="calm"),
+        pytest.param(stormy, FEW_PAGES, id="stormy with preemption"),
+        pytest.param(near_patience, 4096, id="near patience"),
+    ],
+)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_chains_and_trees_decide_what_plain_decoding_does(sampling, schedule, pages):
+    altered = None if schedule is near_patience else into_a_tree(prompt_len=3)
+    made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, pages=pages, altered=altered))
+    assert texts(made) == plain(sampling)
+    assert accepted(made) > 10, "hardly anything was drafted: this showed nothing"
+    preempted = sum(world.verification.preempted for world in made)
+    assert preempted or pages > FEW_PAGES or sampling.greedy  # whose texts are all short
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_text_keeps_to_its_grammar(sampling):
+    assert all(keeps_to_lists(text) for text in plain(sampling))
+    free = worlds(replace(SETTING, grammar="", sampling=sampling))
+    assert not all(keeps_to_lists(text) for text in texts(free)), "they do so without it"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_more_is_accepted_of_a_drafter_that_knows_the_grammar(sampling):
+    ignorant = worlds(replace(SETTING, sampling=sampling, masks_drafts=False))
+    assert texts(ignorant) == plain(sampling)
+    assert accepted(worlds(replace(SETTING, sampling=sampling))) > 1.2 * accepted(ignorant)
+
+
+def masked_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
+    """Probability of each continuation: each token's among those that the grammar allows there."""
+    found: dict[tuple[int, ...], float] = {}
+    for tokens in itertools.product(range(setting.vocabulary), repeat=setting.new_tokens):
+        end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
+        followed = setting.grammars.follow(setting.grammar)
+        last = setting.prompt[-1]
+        probability = 1.0
+        for token in tokens[:end]:
+            bits = np.unpackbits(np.frombuffer(followed.masks([()])[0], np.uint8), bitorder="little")
+            allowed = torch.from_numpy(bits[: setting.vocabulary].copy()).bool()
+            if not allowed[token]:
+                probability = 0.0
+                break
+            row = setting.target_logits[last].double().masked_fill(~allowed, -torch.inf)
+            probability *= float(torch.softmax(row, dim=-1)[token])
+            followed.advance([token])
+            last = token
+        if probability:
+            found[tokens[:end]] = probability
+    return found
+
+
+@pytest.mark.parametrize("masks_drafts", [True, False], ids=["it knows", "it does not"])
+@pytest.mark.parametrize("drafter", ["good", "bad", "eos_heavy"])
+def test_under_ratio_the_distribution_is_the_targets_among_what_is_allowed(drafter, masks_drafts):
+    setting = Setting(
+        FEW_TARGET,
+        DRAFTERS[drafter],
+        Acceptance.RATIO,
+        calm,
+        new_tokens=4,
+        grammar=LLMatcher.grammar_from_regex(WORDS),
+        grammars=compiler(FEW_LETTERS),
+        masks_drafts=masks_drafts,
+    )
+    world = World(setting, SESSIONS, seed=11)
+    samples = world.run()
+    exact = masked_distribution(setting)
+    assert abs(sum(exact.values()) - 1) < 1e-9
+    assert p_value_of(exact, samples) > FALSE_ALARM
+    assert sum(session.counts.drafted for session in world.sessions.values()) > SESSIONS / 5

@@ -1,0 +1,72 @@
+"""Log probabilities that a target tells of real layers, against the same model run plainly by transformers."""
+
+import torch
+
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from cluster.verification.step import Row, StepPlan
+from protos.draft_tree import DraftTree
+from protos.messages import TokenRules
+from protos.scores import Scoring, TokenScore
+from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of
+from tests.unit.cluster.samples import an_open
+
+PROMPT = tokens_of(5, 12)
+CHUNK = 5
+TOP = 3
+TOLERANCE = 1e-3
+PAGES = (3, 0, 7, 5, 6)
+PAGE_SIZE = 4
+
+
+class Plain:
+    """Without any cache; and an executor of ours over the same weights."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self._model = jittered(MODELS["llama"]())
+        twin = MODELS["llama"]()
+        twin.load_state_dict(self._model.state_dict())
+        self.executor = StepExecutor(ModelRunner(twin, 8, PAGE_SIZE), VOCABULARY)
+
+    @torch.inference_mode()
+    def log_probs(self, text: tuple[int, ...]) -> torch.Tensor:
+        """Of what comes after each token, (tokens, vocabulary)."""
+        return torch.log_softmax(self._model(torch.tensor([text])).logits[0], dim=-1)
+
+    @torch.inference_mode()
+    def greedy(self, text: tuple[int, ...], count: int, without: int) -> tuple[int, ...]:
+        """What plain decoding says next, had it not this token."""
+        found: tuple[int, ...] = ()
+        for _ in range(count):
+            last = self.log_probs((*text, *found))[-1]
+            last[without] = -torch.inf
+            found = (*found, int(last.argmax()))
+        return found
+
+    def check(self, text: tuple[int, ...], begin: int, scores: tuple[TokenScore, ...]) -> None:
+        """Scores of the text's tokens from `begin` on."""
+        expected = self.log_probs(text)
+        assert len(scores) == len(text) - begin
+        for at, score in enumerate(scores, begin):
+            top = expected[at - 1].topk(TOP)
+            assert abs(score.logprob - float(expected[at - 1, text[at]])) < TOLERANCE
+            assert score.top_ids == tuple(top.indices.tolist())
+            torch.testing.assert_close(torch.tensor(score.top_logprobs), top.values, atol=TOLERANCE, rtol=0)
+
+
+def test_scores_of_prompt_and_answer_are_those_of_transformers_along_a_tree_and_under_rules():
+    """The prompt comes in two chunks, the second together with a tree; the request's bias does not show in scores."""
+    plain = Plain()
+    forbidden = plain.greedy(PROMPT, 1, without=0)[0]
+    first, second = plain.greedy(PROMPT, 2, without=forbidden)
+    tree = DraftTree(((first + 1) % VOCABULARY, first, (second + 1) % VOCABULARY, second), (-1, -1, 1, 1))
+    rules = TokenRules(logit_bias=((forbidden, -100.0),))
+    request = an_open("s", tokens=PROMPT, rules=rules, scoring=Scoring(TOP, TOP))
+    chunk = Row("s", PROMPT[:CHUNK], 0, decide=False, pages=PAGES)
+    assert plain.executor.step(StepPlan((), (request,), (chunk,))) == []
+    row = Row("s", (*PROMPT[CHUNK:], *tree.tokens), CHUNK, decide=True, pages=PAGES, draft=tree)
+    (outcome,) = plain.executor.step(StepPlan((), (), (row,)))
+    assert outcome.path == (1, 3)
+    plain.check(PROMPT, 1, outcome.prompt_scores)
+    plain.check((*PROMPT, *outcome.tokens_of(row)), len(PROMPT), outcome.scores)

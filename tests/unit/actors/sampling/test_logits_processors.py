@@ -1,0 +1,167 @@
+"""Each logits processor against a plain reference, after any path of any tree."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from actors.sampling.logits.makers import chain_of
+from actors.sampling.logits.processor import ProcessorChain, paths_of
+from protos.draft_tree import DraftTree
+from protos.messages import Open, Sampling, TokenRules
+from tests.unit.actors.sampling.processor_opens import opened
+from tests.unit.trees import trees
+
+VOCABULARY = 12
+TOKEN = st.integers(0, VOCABULARY - 1)
+TEXT = st.lists(TOKEN, max_size=6).map(tuple)
+PROMPT = st.lists(TOKEN, min_size=1, max_size=4).map(tuple)
+TREE = trees(VOCABULARY)
+STOPS = (5, 8)
+BIAS = st.dictionaries(TOKEN, st.floats(-100, 100), min_size=1, max_size=5)
+WORDS = st.sets(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5).map(tuple)
+RULES = st.builds(
+    TokenRules,
+    logit_bias=BIAS.map(lambda bias: tuple(bias.items())),
+    allowed=st.sets(TOKEN).map(tuple),
+    bad_words=st.just(()) | WORDS,
+    min_len=st.integers(0, 12),
+)
+SAMPLINGS = st.builds(
+    Sampling,
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.1, 2),
+)
+
+
+def some_logits(rows: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def a_chain(request: Open, generated: tuple[int, ...]) -> ProcessorChain:
+    chain = chain_of(request)
+    assert chain is not None, "the request asks for something"
+    chain.follow((*request.tokens, *generated))
+    return chain
+
+
+def by_transformers(processor, logits: Tensor, prompt, generated, draft: DraftTree) -> Tensor:
+    """Row by row; what it sees is the text before the row and nothing else."""
+    rows = [
+        processor(torch.tensor([[*prompt, *generated, *path]]), row.unsqueeze(0).clone())[0]
+        for row, path in zip(logits, paths_of(draft), strict=True)
+    ]
+    return torch.stack(rows)
+
+
+@given(PROMPT, TEXT, TREE, st.floats(0.1, 3))
+def test_repetition_penalty_is_that_of_transformers(prompt, generated, tree, penalty):
+    logits = some_logits(len(tree) + 1)
+    chain = a_chain(opened(Sampling(repetition_penalty=penalty if penalty != 1 else 1.5), prompt), generated)
+    expected = by_transformers(
+        RepetitionPenaltyLogitsProcessor(penalty if penalty != 1 else 1.5), logits, prompt, generated, tree
+    )
+    torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
+
+
+@given(PROMPT, TEXT, TREE, st.floats(-2, 2), st.floats(-2, 2))
+def test_frequency_and_presence_penalties_are_those_of_openai(prompt, generated, tree, frequency, presence):
+    """Its formula, with counts of generated tokens alone."""
+    logits = some_logits(len(tree) + 1)
+    sampling = Sampling(frequency_penalty=frequency or 1.0, presence_penalty=presence)
+    found = a_chain(opened(sampling, prompt), generated).apply(logits, paths_of(tree))
+    for row, path in enumerate(paths_of(tree)):
+        text = (*generated, *path)
+        for token in range(VOCABULARY):
+            count = text.count(token)
+            expected = logits[row, token] - count * sampling.frequency_penalty - (count > 0) * presence
+            assert found[row, token] == pytest.approx(float(expected), abs=1e-5)
+
+
+@given(TEXT, TREE, BIAS)
+def test_logit_bias_is_the_sequence_bias_of_transformers(generated, tree, bias):
+    logits = some_logits(len(tree) + 1)
+    chain = a_chain(opened(rules=TokenRules(logit_bias=tuple(bias.items()))), generated)
+    reference = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    expected = by_transformers(reference, logits, (0,), generated, tree)
+    torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
+
+
+@given(TEXT, TREE, WORDS)
+def test_bad_words_are_those_of_transformers_but_for_the_prompt(generated, tree, words):
+    """The prompt's tokens begin no bad word, as in vLLM; the reference is told of none."""
+    logits = some_logits(len(tree) + 1)
+    chain = a_chain(opened(rules=TokenRules(bad_words=words)), generated)
+    padding = (VOCABULARY + 1,)  # it needs a token, and this one begins no word
+    expected = by_transformers(
+        NoBadWordsLogitsProcessor([list(word) for word in words]), logits, padding, generated, tree
+    )
+    torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
+
+
+@given(TEXT, TREE, st.sets(TOKEN, min_size=1, max_size=VOCABULARY - 1))
+def test_allowed_tokens_suppress_all_others(generated, tree, allowed):
+    logits = some_logits(len(tree) + 1)
+    chain = a_chain(opened(rules=TokenRules(allowed=tuple(allowed))), generated)
+    reference = SuppressTokensLogitsProcessor([token for token in range(VOCABULARY) if token not in allowed])
+    torch.testing.assert_close(
+        chain.apply(logits, paths_of(tree)), by_transformers(reference, logits, (0,), generated, tree)
+    )
+
+
+@given(PROMPT, TEXT, TREE, st.integers(1, 9))
+def test_no_stop_id_comes_before_min_tokens_as_in_transformers(prompt, generated, tree, least):
+    logits = some_logits(len(tree) + 1)
+    rules = TokenRules(min_len=len(prompt) + least)
+    chain = a_chain(opened(prompt=prompt, rules=rules, stop_ids=STOPS), generated)
+    reference = MinNewTokensLengthLogitsProcessor(len(prompt), least, list(STOPS))
+    torch.testing.assert_close(
+        chain.apply(logits, paths_of(tree)), by_transformers(reference, logits, prompt, generated, tree)
+    )
+
+
+@given(SAMPLINGS, RULES, PROMPT, TEXT, TREE, st.data())
+def test_a_row_depends_on_its_text_alone(sampling, rules, prompt, generated, tree, data):
+    """However the text was decided, whatever else is in the block: bit for bit, or speculation would change tokens."""
+    request = opened(sampling, prompt, rules=rules, stop_ids=STOPS)
+    logits = some_logits(len(tree) + 1)
+    chain = chain_of(request)
+    assert chain is not None
+    cut = data.draw(st.integers(0, len(generated)))
+    chain.follow((*prompt, *generated[:cut]))
+    chain.apply(logits, paths_of(tree))  # of an earlier step, which leaves nothing behind
+    chain.follow((*prompt, *generated))
+    together = chain.apply(logits, paths_of(tree))
+    for row, path in enumerate(paths_of(tree)):
+        alone = a_chain(request, (*generated, *path)).apply(logits[row : row + 1], [()])
+        assert torch.equal(together[row], alone[0])
+
+
+def test_masks_come_before_bias_and_bias_before_penalties():
+    """A biased logit is penalised, and no bias brings a forbidden token back."""
+    rules = TokenRules(logit_bias=((1, 10.0), (2, 100.0)), allowed=(1, 3))
+    chain = a_chain(opened(Sampling(repetition_penalty=2.0), rules=rules), (1,))
+    row = chain.apply(torch.zeros(1, VOCABULARY), [()])[0]
+    assert row[[1, 3]].tolist() == [5.0, 0.0]
+    assert row.isneginf().sum() == VOCABULARY - 2
+
+
+def test_a_plain_request_has_no_processors():
+    assert chain_of(opened(Sampling(temperature=0.3, top_k=4, top_p=0.9, min_p=0.1), stop_ids=STOPS)) is None
+
+
+def test_logits_of_any_width_are_copied_before_they_are_changed():
+    """They are needed as they are, for log probabilities."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.zeros(1, VOCABULARY, dtype=dtype)
+        a_chain(opened(rules=TokenRules(logit_bias=((1, 1.0),))), ()).apply(logits, [()])
+        assert not logits.any()

@@ -1,0 +1,85 @@
+"""Keys, and what each of them may have."""
+
+import hashlib
+import hmac
+from unittest.mock import patch
+
+import pytest
+
+from cluster.errors import CapacityError, ConfigError, RequestError
+from cluster.trust.api_keys import ApiKey
+from serve_app.cli.key import key_lines, new_key
+from serve_app.http.access.callers import Caller, Callers
+from serve_app.http.wire.schemas import CompletionRequest
+from tests.asgi_front import config_of
+
+
+def key(shown: str, **bounds: object) -> ApiKey:
+    return ApiKey.model_validate({"sha256": hashlib.sha256(shown.encode()).hexdigest(), **bounds})
+
+
+KEYS = {"ann": key("sk-ann", max_sessions=3), "bob": key("sk-bob")}
+
+
+@pytest.mark.parametrize(("shown", "name"), [("sk-ann", "ann"), ("sk-bob", "bob"), ("sk-", None), ("", None)])
+def test_a_caller_is_known_by_the_key_alone(shown: str, name: str | None) -> None:
+    found = Callers.of(KEYS).find(shown)
+    assert (found.name if found else None) == name
+
+
+def test_every_digest_is_compared_in_constant_time() -> None:
+    with patch.object(hmac, "compare_digest", wraps=hmac.compare_digest) as compare:
+        Callers.of(KEYS).find("sk-ann")
+    assert compare.call_count == len(KEYS)
+
+
+def test_keys_that_say_nothing_share_no_prefixes() -> None:
+    keys = KEYS | {"eve": key("sk-eve", cache_salt="team"), "fay": key("sk-fay", cache_salt="team")}
+    salts = {caller.name: caller.cache_salt for caller in Callers.of(keys).by_digest.values()}
+    assert len(set(salts.values())) == 3
+    assert salts["eve"] == salts["fay"]
+    assert Caller().cache_salt == ""
+
+
+def test_a_salt_cannot_be_chosen_to_be_that_of_a_name() -> None:
+    salts = {one.cache_salt for one in Callers.of({"a": key("x"), "b": key("y", cache_salt="a")}).by_digest.values()}
+    assert len(salts) == 2
+
+
+def test_sessions_in_flight_are_bounded_and_given_back() -> None:
+    caller = Caller("ann", max_sessions=3)
+    with caller.exchange() as first:
+        first.take(2)
+        with caller.exchange() as second, pytest.raises(CapacityError, match="2 of 3"):
+            second.take(2)
+        with caller.exchange() as third:
+            third.take(1)
+    assert caller.sessions == 0
+
+
+def test_a_request_that_will_never_have_room_is_refused_for_good() -> None:
+    with Caller("ann", max_sessions=3).exchange() as exchange, pytest.raises(RequestError) as caught:
+        exchange.take(4)
+    assert caught.value.field == "n"
+
+
+def test_more_tokens_than_a_key_allows_are_refused_by_name() -> None:
+    caller = Caller("ann", max_tokens=5)
+    caller.check(CompletionRequest(model="m", prompt=("a",), max_tokens=5))
+    with pytest.raises(RequestError) as caught:
+        caller.check(CompletionRequest(model="m", prompt=("a",), max_tokens=6))
+    assert caught.value.field == "max_tokens"
+
+
+def test_a_new_key_is_one_that_its_lines_let_in() -> None:
+    made = new_key()
+    digest = key_lines("ann", made).partition("sha256: ")[2].rstrip("}")
+    assert Callers.of({"ann": ApiKey(sha256=digest)}).find(made) is not None
+    assert made not in key_lines("ann", made)
+    assert made != new_key()
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 63, "G" * 64, "A" * 64])
+def test_a_digest_is_one(digest: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.keys\.ann\.sha256"):
+        config_of({"keys": {"ann": {"sha256": digest}}})

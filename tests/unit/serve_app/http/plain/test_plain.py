@@ -1,0 +1,208 @@
+"""Endpoints that generate nothing, through a client."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from jsonschema import Draft202012Validator
+
+from cluster.routing.session import Ended
+from protos.messages import Finish
+from serve_app.http.plain.served_model import fingerprint
+from serve_app.http.text import TextCodec
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of
+from tests.talking_tokenizer import talking_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest_asyncio.fixture
+async def front() -> AsyncIterator[AsgiFront]:
+    tokenizer = talking_tokenizer()
+    async with asgi_front(TextCodec(tokenizer, ()), {"served_names": ["other", MODEL]}) as front:
+        yield front
+
+
+async def posted(front: AsgiFront, path: str, **fields: Any) -> Any:
+    response = await front.http.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_a_text_and_its_tokens(front: AsgiFront) -> None:
+    answer = await posted(front, "/tokenize", model="other", prompt="hé<think>", return_token_strs=True)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 4
+    assert answer["token_strs"][-1] == "<think>"
+    assert answer["max_model_len"] == 4096
+    assert await posted(front, "/detokenize", tokens=answer["tokens"]) == {"prompt": "hé<think>"}
+
+
+async def test_the_tokens_of_a_conversation_are_those_it_is_answered_from(front: AsgiFront) -> None:
+    answer = await posted(front, "/tokenize", messages=[USER], chat_template_kwargs={"enable_thinking": True})
+    front.plays([Ended(Finish.STOP)])
+    await front.openai.chat.completions.create(
+        model=MODEL, messages=[USER], extra_body={"chat_template_kwargs": {"enable_thinking": True}}
+    )
+    assert tuple(answer["tokens"]) == front.prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),
+        ("/tokenize", {"prompt": "a" * (4096 * 12 + 1)}, 400, "prompt"),
+        ("/tokenize", {"messages": [USER], "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": [USER], "chat_template": "x"}, 400, "chat_template"),
+        ("/detokenize", {"tokens": [1, 1 << 40]}, 400, "tokens"),
+        ("/detokenize", {"tokens": []}, 400, "tokens"),
+    ],
+)
+async def test_what_is_wrong_is_named(front: AsgiFront, path: str, fields: Any, status: int, param: str) -> None:
+    response = await front.http.post(path, json=fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+async def test_the_model_answers_to_all_its_names(front: AsgiFront) -> None:
+    models = await front.openai.models.list()
+    assert [(model.id, model.model_dump()["max_model_len"]) for model in models.data] == [
+        (MODEL, 4096),
+        ("other", 4096),
+    ]
+    assert (await front.openai.models.retrieve("other")).id == "other"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await front.openai.models.retrieve("nobody")
+    assert caught.value.code == "model_not_found"
+    front.plays([Ended(Finish.STOP)])
+    assert (await front.openai.completions.create(model="other", prompt="a")).model == "other"
+
+
+async def test_answers_tell_what_they_were_made_with(front: AsgiFront) -> None:
+    front.plays([Ended(Finish.STOP)])
+    whole = await front.openai.completions.create(model=MODEL, prompt="a")
+    stream = await front.openai.completions.create(model=MODEL, prompt="a", stream=True)
+    fingerprints = {chunk.system_fingerprint async for chunk in stream} | {whole.system_fingerprint}
+    assert fingerprints == {fingerprint(config_of({}), "")}
+
+
+def test_a_fingerprint_is_of_what_decides_answers() -> None:
+    config = config_of({})
+    assert fingerprint(config, "a") == fingerprint(config_of({"routers": 2}), "a")
+    assert fingerprint(config, "a") != fingerprint(config, "b")
+    other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    assert fingerprint(other, "a") != fingerprint(config, "a")
+
+
+async def test_the_usage_tells_what_of_each_prompt_was_cached(front: AsgiFront) -> None:
+    (emit,) = front.emits("a")
+    front.plays([replace(emit, cached=3), emit, Ended(Finish.STOP)])
+    answer = await front.openai.completions.create(model=MODEL, prompt=["one", "two"], n=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 6
+
+
+async def test_the_version(front: AsgiFront) -> None:
+    assert (await front.http.get("/version")).json().keys() == {"version"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code"),
+    [
+        ("/v1/completions", {"prompt": "a", "temprature": 1}, "unknown_parameter"),
+        ("/v1/completions", {}, "missing_required_parameter"),
+        ("/v1/completions", {"prompt": "a", "n": "1"}, "invalid_type"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "invalid_value"),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, "unsupported_value"),
+        ("/v1/completions", {"prompt": "a" * 5000}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 4096}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 4095, "model": "nobody"}, "model_not_found"),
+        ("/v1/nothing", {}, "not_found"),
+    ],
+)
+async def test_errors_have_the_codes_that_clients_know(front: AsgiFront, path: str, fields: Any, code: str) -> None:
+    response = await front.http.post(path, json={"model": MODEL} | fields)
+    assert response.json()["error"]["code"] == code
+
+
+# ------------------------------------------------------------ the description
+
+
+async def described(front: AsgiFront) -> Any:
+    return (await front.http.get("/openapi.json")).json()
+
+
+def validator(document: Any, schema: Any) -> Draft202012Validator:
+    return Draft202012Validator({**schema, "components": document["components"]})
+
+
+async def test_every_endpoint_is_described_and_there(front: AsgiFront) -> None:
+    document = await described(front)
+    app_routes = {
+        (method.lower(), route.path.replace("{name:path}", "{name}"))
+        for route in front.app.routes
+        for method in route.methods - {"HEAD"}
+    }
+    told = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert app_routes - {("get", "/openapi.json"), ("get", "/docs")} == told
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "stop": "b"}),
+        ("/v1/completions", {"prompt": [[1], [2]], "stop": ["b"], "best_of": 1}),
+        ("/v1/chat/completions", {"messages": [USER, {"role": "assistant", "content": None}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/responses", {"input": [USER]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+async def test_what_is_asked_and_answered_is_as_described(front: AsgiFront, path: str, fields: Any) -> None:
+    front.plays([*front.emits("Hello."), Ended(Finish.STOP)])
+    document = await described(front)
+    operation = document["paths"][path]["post"]
+    asked = {"model": MODEL} | fields
+    validator(document, operation["requestBody"]["content"]["application/json"]["schema"]).validate(asked)
+    answer = await posted(front, path, **asked)
+    validator(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer)
+
+
+@pytest.mark.parametrize("fields", [{"prompt": 1}, {"prompt": "a", "best_of": 2}, {"prompt": "a", "unknown": 1}, {}])
+async def test_what_is_refused_is_not_as_described(front: AsgiFront, fields: Any) -> None:
+    document = await described(front)
+    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert not validator(document, schema).is_valid({"model": MODEL} | fields)
+    refused = await front.http.post("/v1/completions", json={"model": MODEL} | fields)
+    error = document["paths"]["/v1/completions"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    validator(document, error).validate(refused.json())
+
+
+class Links(HTMLParser):
+    """What a page would have a browser ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+async def test_the_page_names_every_field_and_asks_no_other_host(front: AsgiFront) -> None:
+    page = (await front.http.get("/docs")).text
+    links = Links()
+    links.feed(page)
+    assert links.found == ["openapi.json"]
+    document = await described(front)
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
+        for field in document["components"]["schemas"][name]["properties"]:
+            assert f"<code>{field}</code>" in page
+    assert json.dumps(document).count("http://") == 0

@@ -1,0 +1,166 @@
+"""Responses through OpenAI's client: what they ask of the model, and how its answer is told."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, get_type_hints
+
+import openai
+import pytest
+import pytest_asyncio
+from openai.types.responses import response_create_params as params
+
+from cluster.errors import TargetLostError
+from cluster.routing.session import Ended
+from protos.messages import Finish
+from serve_app.http.wire.responses_input import ResponsesRequest
+from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
+
+WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
+SAID = f"<think>where</think>I look.\n{CALL}<|im_end|>"
+
+
+@pytest_asyncio.fixture
+async def front() -> AsyncIterator[AsgiFront]:
+    async with asgi_front(talking_codec()) as front:
+        yield front
+
+
+def test_every_field_that_the_openai_client_sends_is_known() -> None:
+    assert (
+        get_type_hints(params.ResponseCreateParamsNonStreaming).keys() - ResponsesRequest.model_fields.keys() == set()
+    )
+
+
+async def test_a_conversation_goes_round(front: AsgiFront) -> None:
+    front.plays([*front.emits(SAID, 3), STOP])
+    first = await front.openai.responses.create(
+        model=MODEL, input="Rain?", instructions="Be short.", tools=[WEATHER], store=False, metadata={"a": "b"}
+    )
+    assert (first.status, first.object, first.output_text, first.metadata) == (
+        "completed",
+        "response",
+        "I look.",
+        {"a": "b"},
+    )
+    thought, message, call = first.output
+    assert (thought.type, message.type, call.type) == ("reasoning", "message", "function_call")
+    assert thought.content[0].text == "where"
+    assert (call.name, call.arguments) == ("weather", '{"city": "Bern"}')
+    usage = first.usage
+    assert usage is not None
+    assert usage.output_tokens == len(front.codec.encode(SAID))
+    assert usage.output_tokens_details.reasoning_tokens == len("where")
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+    front.generator.generations.clear()
+    came = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    sent_back = [item.model_dump(exclude_none=True) for item in first.output]
+    await front.openai.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "Rain?"}, *sent_back, came], tools=[WEATHER]
+    )
+    assert rendered(front).endswith(
+        "<|im_start|>user\nRain?<|im_end|>\n"
+        '<|im_start|>assistant\n<think>where</think>I look.<tool_call>{"name": "weather", "arguments":'
+        ' {"city": "Bern"}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_what_comes_again_is_another_turn(front: AsgiFront) -> None:
+    front.plays([STOP])
+    said = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    await front.openai.responses.create(model=MODEL, input=said, instructions="Be short.")
+    assert rendered(front).count("<|im_start|>assistant\n") == 3
+    assert rendered(front).startswith("<|im_start|>system\nBe short.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+async def test_events_tell_what_the_whole_response_holds(front: AsgiFront, size: int) -> None:
+    front.plays([*front.emits(SAID, size), STOP])
+    stream = await front.openai.responses.create(model=MODEL, input="Rain?", tools=[WEATHER], stream=True)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if not event.type.endswith("delta")]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.reasoning_text.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    whole = events[-1].response
+    assert whole.output == done
+    assert [item.id for item in done] == added
+    for item, kind in zip(done, ("reasoning_text", "output_text", "function_call_arguments"), strict=True):
+        deltas = [e.delta for e in events if e.type == f"response.{kind}.delta" and e.item_id == item.id]
+        assert "".join(deltas) == (item.arguments if kind.startswith("function") else item.content[0].text)
+    assert whole.usage is not None
+
+
+async def test_the_clients_own_accumulation_agrees(front: AsgiFront) -> None:
+    front.plays([*front.emits("<think>so</think>Yes.<|im_end|>", 2), STOP])
+    async with front.openai.responses.stream(model=MODEL, input="Rain?") as stream:
+        whole = await stream.get_final_response()
+    assert whole.output_text == "Yes."
+
+
+async def test_an_answer_that_was_cut_off_is_incomplete(front: AsgiFront) -> None:
+    front.plays([*front.emits("Once upon"), Ended(Finish.LENGTH)])
+    whole = await front.openai.responses.create(model=MODEL, input="Tell.", max_output_tokens=9)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.output[0].status == "incomplete"
+    (generation,) = front.generator.generations
+    assert generation.max_len == len(generation.prompt) + 9
+    stream = await front.openai.responses.create(model=MODEL, input="Tell.", stream=True)
+    assert [event.type async for event in stream][-1] == "response.incomplete"
+
+
+async def test_a_failure_under_way_ends_the_stream_as_one(front: AsgiFront) -> None:
+    front.plays([*front.emits("Once"), TargetLostError("gone")])
+    stream = await front.openai.responses.create(model=MODEL, input="Tell.", stream=True)
+    last = [event async for event in stream][-1]
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+
+
+async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
+    front.plays([*front.emits("a"), STOP])
+    text = (await front.http.post("/v1/responses", json={"model": MODEL, "input": "b", "stream": True})).text
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].message.content[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"max_output_tokens": 4096}, "max_output_tokens"),
+        ({"input": "x" * 5000}, "input"),
+        ({"unknown": 1}, "unknown"),
+        ({"min_p": 7.0}, "min_p"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await front.openai.responses.create(model=MODEL, input="hi", extra_body=fields)
+    assert caught.value.param == param
+    assert front.generator.generations == []

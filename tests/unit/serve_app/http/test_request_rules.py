@@ -1,0 +1,106 @@
+"""From a request's fields to a session's rules, scoring and prompt."""
+
+from typing import Any
+
+import pytest
+
+from cluster.errors import RequestError
+from protos.messages import TokenRules
+from protos.scores import Scoring
+from serve_app.http.request_rules import bad_words_of, check_rules, rules_of, scoring_of, truncated
+from serve_app.http.text import TextCodec
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
+
+VOCABULARY = 100
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "toy", "prompt": "x"} | fields)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "toy", "messages": [{"role": "user", "content": "x"}]} | fields)
+
+
+def test_a_plain_request_has_neutral_rules_and_no_scoring() -> None:
+    assert rules_of(completion(), 7, (), VOCABULARY) == TokenRules()
+    assert scoring_of(completion(), 7) == Scoring()
+
+
+def test_rules_are_what_the_fields_say_and_min_tokens_come_after_the_prompt() -> None:
+    request = completion(logit_bias={"5": 1.5, "07": -100}, allowed_token_ids=[9, 3, 9], min_tokens=4)
+    expected = TokenRules(((5, 1.5), (7, -100.0)), (3, 9), ((1, 2),), 11)
+    assert rules_of(request, 7, ((1, 2),), VOCABULARY) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"logit_bias": {"100": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [3, 100]}, "allowed_token_ids"),
+        ({"stop_token_ids": [2**31 - 1]}, "stop_token_ids"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match="outside the vocabulary of 100") as caught:
+        rules_of(completion(**fields), 7, (), VOCABULARY)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (completion(max_tokens=3, min_tokens=4), "min_tokens"),
+        (chat(max_completion_tokens=3, min_tokens=4), "min_tokens"),
+        (completion(stream=True, prompt_logprobs=0), "prompt_logprobs"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(request_: CompletionRequest, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_rules(request_)
+    assert caught.value.field == field
+
+
+def test_as_many_tokens_at_least_as_at_most_are_no_contradiction() -> None:
+    check_rules(completion(max_tokens=4, min_tokens=4))
+
+
+def test_scores_are_those_that_are_asked_for() -> None:
+    assert scoring_of(completion(logprobs=3), 7) == Scoring(3)
+    assert scoring_of(completion(logprobs=3, echo=True), 7) == Scoring(3, 3)
+    assert scoring_of(completion(logprobs=3, echo=True, prompt_logprobs=5), 7) == Scoring(3, 5)
+    assert scoring_of(completion(echo=True), 7) == Scoring()
+    assert scoring_of(chat(logprobs=True), 7) == Scoring(0)
+    assert scoring_of(chat(logprobs=True, top_logprobs=2), 7) == Scoring(2)
+    assert scoring_of(chat(prompt_logprobs=0), 7) == Scoring(None, 0)
+
+
+def test_more_numbers_of_a_prompt_than_fit_into_a_message_are_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        scoring_of(completion(prompt_logprobs=20), 60_000)
+    assert caught.value.field == "prompt_logprobs"
+
+
+def test_a_bad_word_is_forbidden_as_it_begins_and_as_it_follows_a_space(codec: TextCodec) -> None:
+    words = bad_words_of(completion(bad_words=["ab", " ab", "c"]), codec)
+    assert words == (
+        codec.encode_plain("ab"),
+        codec.encode_plain(" ab"),
+        codec.encode_plain("c"),
+        codec.encode_plain(" c"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, (1, 2, 3, 4, 5)),
+        ({"truncate_prompt_tokens": 2}, (4, 5)),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, (1, 2)),
+        ({"truncate_prompt_tokens": 9}, (1, 2, 3, 4, 5)),
+        ({"truncate_prompt_tokens": -1}, (2, 3, 4, 5)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 3}, (4, 5)),
+    ],
+)
+def test_a_prompt_is_truncated_as_asked(fields: dict[str, Any], kept: tuple[int, ...]) -> None:
+    assert truncated(completion(**fields), (1, 2, 3, 4, 5), context=5) == kept

@@ -1,0 +1,132 @@
+"""Event streams: comments while nothing comes, failures before and after the first event, clients that leave."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from cluster.errors import TargetLostError
+from serve_app.http.failures import Failure
+from serve_app.http.metrics import RequestRecord
+from serve_app.http.streaming import KEEP_ALIVE, EventStream, first_of
+
+SOON_S = 0.001  # how long nothing comes before a comment does
+NEVER_S = 1e6
+
+
+class Listener:
+    """A client: what it was sent, and what happens when it gets something."""
+
+    def __init__(self) -> None:
+        self.bodies: list[str] = []
+        self.heard: dict[str, asyncio.Event] = {}
+        self.leaves = asyncio.Event()
+
+    def hears(self, text: str) -> Awaitable[Any]:
+        return self.heard.setdefault(text, asyncio.Event()).wait()
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            text = message["body"].decode()
+            self.bodies.append(text)
+            self.heard.setdefault(text, asyncio.Event()).set()
+
+    async def receive(self) -> Any:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
+def as_failure(failure: Failure) -> str:
+    return f"failed: {failure.detail.code}"
+
+
+async def stream(events: AsyncGenerator[str, None], client: Listener, keep_alive_s: float) -> RequestRecord:
+    record = RequestRecord()
+    first = await first_of(events, client.receive, keep_alive_s)
+    await EventStream(first, events, record, keep_alive_s, as_failure, {})({}, client.receive, client.send)
+    return record
+
+
+async def told(make: Callable[[Listener], AsyncGenerator[str, None]], keep_alive_s: float) -> list[str]:
+    client = Listener()
+    async with asyncio.timeout(20):
+        await stream(make(client), client, keep_alive_s)
+    assert client.bodies[-1] == ""
+    return client.bodies[:-1]
+
+
+async def test_events_come_as_they_are() -> None:
+    async def events(_: Listener) -> AsyncGenerator[str, None]:
+        yield "a"
+        yield "b"
+
+    assert await told(events, NEVER_S) == ["a", "b"]
+
+
+async def test_a_comment_comes_while_nothing_does() -> None:
+    async def events(client: Listener) -> AsyncGenerator[str, None]:
+        yield "a"
+        await client.hears(KEEP_ALIVE)
+        yield "b"
+
+    bodies = await told(events, SOON_S)
+    assert (bodies[0], bodies[-1], set(bodies[1:-1])) == ("a", "b", {KEEP_ALIVE})
+
+
+async def test_a_comment_comes_before_the_first_event_too() -> None:
+    async def events(client: Listener) -> AsyncGenerator[str, None]:
+        await client.hears(KEEP_ALIVE)
+        yield "a"
+
+    bodies = await told(events, SOON_S)
+    assert (bodies[0], bodies[-1]) == (KEEP_ALIVE, "a")
+
+
+async def test_a_failure_before_anything_came_is_raised() -> None:
+    closed = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            raise TargetLostError("gone")
+            yield ""
+        finally:
+            closed.append(True)
+
+    with pytest.raises(TargetLostError):
+        await first_of(events(), Listener().receive, NEVER_S)
+    assert closed == [True]
+
+
+async def test_a_failure_after_a_comment_is_an_event() -> None:
+    async def events(client: Listener) -> AsyncGenerator[str, None]:
+        await client.hears(KEEP_ALIVE)
+        raise TargetLostError("gone")
+        yield ""
+
+    client = Listener()
+    async with asyncio.timeout(20):
+        record = await stream(events(client), client, SOON_S)
+    assert record.status == 503
+    assert client.bodies[-2] == "failed: target_lost"
+
+
+@pytest.mark.parametrize("came", [[], ["a"]])
+async def test_who_leaves_ends_the_source(came: list[str]) -> None:
+    client = Listener()
+    closed = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            for event in came:
+                yield event
+            client.leaves.set()
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    async with asyncio.timeout(20):
+        with pytest.raises(ClientDisconnect):
+            await stream(events(), client, NEVER_S)
+    assert closed == [True]

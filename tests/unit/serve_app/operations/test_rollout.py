@@ -1,0 +1,46 @@
+"""Where a deployment answers, and what is refused before anything is changed."""
+
+from typing import Any
+
+import pytest
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.errors import ConfigError
+from serve_app.operations.fitting import Node
+from serve_app.operations.rollout import check_fit, endpoints
+
+
+def config(**server: Any) -> SlipstreamConfig:
+    return validated({"model": {"target": "t"}, "draft": {"method": "prompt_lookup"}, "server": server})
+
+
+def details(host: str, port: int, *proxies: str) -> dict[str, Any]:
+    by_node = {f"node{index}": {"node_ip": ip} for index, ip in enumerate(proxies)}
+    return {"http_options": {"host": host, "port": port}, "proxies": by_node}
+
+
+def test_all_addresses_are_those_of_the_nodes_with_a_proxy() -> None:
+    reached = endpoints(details("0.0.0.0", 80, "10.0.0.2", "10.0.0.1"), config(host="0.0.0.0", port=80))
+    assert reached.urls == ("http://10.0.0.1:80", "http://10.0.0.2:80")
+    assert reached.differs is None
+
+
+def test_one_address_is_that_address() -> None:
+    assert endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config()).urls == ("http://127.0.0.1:8000",)
+
+
+def test_a_serve_that_listens_elsewhere_already_is_told_of() -> None:
+    reached = endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config(port=9000))
+    assert reached.urls == ("http://127.0.0.1:8000",)
+    assert reached.differs is not None
+    assert "listens on 127.0.0.1:8000, not on 127.0.0.1:9000" in reached.differs
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_all_that_it_lacks() -> None:
+    with pytest.raises(ConfigError, match="cannot hold this configuration") as refusal:
+        check_fit(config(), [Node("n", "10.0.0.1", {"CPU": 0.01}, {})])
+    assert [line.strip().split(":")[0] for line in str(refusal.value).splitlines()[1:4]] == [
+        "target.resources_per_rank",
+        "draft.resources",
+        "server.routers",
+    ]

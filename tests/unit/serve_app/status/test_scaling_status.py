@@ -1,0 +1,35 @@
+"""What `slipstream status` shows of the pools' sizes."""
+
+from dataclasses import asdict
+
+from cluster.autoscaling.reports import DraftReport, TargetReport
+from cluster.config import DraftPool, DraftReplicas, TargetPool, TargetReplicas
+from cluster.placement import draft_scaling_options, target_scaling_options
+from serve_app.status.scaling_status import pools_table
+
+TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
+DRAFTERS = DraftPool(method="prompt_lookup", max_sessions=4, replicas=DraftReplicas(min=0, max=2))
+ROUTER = {
+    "pools": {
+        "target": target_scaling_options(TARGETS)["autoscaling_config"],
+        "draft": draft_scaling_options(DRAFTERS)["autoscaling_config"],
+    }
+}
+
+
+def test_each_pool_says_what_it_needs_and_why() -> None:
+    target = {"report": asdict(TargetReport(running=16, queued=1, drafted=4, undrafted=12))}
+    drafter = {"report": asdict(DraftReport(shared=0.1))}
+    made = pools_table([target], [drafter], [ROUTER])
+    pools, replicas, bounds, needed, why = ([str(cell) for cell in column.cells] for column in made.columns)
+    assert pools == ["targets", "drafters"]
+    assert replicas == ["1", "1"]
+    assert bounds == ["1 to 4", "0 to 2"]
+    assert needed == ["3", "2"]
+    assert why[0].startswith("16.0 sessions run and 1.0 queue")
+    assert why[1].startswith("16.0 sessions want drafts (12.0 have no drafter)")
+
+
+def test_an_empty_draft_pool_is_shown_too() -> None:
+    made = pools_table([{"report": asdict(TargetReport())}], [], [ROUTER])
+    assert [str(cell) for cell in made.columns[3].cells] == ["1", "0"]
