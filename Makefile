@@ -5,8 +5,8 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: bench chaos check demo docs models page-pictures random_scenarios setup test test-browser test-clients test- \
-	exhaustive test-gpu test-hostile test-mutations
+.PHONY: bench chaos check demo docs models page-pictures random_scenarios setup test test-browser test-clients \
+	test-exhaustive test-gpu test-hostile test-mutations test-vllm
 
 setup: .venv/.complete
 
@@ -69,6 +69,17 @@ test-clients: setup .clients/.complete
 .clients/.complete: tests/clients/requirements.txt
 	$(PYTHON) -m venv .clients
 	.clients/bin/pip install -r $<
+	touch $@
+
+# vLLM as a target's engine, in an environment of its own; skipped, with a word, where its wheel is not to be had.
+test-vllm: .venv-vllm/.complete
+	@test -x .venv-vllm/bin/pytest || { echo 'skipped: the packages of constraints-vllm.txt are not to be had here'; exit 0; } \
+		&& .venv-vllm/bin/pytest tests/vllm -rs --timeout 1800
+
+.venv-vllm/.complete: constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	# All that is needed is listed: vLLM's own requirements would bring sound, pictures and Triton along.
+	.venv-vllm/bin/pip install --no-deps -r constraints-vllm.txt || true
 	touch $@
 
 # Thousands of random fault schedules in the simulator; a few minutes.

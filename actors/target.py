@@ -17,6 +17,7 @@ from actors.transport.streams import Outbox, StatesOutbox
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send, states_stream, stream_name
+from cluster.engines.session_memory import SessionMemory
 from cluster.errors import EngineError
 from cluster.pacing.policy import Pacing
 from cluster.progress import Patience, ProgressWatch
@@ -36,7 +37,8 @@ Computed = TypeVar("Computed")
 class TargetReplica:
     """Serves sessions for routers, with blocks from drafters.
 
-    `vocabulary` and `target_model` are the fingerprints that callers must share.
+    `vocabulary` and `target_model` are the fingerprints that callers must share. `memory` is the engine's, if it keeps
+    its pages itself.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class TargetReplica:
         step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracer: SessionTracer | None = None,
+        memory: SessionMemory | None = None,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = VerificationScheduler(limits, pacing, step_cost)
+        self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self.decided_tokens = 0  # by steps; where a session ends, those after its end count too

@@ -27,6 +27,7 @@ from cluster.draft_options import (
     StatesOptions,
     SuffixOptions,
 )
+from cluster.engines.vllm_options import faults_of
 from cluster.errors import ConfigError
 from cluster.kubernetes_options import KubernetesOptions
 from cluster.tracing.tracing_options import TracingConfig
@@ -153,6 +154,14 @@ def _check_places(replicas: Replicas, max_sessions: int) -> None:
 class TargetPool(_Frozen):
     """The pool of tensor-parallel target replicas."""
 
+    engine: Literal["slipstream", "vllm"] = Field(
+        "slipstream",
+        description="vllm: forwards, pages and prompts are vLLM's, an extra to install; drafts are chains then,"
+        " and acceptance is coupled",
+    )
+    vllm: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of vLLM's own, by the names of its EngineArgs, as quantization"
+    )
     tensor_parallel: Positive = Field(1, description="ranks of one replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
@@ -171,6 +180,20 @@ class TargetPool(_Frozen):
     @model_validator(mode="after")
     def _has_places(self) -> Self:
         _check_places(self.replicas, self.max_sessions)
+        return self
+
+    @model_validator(mode="after")
+    def _knows_its_engine(self) -> Self:
+        if self.engine == "slipstream" and self.vllm:
+            raise ValueError("vllm has arguments, but engine is slipstream; set target.engine to vllm")
+        if faults := faults_of(self.vllm):
+            raise ValueError("; ".join(faults))
+        if self.engine == "vllm" and self.cache_per_rank.page_size != CacheConfig().page_size:
+            raise ValueError("cache_per_rank.page_size is vllm.block_size where vLLM keeps the pages; leave it out")
+        if self.engine == "vllm" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
+            raise ValueError(
+                "cache_per_rank.gib is missing: vLLM would take nine tenths of a host's memory; say how much it may"
+            )
         return self
 
 
@@ -355,6 +378,20 @@ class SlipstreamConfig(_Frozen):
     def served_names(self) -> tuple[str, ...]:
         """All names of the model, of which the first is its own."""
         return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> Self:
+        """A vLLM target decides by its own draws, and sends no hidden states."""
+        if self.target.engine != "vllm":
+            return self
+        if self.speculation.acceptance == "ratio":
+            raise ValueError("speculation.acceptance is ratio, a vLLM target decides by its own draws: use coupled")
+        if self.draft.model_method in STATE_READERS:
+            raise ValueError(
+                f"draft.method {self.draft.method} reads the target's hidden states, which a vLLM target does not send;"
+                " use a method that reads none, or target.engine slipstream"
+            )
+        return self
 
 
 MOVED: Mapping[str, str] = MappingProxyType(

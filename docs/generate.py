@@ -95,7 +95,8 @@ def _kind(field: Json) -> str:
     if field["type"] == "object" and field["additionalProperties"] is True:
         return "mapping"
     if field["type"] == "object":
-        return f"mapping of names to {_kind(field['additionalProperties'])}s"
+        values = field["additionalProperties"]
+        return "mapping" if values is True else f"mapping of names to {_kind(values)}s"
     if field["type"] == "array":
         items = field["items"]
         return f"list of {_kind(items)}" + ("" if "enum" in items else "s")

@@ -16,19 +16,16 @@ from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.util import get_current_placement_group
 
 from actors.drafter import Drafter
-from actors.engine.process import compute_in_background, run_on, use_cpu
-from actors.engine.tensor_parallel import RankGroup, RankSpec
+from actors.engine.process import compute_in_background, use_cpu
 from actors.grammars.grammar_compiler import grammars_of
 from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
-from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
+from actors.methods.registry import create_method, state_bounds, states_format
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import (
-    check_tensor_parallel,
     checkpoint_fingerprint,
     local_folder,
     vocabulary,
@@ -50,7 +47,6 @@ from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
-from cluster.verification.bounds import VerificationLimits
 from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host, place
 from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
@@ -69,6 +65,7 @@ from serve_app.replica_counters import (
     target_counts,
 )
 from serve_app.serve_logging import log_under_serve
+from serve_app.target_engines import start_engine
 
 log = logging.getLogger("ray.serve")
 
@@ -94,45 +91,21 @@ class TargetDeployment:
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         log_under_serve()
-        pool = config.target
-        model = config.model
-        folder = local_folder(model.target)
-        check_tensor_parallel(folder, pool.tensor_parallel)
-        tokens = vocabulary(folder)
-        capture = capture_spec(config.draft, folder, model.dtype)
-        spec = RankSpec(
-            folder=str(folder),
-            vocabulary=max(tokens) + 1,
-            dtype=model.dtype,
-            sessions=pool.max_sessions,
-            context=model.max_context,
-            cache=pool.cache_per_rank,
-            resources=pool.resources_per_rank,
-            ranks=pool.tensor_parallel,
-            capture=capture,
-        )
         self._tracing = ServiceTracing(config.tracing, "target")
-        run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
-        self._engine = await RankGroup.start(spec, get_current_placement_group())
+        folder = local_folder(config.model.target)
+        tokens = vocabulary(folder)
+        started = await start_engine(config, folder, tokens)
+        self._engine = started.engine
         self._replica = TargetReplica(
             self._engine,
-            VerificationLimits(
-                vocabulary=spec.vocabulary,
-                max_context=model.max_context,
-                max_sessions=pool.max_sessions,
-                max_step_tokens=pool.max_step_tokens,
-                pages=self._engine.pages,
-                page_size=spec.cache.page_size,
-                trees=self._engine.takes_trees,
-                states=capture.format if capture is not None else None,
-                keeps_states=config.draft.states.keep,
-            ),
+            started.limits,
             vocabulary_fingerprint(tokens),
             checkpoint_fingerprint(folder),
-            pool.step_timeout_s,
+            config.target.step_timeout_s,
             pacing_of(config.speculation),
             self._engine.step_cost,
             tracer=self._tracing.sessions("verify"),
+            memory=started.memory,
         )
         self._attention = attention_counts([report.attention for report in self._engine.reports])
         self._method = config.draft.method
@@ -141,7 +114,7 @@ class TargetDeployment:
         self._model = config.model.name
         self._mirror = RayMirror(self._levels)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
-        self._drain_s = pool.drain_s
+        self._drain_s = config.target.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
 

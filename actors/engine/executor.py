@@ -5,21 +5,19 @@ Knows what each session was fed; does not know why a row is in a step, nor who o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
-from actors.compute.to_device import to_device
 from actors.engine.runner import Runner
 from actors.grammars.grammar_compiler import GrammarCompiler
 from actors.sampling.logits.makers import MAKERS, chain_of
 from actors.sampling.logits.processor import Maker, ProcessorChain
 from actors.sampling.margin import margin
-from actors.sampling.reference import BlockDecision, DrawAddress
+from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from actors.sampling.scoring import score
+from actors.sampling.scoring import decided_scores, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan
 from protos.messages import Open
 from protos.scores import TokenScore
@@ -125,10 +123,11 @@ class StepExecutor:
         rows = [row for row in plan.rows if row.decide]
         blocks = [self._block(row) for row in rows]
         decisions = decide(blocks, logits)
-        scores = self._scores(rows, decisions, logits)
+        tops = [self._sessions[row.session].open.scoring.top for row in rows]
+        scores = decided_scores(blocks, decisions, tops, logits)
         outcomes = []
         at = 0
-        for row, block, decision in zip(rows, blocks, decisions, strict=True):
+        for row, block, decision, told in zip(rows, blocks, decisions, scores, strict=True):
             near = self._margin(row, block, logits[at])
             at += row.deciding
             kept = [row.draft.tokens[node] for node in decision.path]
@@ -140,33 +139,11 @@ class StepExecutor:
                     decision.path,
                     decision.next_token,
                     near,
-                    scores=scores.get(row.session, ()),
+                    scores=told,
                     prompt_scores=session.take_prompt_scores(),
                 )
             )
         return self._with_states(rows, outcomes)
-
-    def _scores(
-        self, rows: Sequence[Row], decisions: Sequence[BlockDecision], logits: Tensor
-    ) -> dict[str, tuple[TokenScore, ...]]:
-        """Of the decided tokens of sessions that ask for them, all at once."""
-        places: list[int] = []
-        tokens: list[int] = []
-        tops: list[int] = []
-        counts: dict[str, int] = {}
-        at = 0
-        for row, decision in zip(rows, decisions, strict=True):
-            top = self._sessions[row.session].open.scoring.top
-            if top is not None:
-                places += [at, *[at + 1 + node for node in decision.path]]
-                tokens += [*[row.draft.tokens[node] for node in decision.path], decision.next_token]
-                counts[row.session] = len(decision.path) + 1
-                tops += [top] * counts[row.session]
-            at += row.deciding
-        if not counts:
-            return {}
-        found = iter(score(logits[to_device([places], logits.device)[0]], tokens, tops))
-        return {session: tuple(islice(found, count)) for session, count in counts.items()}
 
     def _with_states(self, rows: list[Row], outcomes: list[Outcome]) -> list[Outcome]:
         """With those that are to ride with the verdicts, all read at once."""

@@ -4,13 +4,13 @@ Every rank holds plain tensors: its rows or columns of the split layers and all 
 to the other ranks, the rest does not know that there are any.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from actors.compute.collectives import Group
 from cluster.errors import ModelError
@@ -119,8 +119,13 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
 def _styles(model: PreTrainedModel) -> dict[str, str]:
     """The plan for every layer and parameter that it names."""
     names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
-    wanted = {name: model.tp_plan.get(replace_layer_number_by_wildcard(name)) for name in names}
+    wanted = {name: model.tp_plan.get(_in_plan(name)) for name in names}
     return {name: style for name, style in wanted.items() if style is not None}
+
+
+def _in_plan(name: str) -> str:
+    """A layer's name as plans have it, which say the same of all layers: a number between dots is any number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _split(whole: nn.Linear, style: str, group: Group) -> tuple[nn.Linear, Cut]:

@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from cluster.dispatch import Send
-from cluster.page_allocator import PageAllocator, PageCopy
+from cluster.engines.session_memory import SessionMemory
+from cluster.page_allocator import PageCopy
 from cluster.verification.sequence import TargetSession
 from protos.messages import Leaving, Open, Refusal, RefusalReason
 
@@ -18,7 +19,7 @@ LEAVES = "this target replica is stopping"
 class Admission:
     """All sessions of a replica; what the engine is to open and close is collected for the next step."""
 
-    def __init__(self, limit: int, pages: PageAllocator) -> None:
+    def __init__(self, limit: int, pages: SessionMemory) -> None:
         self.running: dict[str, TargetSession] = {}  # they have a place in the cache; oldest first
         self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
@@ -59,7 +60,6 @@ class Admission:
             shared = session.prefix.tokens if session.may_share else ()
             session.cached_len = self.pages.open(name, shared, session.open.cache_salt.encode())
             if not session.in_engine:  # else it was preempted, and finds its own pages
-                session.is_prefix_cached = session.cached_len > 0
                 session.prefix_cached = session.cached_len
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)

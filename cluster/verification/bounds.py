@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.verification.early_messages import BufferLimits
-from protos.messages import Block, Open
+from protos.messages import Acceptance, Block, Open
 from protos.states import StatesFormat
 
 
@@ -18,6 +18,7 @@ class VerificationLimits:
     pages: int = 4096  # of the cache
     page_size: int = 16  # positions
     trees: bool = True  # whether the engine attends to them
+    own_draws_only: bool = False  # whether all that the engine tells is what it draws itself
     states: StatesFormat | None = None  # of the hidden states that the engine captures, if it does
     keeps_states: bool = True  # whether it keeps them beside the cache
     max_queued: int = 1024
@@ -29,6 +30,10 @@ class VerificationLimits:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
             return f"max_len is {request.max_len}, the context holds {self.max_context} tokens"
+        if self.own_draws_only and request.acceptance is Acceptance.RATIO and not request.sampling.greedy:
+            return "acceptance is ratio, this target decides by its own draws; ask for coupled, as with a seed"
+        if self.own_draws_only and request.scoring.prompt_top is not None:
+            return "scores of a prompt are asked for, this target tells those of generated tokens alone"
         if pages > self.pages:
             return f"max_len is {request.max_len}, the cache holds {self.pages * self.page_size} tokens"
         return ""

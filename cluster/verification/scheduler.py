@@ -15,12 +15,13 @@ from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
 from cluster.dispatch import Send
 from cluster.drafting.requests import max_block_len
+from cluster.engines.session_memory import OwnPages, SessionMemory
 from cluster.pacing.acceptance import AcceptanceCounts
 from cluster.pacing.health import SilentDrafters
 from cluster.pacing.pacer import Pacer, StepShape
 from cluster.pacing.policy import Adaptive, Pacing
 from cluster.pacing.step_cost import StepCost
-from cluster.page_allocator import PageAllocator, PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
@@ -37,17 +38,21 @@ log = logging.getLogger(__name__)
 
 
 class VerificationScheduler:
-    """All sessions of one target replica."""
+    """All sessions of one target replica; `memory` by default pages of its own."""
 
     def __init__(
-        self, limits: VerificationLimits, pacing: Pacing | None = None, step_cost: ForwardCost | None = None
+        self,
+        limits: VerificationLimits,
+        pacing: Pacing | None = None,
+        step_cost: ForwardCost | None = None,
+        memory: SessionMemory | None = None,
     ) -> None:
         self._limits = limits
         policy = pacing or Adaptive()
         self._pacer = Pacer(policy, step_cost)
         self._silent = SilentDrafters()
         self._timing = StepTiming(policy, self._silent)
-        self._pages = PageAllocator(limits.pages, limits.page_size, secrets.token_bytes(16))
+        self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._admission = Admission(limits.max_sessions, self._pages)
         self._counts = BlockCounts()
         self.sentinel = AcceptanceSentinel()
@@ -119,11 +124,12 @@ class VerificationScheduler:
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
         running = self._admission.running
+        self._in_step = self._as_fed(self._in_step)
         for session, row in self._in_step:
             name = row.session
             if running.get(name) is not session:
                 continue  # closed or replaced while the engine computed
-            session.cached_len = row.start + len(row.tokens)
+            session.fed(row)
             session.waiting_since = now
             if not session.open.audit:
                 # Before the verdict: a session may end with it, and what it was fed stays useful.
@@ -140,8 +146,6 @@ class VerificationScheduler:
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
             committed = sum(outcome.accepted + 1 for outcome in decoded)
             self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
-        for session, _ in self._in_step:
-            session.in_step = False
         self._in_step = []
         self.step_s += seconds
         self._free_since = now
@@ -246,6 +250,15 @@ class VerificationScheduler:
             self._admission.order.move_to_end(name)
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
+
+    def _as_fed(self, planned: list[tuple[TargetSession, Row]]) -> list[tuple[TargetSession, Row]]:
+        """A row that was fed otherwise than planned counts as it was fed; one that was not fed is due again."""
+        fed = [(session, row) for session, at_first in planned if (row := self._pages.fed(at_first)) is not None]
+        for session, _ in planned:
+            session.in_step = False
+        if fed != planned:
+            self._step_shape = _shape_of(fed, self._admission.running.values())
+        return fed
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""

@@ -24,7 +24,7 @@ class AcceptanceSentinel:
         if session.drafter is None:
             return None  # it has left, and what it is good for is no longer asked
         drafter = peer_of(session.drafter)
-        self.tally.block_verified(drafter, kind_of(length, session.is_prefix_cached), asked, accepted)
+        self.tally.block_verified(drafter, kind_of(length, session.prefix_cached > 0), asked, accepted)
         self._suspects.block(drafter, accepted)
         session.watch = session.watch.after(accepted)
         collapse = session.watch.collapse

@@ -1,4 +1,7 @@
-"""One session as its target replica has it: decided tokens, waiting blocks, and its next row."""
+"""One session as its target replica has it: decided tokens, waiting blocks, and its next row.
+
+Long because all that is known of a session is in one place.
+"""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -79,8 +82,7 @@ class TargetSession:
     waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
     decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
     stats: SessionStats = field(default_factory=SessionStats)
-    is_prefix_cached: bool = False  # whether it began on pages that were in the cache already
-    prefix_cached: int = 0  # tokens on these pages
+    prefix_cached: int = 0  # tokens on pages that were in the cache already when it began
     watch: CollapseWatch = CollapseWatch()
     feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
     ticket: Ticket | None = None  # the latest assignment's that was presented
@@ -137,6 +139,12 @@ class TargetSession:
         """The same, and it is not for want of hidden states that are on their way."""
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
+
+    def fed(self, row: Row) -> None:
+        """The row was computed: an engine with pages of its own finds only in the step what it had."""
+        if row.start > self.cached_len == 0:
+            self.prefix_cached = row.start
+        self.cached_len = row.start + len(row.tokens)
 
     def ready_block(self) -> Block | None:
         return self.buffer.ready(self.prefix)

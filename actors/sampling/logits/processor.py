@@ -69,11 +69,19 @@ class ProcessorChain:
         """The text, prompt included, is decided up to `length`, or as a whole."""
         end = len(text) if length is None else length
         assert end >= self._length, "what was decided is never taken back"
-        if end > self._length:
-            tokens = text[self._length : end]
+        self.advance(text[self._length : end])
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These tokens were decided after those that they know."""
+        if tokens:
             for processor in self._processors:
                 processor.advance(tokens)
-            self._length = end
+            self._length += len(tokens)
+
+    @property
+    def length(self) -> int:
+        """Of the text that they know, prompt included."""
+        return self._length
 
     def path(self, text: Sequence[int]) -> Path:
         """What of a longer text comes after the decided one."""

@@ -1,0 +1,71 @@
+"""vLLM's scheduler, for steps that are planned elsewhere: which requests are in one, and with which draft tokens.
+
+What vLLM keeps: pages, prefix sharing, prompts in pieces, preemption. Written for the vLLM that `arguments.VERSION`
+names: `scheduler_cls` is a field of its configuration, but vLLM promises nothing of what it inherits.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from actors.vllm_engine.fed_rows import fed_row, outcome_of
+from cluster.verification.step import Outcome, Row
+
+
+class BlockScheduler(Scheduler):  # type: ignore[misc]
+    """Holds every request that the plan leaves out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM would pad requests that come back with placeholders for drafts, which nobody drafted.
+        self.num_spec_tokens = 0
+        self._planned: Mapping[str, Row] = {}
+        self.fed: dict[str, Row] = {}  # of the latest step, by session
+        self.outcomes: list[Outcome] = []
+
+    def begin(self, planned: Mapping[str, Row]) -> None:
+        """The next step computes of these requests, as far as there is memory for them."""
+        self._planned = planned
+        self.fed = {}
+        self.outcomes = []
+
+    @property
+    def held_pages(self) -> int:
+        pool = self.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - pool.get_num_free_blocks())
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        for request in self.running:
+            row = self._planned.get(request.request_id)
+            if row is None:
+                request.next_decode_eligible_step = self.current_step + 2  # not in the step that begins now
+            request.spec_token_ids = list(row.draft.tokens) if row is not None and _is_decoding(request) else []
+        output = super().schedule(*args, **kwargs)
+        for name, scheduled in output.num_scheduled_tokens.items():
+            planned = self._planned[name]
+            request = self.requests[name]
+            drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            start = request.num_computed_tokens - scheduled
+            self.fed[planned.session] = fed_row(planned, request.all_token_ids, start, scheduled, drafted)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for name in scheduler_output.num_scheduled_tokens:
+            row = self.fed[self._planned[name].session]
+            sampled = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[name]]
+            if (outcome := outcome_of(row, sampled)) is not None:
+                self.outcomes.append(outcome)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Nobody drafts in this process."""
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        is_ready: bool = super()._handle_blocked_waiting_request(request)
+        return is_ready and request.request_id in self._planned
+
+
+def _is_decoding(request: Any) -> bool:
+    """Whether all but the last of its tokens are computed."""
+    return bool(request.num_computed_tokens == request.num_tokens - 1)

@@ -1,0 +1,34 @@
+"""From what vLLM scheduled and sampled to the rows and outcomes that the verification scheduler knows.
+
+Pure: vLLM's own types stay outside.
+"""
+
+from collections.abc import Sequence
+
+from cluster.verification.step import Outcome, Row
+from protos.draft_tree import NO_TREE
+
+
+def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, drafted: int) -> Row:
+    """What was fed of a planned row: `scheduled` tokens from position `start` on, the last `drafted` of them its draft.
+
+    `tokens` are all that is decided of the session. vLLM feeds prompts in pieces of its own, and computes again what
+    preemption has lost.
+    """
+    known = scheduled - drafted
+    end = start + known
+    assert end <= len(tokens), f"{planned.session} was fed {end} tokens, {len(tokens)} are decided"
+    assert not drafted or end == len(tokens), f"{planned.session} was fed a draft in the middle of its text"
+    draft = planned.draft.first(drafted) if drafted else NO_TREE
+    return Row(planned.session, (*tokens[start:end], *draft.tokens), start, end == len(tokens), (), draft)
+
+
+def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
+    """What vLLM sampled for a row: draft tokens that stand, then one more; None of a row that only fed a prompt."""
+    if not row.decide:
+        return None
+    accepted = len(sampled) - 1
+    draft = row.draft.tokens
+    assert 0 <= accepted <= len(draft), f"{row.session}: {len(sampled)} tokens came of a draft of {len(draft)}"
+    assert tuple(sampled[:-1]) == draft[:accepted], f"{row.session}: tokens stand that were not drafted"
+    return Outcome(row.session, tuple(range(accepted)), sampled[-1])

@@ -1,0 +1,69 @@
+"""A logits processor of vLLM's second model runner that draws with the noise that drafters share.
+
+vLLM is told temperature 0. The processor decides each block by the project's own rules and leaves, of every row that
+matters, one token: vLLM's argmax is then the draw itself, and its comparison with the draft is ours.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+from actors.sampling.logits.makers import MAKERS
+from actors.sampling.rejection_sampler import PendingBlock
+from actors.vllm_engine.session_draws import SessionDraws, Told, decide_all, request_in
+
+VOCABULARY_KEY = "slipstream_vocabulary"  # in vLLM's additional_config
+
+
+class SharedNoise(LogitsProcessor):  # type: ignore[misc]
+    """Of all requests, greedy ones too: what their model has beyond the vocabulary is never drawn."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self.makers = MAKERS
+        self.told: dict[str, Told] = {}  # of the latest step
+        self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
+        self._states = req_states
+        self._sessions: dict[int, SessionDraws] = {}  # by slot
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Again after a preemption, when all that was decided is read once more."""
+        request = request_in(sampling_params.extra_args)
+        self._sessions.pop(req_idx, None)
+        if request is not None:
+            self._sessions[req_idx] = SessionDraws.of(request, self.makers)
+        return request is not None
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        rows = torch.stack([ctx.expanded_idx_mapping.long(), ctx.pos.long(), ctx.input_ids.long()]).tolist()
+        slots, positions, fed = rows
+        starts = [row for row in range(len(slots)) if not row or slots[row] != slots[row - 1]]
+        spans = [(start, end) for start, end in zip(starts, [*starts[1:], len(slots)], strict=True)]
+        ours = [(start, end) for start, end in spans if self._decides(slots[start], positions[start] + 1)]
+        self.told = {}
+        if not ours:
+            return logits
+        blocks = [self._block(slots[start], positions[start] + 1, fed[start + 1 : end]) for start, end in ours]
+        wanted = torch.tensor([row for start, end in ours for row in range(start, end)], device=logits.device)
+        sessions = [self._sessions[slots[start]] for start, _ in ours]
+        decisions, self.told = decide_all(sessions, blocks, logits[wanted, : self._vocabulary])
+        drawn = []
+        for (start, _), block, decision in zip(ours, blocks, decisions, strict=True):
+            tokens = [*block.draft.tokens[: len(decision.path)], decision.next_token]
+            drawn += [(start + offset, token) for offset, token in enumerate(tokens)]
+        at, tokens = torch.tensor(drawn, device=logits.device).T
+        logits[at] = -torch.inf
+        logits[at, tokens] = 0.0
+        return logits
+
+    def _decides(self, slot: int, length: int) -> bool:
+        """Whether a row of ours is after all that is decided, not inside a prompt that comes in pieces."""
+        return slot in self._sessions and length >= int(self._states.prefill_len.np[slot])
+
+    def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:
+        def text(begin: int, end: int) -> Sequence[int]:
+            found: list[int] = self._states.all_token_ids.gpu[slot, begin:end].tolist()
+            return found
+
+        return self._sessions[slot].block(length, text, drafted)

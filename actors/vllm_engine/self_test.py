@@ -1,0 +1,102 @@
+"""Before it serves, a vLLM target is shown one right and one wrong block; what it says of them must be what it has to.
+
+Attributes that vLLM keeps to itself move between its versions, and what moved need not raise an error. The same session
+is decided plainly first, greedy and drawn with noise, and after each block the text has to be the same.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from cluster.errors import EngineError
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Acceptance, Open, Sampling
+
+Step = Callable[[StepPlan], list[Outcome]]
+PROMPT_TOKENS = 5
+PLAIN_TOKENS = 5
+STARTS = (1, 11, 23, 37)  # first tokens of prompts
+SESSION = "self-test"
+
+
+def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, longest: int) -> None:
+    """Raises EngineError if blocks of at most `longest` tokens are not decided as the specification has it.
+
+    `fed` is what the engine's memory says of a planned row. In 16 bits two logits may nearly tie, and then a block's
+    rounding differs from a single token's: one prompt of several has to be right, for what is broken is so for all.
+    """
+    for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0)):
+        faults = []
+        for start in STARTS:
+            fault = _fault_of(partial(_Trial, step, fed, vocabulary, sampling, start), longest)
+            if not fault:
+                break
+            faults.append(fault)
+        else:
+            raise EngineError(
+                f"vLLM's self-test failed at temperature {sampling.temperature:g}: {faults[0]}; this version of vLLM"
+                " does not do what the adapter was written for"
+            )
+
+
+def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
+    """What is wrong with the decisions about a right and a wrong block; empty if nothing is."""
+    plain = trial()
+    text, fault = plain.decide([NO_TREE] * PLAIN_TOKENS)
+    length = min(longest, PLAIN_TOKENS - 2)
+    if fault or not length:
+        return fault
+    right = tuple(text[1 : 1 + length])
+    wrong = ((right[0] + 1) % plain.vocabulary, *right[1:])
+    for name, tokens, expected in (("right", right, length), ("wrong", wrong, 0)):
+        found, fault = trial().decide([NO_TREE, DraftTree.chain(tokens)])
+        if fault:
+            return fault
+        if found != text[: 2 + expected]:
+            return f"after a {name} block of {length} tokens the text is {found}, expected {text[: 2 + expected]}"
+    return ""
+
+
+class _Trial:
+    """A session of its own, from the first token to its end."""
+
+    def __init__(
+        self, step: Step, fed: Callable[[Row], Row | None], vocabulary: int, sampling: Sampling, start: int
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._step = step
+        self._fed = fed
+        self._tokens = [token % vocabulary for token in range(start, start + PROMPT_TOKENS)]
+        self._open = Open(
+            session=SESSION,
+            attempt=0,
+            tokens=tuple(self._tokens),
+            prompt_len=PROMPT_TOKENS,
+            max_len=PROMPT_TOKENS + 2 * PLAIN_TOKENS,
+            stop_ids=(),
+            sampling=sampling,
+            seed=1,
+            choice=0,
+            hash_key=0,
+            acceptance=Acceptance.COUPLED,
+            max_draft_tokens=PLAIN_TOKENS,
+        )
+
+    def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:
+        """What is decided in so many steps, each with its draft; and what was fed wrong, if anything."""
+        start = 0
+        fault = ""
+        opens: tuple[Open, ...] = (self._open,)
+        for draft in drafts:
+            known = tuple(self._tokens[start:])
+            row = Row(SESSION, known + draft.tokens, start, decide=True, pages=(), draft=draft)
+            outcomes = self._step(StepPlan((), opens, (row,)))
+            opens = ()
+            fed = self._fed(row)
+            if fed is None or len(outcomes) != 1 or fed.draft != draft:
+                fault = f"it fed {fed}, expected {row}"
+                break
+            start = len(self._tokens) + outcomes[0].accepted
+            self._tokens += outcomes[0].tokens_of(fed)
+        self._step(StepPlan((SESSION,), (), ()))
+        return self._tokens[PROMPT_TOKENS:], fault

@@ -1,0 +1,143 @@
+"""In vLLM's workers: tokens are drawn as the project's own engine draws them, and drafts come from the scheduler.
+
+`DrawingWorker` extends vLLM's worker, by its `worker_extension_cls`. Both of vLLM's model runners are served: the first
+(on CPUs without Triton) lets no logits processor in beside drafts, so its sampler is replaced; the second has
+`noise_processor.py`, and keeps drafts on the device, where they are written before each forward.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.grammars.grammar_compiler import grammars_of
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.sampling.logits.makers import MAKERS
+from actors.sampling.logits.processor import Maker
+from actors.sampling.rejection_sampler import PendingBlock
+from actors.vllm_engine.session_draws import SessionDraws, Told, decide_all, request_in
+
+NOTHING = -1  # in vLLM's table of sampled tokens
+
+
+class NoProposer:
+    """For the first runner, which wants somebody who drafts in its process."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class NoSpeculator:
+    """The same for the second."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+    pcp_manager = None
+
+    def __init__(self, req_states: Any) -> None:
+        self._req_states = req_states
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
+        return drafts
+
+    def prepare_watermarking(self, *args: Any) -> None: ...
+
+
+class DrawingWorker:
+    """What a worker learns by being one of ours as well."""
+
+    model_runner: Any
+
+    def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
+        """Installs the draws; ids from `vocabulary` on are the model's padding. Returns which runner it found."""
+        self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
+        makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
+        runner = self.model_runner
+        if not hasattr(runner, "req_states"):
+            self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, makers)
+            runner._sample = self._slipstream_draws.sample
+            return "v1"
+        take_drafts_from_scheduler(runner)
+        self._slipstream_draws = next(found for found in runner.sampler.logits_processors if hasattr(found, "told"))
+        self._slipstream_draws.makers = makers
+        return "v2"
+
+    def begin_grammar(self, grammar: str) -> None:
+        """Has it compiled beside the steps."""
+        if self._slipstream_grammars is not None:
+            self._slipstream_grammars.begin(grammar)
+
+    def told(self) -> dict[str, Told]:
+        """What the latest step says beside its tokens, by session."""
+        found: dict[str, Told] = self._slipstream_draws.told
+        return found
+
+
+class FirstRunnerDraws:
+    """In the place of the first runner's sampler."""
+
+    def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
+        self.told: dict[str, Told] = {}
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._makers = makers
+        self._sessions: dict[str, SessionDraws] = {}  # by request
+
+    def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+        from vllm.v1.outputs import SamplerOutput
+
+        batch = self._runner.input_batch
+        counts = metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs
+        drafts = iter(metadata.draft_token_ids.tolist() if metadata is not None else ())
+        names = batch.req_ids[: batch.num_reqs]
+        blocks = []
+        for index, name in enumerate(names):
+            drafted = [next(drafts) for _ in range(counts[index])]
+            blocks.append(self._block(name, int(batch.num_tokens_no_spec[index]), drafted))
+        table = torch.full((len(blocks), 1 + max(counts)), NOTHING, dtype=torch.int32)
+        sessions = [self._sessions[name] for name in names]
+        decisions, self.told = decide_all(sessions, blocks, logits[:, : self._vocabulary])
+        for row, (block, decision) in enumerate(zip(blocks, decisions, strict=True)):
+            kept = block.draft.tokens[: len(decision.path)]
+            table[row, : len(kept) + 1] = torch.tensor([*kept, decision.next_token], dtype=torch.int32)
+        return SamplerOutput(sampled_token_ids=table.to(logits.device), logprobs_tensors=None)
+
+    def _block(self, name: str, length: int, drafted: list[int]) -> PendingBlock:
+        state = self._runner.requests[name]
+        if name not in self._sessions:
+            request = request_in(state.sampling_params.extra_args)
+            assert request is not None, f"request {name} says nothing of its draws"
+            self._sessions = {known: it for known, it in self._sessions.items() if known in self._runner.requests}
+            self._sessions[name] = SessionDraws.of(request, self._makers)
+        return self._sessions[name].block(length, lambda begin, end: _text(state)[begin:end], drafted)
+
+
+def _text(state: Any) -> list[int]:
+    return [*state.prompt_token_ids, *state.output_token_ids]
+
+
+def take_drafts_from_scheduler(runner: Any) -> None:
+    """The second runner keeps drafts in a table on the device and looks at no others."""
+    runner.speculator = NoSpeculator(runner.req_states)
+    runner.execute_model = _with_drafts(runner, runner.execute_model)
+
+
+def _with_drafts(runner: Any, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+    states = runner.req_states
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        table = states.draft_tokens
+        for name, drafted in scheduler_output.scheduled_spec_decode_tokens.items():
+            row = torch.tensor(drafted, dtype=table.dtype, device=table.device)
+            table[states.req_id_to_index[name], : len(drafted)] = row
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    return execute

@@ -1,0 +1,143 @@
+"""An engine that keeps its pages itself: what it fed counts, not what was planned."""
+
+from collections.abc import Mapping
+
+from cluster.engines.session_memory import EnginePages
+from cluster.pacing.policy import LockStep
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.step import Outcome, Row
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Block, Open, RefusalReason, Sampling, Verdict
+from protos.prefix import Prefix
+from protos.scores import Scoring
+
+LIMITS = VerificationLimits(
+    vocabulary=100, max_context=64, max_sessions=4, max_step_tokens=64, pages=8, page_size=8, own_draws_only=True
+)
+PROMPT = (1, 2, 3, 4, 5)
+
+
+def asked(session: str = "a", **changes: object) -> Open:
+    fields: dict[str, object] = {
+        "session": session,
+        "attempt": 1,
+        "tokens": PROMPT,
+        "prompt_len": len(PROMPT),
+        "max_len": 20,
+        "stop_ids": (),
+        "sampling": Sampling(temperature=0.0),
+        "seed": 0,
+        "choice": 0,
+        "hash_key": 3,
+        "acceptance": Acceptance.COUPLED,
+        "max_draft_tokens": 4,
+    }
+    return Open(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Scene:
+    """One target whose engine says what it fed."""
+
+    def __init__(self) -> None:
+        self.memory = EnginePages(LIMITS.pages, LIMITS.page_size)
+        self.scheduler = VerificationScheduler(LIMITS, LockStep(), memory=self.memory)
+        self.prefix = Prefix(3, PROMPT)
+        self.now = 0.0
+
+    def step(self, fed: Mapping[str, Row], *outcomes: Outcome, held: int = 1) -> list[Verdict]:
+        self.memory.step_made(fed, held)
+        self.now += 1.0
+        sends = self.scheduler.apply(outcomes, 0.01, self.now)
+        verdicts = [message for _, message in sends if isinstance(message, Verdict)]
+        for verdict in verdicts:
+            self.prefix.extend(verdict.tokens)
+        return verdicts
+
+    def planned(self) -> dict[str, Row]:
+        plan = self.scheduler.plan(self.now)
+        assert plan is not None
+        return {row.session: row for row in plan.rows}
+
+
+def test_a_prompt_is_fed_in_the_engines_pieces() -> None:
+    scene = Scene()
+    scene.scheduler.receive("router#1", asked(), 0.0)
+    (row,) = scene.planned().values()
+    assert (row.tokens, row.decide) == (PROMPT, True)
+    assert scene.step({"a": Row("a", PROMPT[:2], 0, decide=False, pages=())}) == []
+    (row,) = scene.planned().values()
+    assert (row.start, row.tokens) == (2, PROMPT[2:])
+    (verdict,) = scene.step({"a": row}, Outcome("a", (), 9))
+    assert verdict.tokens == (9,)
+
+
+def test_a_row_that_found_no_memory_is_due_again_and_its_block_waits() -> None:
+    scene = Scene()
+    scene.scheduler.receive("router#1", asked(), 0.0)
+    scene.step(scene.planned(), Outcome("a", (), 9))
+    block = Block("a", scene.prefix.length, scene.prefix.hash, DraftTree.chain((10, 11)))
+    scene.scheduler.receive("drafter#1", block, 0.0)
+    assert scene.planned()["a"].drafted == 2
+    assert scene.step({}) == []
+    again = scene.planned()
+    assert again["a"].drafted == 2
+    (verdict,) = scene.step(again, Outcome("a", (0,), 12))
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == ((10, 12), 1, 2)
+
+
+def test_a_draft_that_the_engine_cut_counts_as_far_as_it_was_fed() -> None:
+    scene = Scene()
+    scene.scheduler.receive("router#1", asked(), 0.0)
+    scene.step(scene.planned(), Outcome("a", (), 9))
+    block = Block("a", scene.prefix.length, scene.prefix.hash, DraftTree.chain((10, 11)))
+    scene.scheduler.receive("drafter#1", block, 0.0)
+    row = scene.planned()["a"]
+    cut = Row("a", row.tokens[:2], row.start, decide=True, pages=(), draft=row.draft.first(1))
+    (verdict,) = scene.step({"a": cut}, Outcome("a", (0,), 12))
+    assert (verdict.tokens, verdict.accepted, verdict.drafted) == ((10, 12), 1, 1)
+
+
+def test_what_preemption_lost_is_computed_again() -> None:
+    scene = Scene()
+    scene.scheduler.receive("router#1", asked(), 0.0)
+    scene.step(scene.planned(), Outcome("a", (), 9))
+    scene.planned()
+    scene.step({"a": Row("a", PROMPT[:4], 0, decide=False, pages=())})
+    row = scene.planned()["a"]
+    assert (row.start, row.tokens) == (4, (5, 9))
+
+
+def test_only_the_engine_knows_of_pages() -> None:
+    scene = Scene()
+    for name in "abcd":
+        scene.scheduler.receive("router#1", asked(name), 0.0)
+    rows = scene.planned()
+    assert len(rows) == 4
+    scene.step(rows, *[Outcome(name, (), 9) for name in rows], held=6)
+    assert scene.scheduler.pages == {"total": 8, "held": 6}
+
+
+def test_what_was_cached_shows_in_the_first_step_and_is_told() -> None:
+    """vLLM finds shared pages when it schedules; what it computes again after a preemption was never shared."""
+    scene = Scene()
+    scene.scheduler.receive("router#1", asked(), 0.0)
+    scene.planned()
+    (verdict,) = scene.step({"a": Row("a", PROMPT[4:], 4, decide=True, pages=())}, Outcome("a", (), 9))
+    assert verdict.prefix_cached == 4
+    scene.planned()
+    scene.step({"a": Row("a", PROMPT[2:], 2, decide=False, pages=())})
+    (verdict,) = scene.step(scene.planned(), Outcome("a", (), 9))
+    assert verdict.prefix_cached == 4
+
+
+def test_ratio_and_scores_of_a_prompt_are_refused_with_a_word() -> None:
+    scene = Scene()
+    for request, word in (
+        (asked(acceptance=Acceptance.RATIO, sampling=Sampling()), "acceptance is ratio"),
+        (asked(scoring=Scoring(prompt_top=0)), "scores of a prompt are asked for"),
+    ):
+        ((_, refusal),) = scene.scheduler.receive("router#1", request, 0.0)
+        assert refusal.reason is RefusalReason.INVALID
+        assert word in refusal.message
+    assert scene.scheduler.receive("router#1", asked(acceptance=Acceptance.RATIO), 0.0) == [], "greedy has no ratio"

@@ -1,0 +1,67 @@
+"""What a vLLM target takes of vLLM's own arguments, and what a configuration may not ask of it."""
+
+import re
+from typing import Any
+
+import pytest
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.engines.vllm_options import BREAKS, ELSEWHERE
+from cluster.errors import ConfigError
+
+SMALLEST: dict[str, Any] = {
+    "model": {"target": "org/target"},
+    "target": {"engine": "vllm", "cache_per_rank": {"gib": 1}},
+    "draft": {"method": "prompt_lookup"},
+}
+
+
+def with_target(**more: Any) -> SlipstreamConfig:
+    return validated({**SMALLEST, "target": {**SMALLEST["target"], **more}})
+
+
+def test_arguments_pass_as_they_are() -> None:
+    given = {"quantization": "fp8", "enforce_eager": True, "compilation_config": {"cudagraph_mode": "FULL"}}
+    assert with_target(vllm=given).target.vllm == given
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_would_break_a_guarantee_is_refused_by_name_and_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"vllm.{name} cannot be set: {BREAKS[name]}")):
+        with_target(vllm={name: True})
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_has_a_key_of_its_own_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"vllm.{name} is {ELSEWHERE[name]} here")):
+        with_target(vllm={name: 1})
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"async_scheduling.*dtype"):
+        with_target(vllm={"async_scheduling": True, "dtype": "float32"})
+
+
+def test_arguments_without_the_engine_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="engine is slipstream"):
+        with_target(engine="slipstream", vllm={"enforce_eager": True})
+
+
+def test_on_cpus_the_cache_needs_a_size() -> None:
+    with pytest.raises(ConfigError, match="gib is missing"):
+        with_target(cache_per_rank={})
+    assert with_target(cache_per_rank={}, resources_per_rank={"num_gpus": 1}).target.cache_per_rank.gib is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"speculation": {"acceptance": "ratio"}}, "speculation.acceptance is ratio"),
+        ({"draft": {"method": "eagle", "model": "org/head"}}, "draft.method eagle reads the target's hidden states"),
+    ],
+)
+def test_what_only_the_own_engine_tells_is_not_asked_of_vllm(sections: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        validated({**SMALLEST, **sections})
+    own = {"engine": "slipstream"}
+    assert validated({**SMALLEST, "target": own, **sections}).target.engine == "slipstream"

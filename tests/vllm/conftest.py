@@ -1,0 +1,40 @@
+"""These tests need vLLM, which has an environment of its own: `make test-vllm` makes it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.vllm_engine.arguments import ENVIRONMENT
+from tests.byte_tokenizer import byte_tokenizer
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; run `make test-vllm`")
+
+for name, setting in {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}.items():
+    os.environ.setdefault(name, setting)
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two random layers whose logits are far apart, so that rounding decides nothing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=264,  # five more than the tokenizer has
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=256,  # the tokenizer's
+    )
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

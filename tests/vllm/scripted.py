@@ -1,0 +1,167 @@
+"""A target's sessions without peers: the real scheduler and a real engine, and blocks from a script."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.engines.session_memory import SessionMemory
+from cluster.pacing.policy import LockStep
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.step import Outcome, StepPlan
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Block, Close, Open, Sampling, Verdict
+from protos.prefix import Prefix
+from protos.scores import TokenScore
+
+LONGEST = 6  # tokens of a block
+VOCABULARY = 259
+CONTEXT = 256
+Script = Callable[[str, Prefix], Iterable[Block]]
+"""What drafters send for a session once it has come to a prefix."""
+
+
+@dataclass
+class Life:
+    """A session as its router has it."""
+
+    open: Open
+    prefix: Prefix
+    is_over: bool = False
+    verdicts: int = 0
+    accepted: int = 0
+    scores: list[TokenScore] = field(default_factory=list)
+
+    @property
+    def text(self) -> list[int]:
+        return self.prefix.tokens[self.open.prompt_len :]
+
+
+@dataclass
+class ScriptedTarget:
+    """Runs sessions to their end."""
+
+    step: Callable[[StepPlan], list[Outcome]]
+    limits: VerificationLimits
+    memory: SessionMemory | None = None
+    now: float = 0.0
+    steps: int = 0
+    lives: dict[str, Life] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scheduler = VerificationScheduler(self.limits, LockStep(), memory=self.memory)
+
+    def open(self, request: Open) -> None:
+        self.lives[request.session] = Life(request, Prefix(request.hash_key, request.tokens))
+        assert self.scheduler.receive("router#1", request, self.now) == []
+
+    def close(self, session: str) -> None:
+        life = self.lives[session]
+        life.is_over = True
+        self.scheduler.receive("router#1", Close(session, life.open.attempt), self.now)
+
+    def run(self, script: Script, each_step: Callable[[int], None] = lambda step: None) -> None:
+        """Until every session is over and the engine has forgotten it."""
+        while not all(life.is_over for life in self.lives.values()):
+            for session, life in self.lives.items():
+                for block in () if life.is_over else script(session, life.prefix):
+                    self.scheduler.receive("drafter#1", block, self.now)
+            self.turn()
+            self.steps += 1
+            assert self.steps < 4000, "sessions do not come to an end"
+            each_step(self.steps)
+        self.turn()
+
+    def turn(self) -> None:
+        plan = self.scheduler.plan(self.now)
+        self.now += 1.0
+        if plan is None:
+            return
+        for _, message in self.scheduler.apply(self.step(plan), 0.01, self.now):
+            assert isinstance(message, Verdict)
+            self._take(message)
+
+    def _take(self, verdict: Verdict) -> None:
+        life = self.lives[verdict.session]
+        if life.is_over:
+            return
+        assert life.prefix.matches(verdict.base_len, verdict.prefix_hash)
+        life.prefix.extend(verdict.tokens)
+        life.verdicts += 1
+        life.accepted += verdict.accepted
+        life.scores += verdict.scores
+        life.is_over = bool(verdict.finish)
+
+
+def request(session: str, sampling: Sampling, prompt: list[int], new_tokens: int = 40, **more: Any) -> Open:
+    return Open(
+        session=session,
+        attempt=1,
+        tokens=tuple(prompt),
+        prompt_len=len(prompt),
+        max_len=len(prompt) + new_tokens,
+        sampling=sampling,
+        seed=len(session) + prompt[0],
+        choice=0,
+        hash_key=99,
+        acceptance=Acceptance.COUPLED,
+        max_draft_tokens=LONGEST,
+        **{"stop_ids": (), **more},
+    )
+
+
+def block(session: str, prefix: Prefix, tokens: Iterable[int]) -> list[Block]:
+    chain = tuple(tokens)[:LONGEST]
+    return [Block(session, prefix.length, prefix.hash, DraftTree.chain(chain))] if chain else []
+
+
+class Scripts:
+    """By the whole text, prompt included, that each session will have."""
+
+    def __init__(self, whole: dict[str, list[int]], seed: int = 0) -> None:
+        self._whole = whole
+        self._random = random.Random(seed)
+
+    def none(self, session: str, prefix: Prefix) -> list[Block]:
+        return []
+
+    def right(self, session: str, prefix: Prefix) -> list[Block]:
+        return self._right(session, prefix, LONGEST)
+
+    def wrong(self, session: str, prefix: Prefix) -> list[Block]:
+        tokens = self._ahead(session, prefix, LONGEST)
+        return block(session, prefix, [(token + 1) % VOCABULARY for token in tokens])
+
+    def random(self, session: str, prefix: Prefix) -> list[Block]:
+        length = min(self._random.randrange(LONGEST + 1), len(self._ahead(session, prefix, LONGEST)))
+        return block(session, prefix, [self._random.randrange(VOCABULARY) for _ in range(length)])
+
+    def variable(self, session: str, prefix: Prefix) -> list[Block]:
+        return self._right(session, prefix, self._random.randrange(LONGEST + 1))
+
+    def mixed(self, session: str, prefix: Prefix) -> list[Block]:
+        """Mostly right, doubled, late, for another text, or not at all."""
+        late = Prefix(99, prefix.tokens[: -self._random.randrange(1, 3)])
+        elsewhere = Prefix(99, [*prefix.tokens[:-1], (prefix.tokens[-1] + 1) % VOCABULARY])
+        tokens = [
+            token if self._random.random() < 0.7 else (token + 1) % VOCABULARY
+            for token in self._ahead(session, prefix, self._random.randrange(LONGEST + 1))
+        ]
+        blocks = [
+            *block(session, late, self._ahead(session, late, LONGEST)),
+            *block(session, elsewhere, tokens),
+            *block(session, prefix, tokens),
+        ]
+        blocks += blocks[-1:] if self._random.random() < 0.3 else []
+        self._random.shuffle(blocks)
+        return blocks if self._random.random() < 0.8 else []
+
+    def _right(self, session: str, prefix: Prefix, length: int) -> list[Block]:
+        return block(session, prefix, self._ahead(session, prefix, length))
+
+    def _ahead(self, session: str, prefix: Prefix, length: int) -> list[int]:
+        """What will follow, but for the last token of all, which needs no block."""
+        return self._whole[session][prefix.length : prefix.length + length][
+            : len(self._whole[session]) - prefix.length - 1
+        ]

@@ -1,0 +1,189 @@
+"""A fleet of one vLLM target and one of the project's own, with a drafter, over real gRPC in one process.
+
+Whichever is lost in mid-stream, the other goes on with the same text.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.drafter import Drafter
+from actors.engine.engine import Engine, ThreadEngine
+from actors.engine.executor import StepExecutor
+from actors.engine.runner import ModelRunner
+from actors.methods.draft_model import DraftModel
+from actors.methods.model.draft_cache import DraftCache
+from actors.methods.model.limits import DraftingLimits
+from actors.servers import GrpcServer, serve_drafter, serve_target
+from actors.target import TargetReplica
+from actors.vllm_engine.vllm_engine import VllmEngine
+from cluster.audit.audits import Audits
+from cluster.config import AuditConfig, validated
+from cluster.drafting.following import DrafterLimits
+from cluster.engines.session_memory import SessionMemory
+from cluster.pacing.policy import LockStep
+from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.session import Emit, Generation
+from cluster.verification.bounds import VerificationLimits
+from protos.messages import Acceptance, Sampling
+from serve_app.router import Identity, Router, RouterLimits
+from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, ScriptedTarget, Scripts, request
+
+IDENTITY = Identity("tiny-vocabulary", "tiny-target")
+PAGE_SIZE = 16
+PAGES = 256
+SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=0.8, frequency_penalty=0.5))
+NEW_TOKENS = 48
+PROMPTS = {f"session-{index}": [11 + index, 7, 50, 3 * index + 1] for index in range(6)}
+
+
+def sampling_of(session: str) -> Sampling:
+    return SAMPLINGS[int(session.partition("-")[2]) % len(SAMPLINGS)]
+
+
+def own_runner(folder: Path) -> ModelRunner:
+    return ModelRunner(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), PAGES, PAGE_SIZE)
+
+
+def limits(pages: int, page_size: int, own_draws_only: bool) -> VerificationLimits:
+    return VerificationLimits(
+        VOCABULARY, CONTEXT, 8, 64, pages, page_size, trees=not own_draws_only, own_draws_only=own_draws_only
+    )
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(tiny_llama: Path) -> Iterator[VllmEngine]:
+    config = validated(
+        {
+            "model": {"target": str(tiny_llama), "dtype": "float32", "max_context": CONTEXT},
+            "target": {
+                "engine": "vllm",
+                "max_sessions": 8,
+                "max_step_tokens": 64,
+                "cache_per_rank": {"gib": 0.1},
+                "vllm": {"enforce_eager": True, "block_size": 32},
+            },
+            "draft": {"method": "prompt_lookup"},
+            "speculation": {"max_draft_tokens": LONGEST},
+        }
+    )
+
+    async def start() -> VllmEngine:
+        return await VllmEngine.start(config, str(tiny_llama), VOCABULARY)
+
+    engine = asyncio.run(start())
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_llama: Path) -> dict[str, list[int]]:
+    """By the project's own engine, plainly."""
+    own = ScriptedTarget(StepExecutor(own_runner(tiny_llama), VOCABULARY).step, limits(PAGES, PAGE_SIZE, False))
+    for session, prompt in PROMPTS.items():
+        own.open(request(session, sampling_of(session), prompt, NEW_TOKENS))
+    own.run(Scripts({}).none)
+    return {session: life.text for session, life in own.lives.items()}
+
+
+@dataclass
+class Fleet:
+    router: Router
+    replicas: dict[str, TargetReplica]  # by kind of engine
+    servers: dict[str, GrpcServer]
+
+    async def text(self, session: str) -> list[int]:
+        asked = request(session, sampling_of(session), PROMPTS[session], NEW_TOKENS)
+        generation = Generation(
+            session=session,
+            prompt=asked.tokens,
+            max_len=asked.max_len,
+            stop_ids=(),
+            sampling=asked.sampling,
+            seed=asked.seed,
+            draft_seed=1,
+            choice=0,
+            hash_key=3,
+            acceptance=Acceptance.COUPLED,
+            max_draft_tokens=LONGEST,
+        )
+        tokens: list[int] = []
+        async for event in self.router.generate(generation):
+            if isinstance(event, Emit):
+                tokens += event.tokens
+        return tokens
+
+
+@asynccontextmanager
+async def fleet(folder: Path, vllm_engine: VllmEngine) -> AsyncIterator[Fleet]:
+    own = ThreadEngine(StepExecutor(own_runner(folder), VOCABULARY))
+    memory = vllm_engine.memory
+    kinds: dict[str, tuple[Engine, VerificationLimits, SessionMemory | None]] = {
+        "own": (own, limits(PAGES, PAGE_SIZE, False), None),
+        "vllm": (vllm_engine, limits(memory.pages, memory.page_size, True), memory),
+    }
+    replicas = {}
+    servers = {}
+    for kind, (engine, bounds, pages) in kinds.items():
+        replicas[kind] = TargetReplica(
+            engine, bounds, IDENTITY.vocabulary, IDENTITY.target_model, 300, LockStep(), memory=pages
+        )
+        servers[kind] = await serve_target(replicas[kind], "127.0.0.1")
+    cache = DraftCache(PAGES, PAGE_SIZE)
+    method = DraftModel(own_runner(folder), torch.arange(VOCABULARY), cache, DraftingLimits(top_k=8))
+    drafter = Drafter(method, DrafterLimits(VOCABULARY, CONTEXT, 16), IDENTITY.vocabulary, IDENTITY.target_model)
+    servers["drafter"] = await serve_drafter(drafter, "127.0.0.1")
+    members = Members(
+        tuple([Endpoint(servers[kind].address, servers[kind].address) for kind in kinds]),
+        (Endpoint(servers["drafter"].address, servers["drafter"].address),),
+    )
+    audits = Audits(AuditConfig(), "float32", lambda difference: None)
+    router = Router(StaticMembership(members), IDENTITY, RouterLimits(100, 60), audits)
+    tasks = [asyncio.create_task(part.run()) for part in (*replicas.values(), drafter, router)]
+    try:
+        async with asyncio.timeout(60):
+            while len(router.reachable) < 3:
+                await asyncio.sleep(0.05)
+        yield Fleet(router, replicas, servers)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await router.close()
+        await drafter.close()
+        for server in servers.values():
+            await server.stop(0)
+        await own.close()
+
+
+async def test_both_kinds_serve_the_same_texts_with_drafts(
+    tiny_llama: Path, vllm_engine: VllmEngine, texts: dict[str, list[int]]
+) -> None:
+    async with fleet(tiny_llama, vllm_engine) as whole:
+        found = await asyncio.gather(*[whole.text(session) for session in PROMPTS])
+        assert dict(zip(PROMPTS, found, strict=True)) == texts
+        for kind, replica in whole.replicas.items():
+            assert replica.scheduler.accepted_tokens > 0, f"nothing was drafted for the {kind} target"
+            assert replica.is_idle
+
+
+@pytest.mark.parametrize("lost", ["vllm", "own", "drafter"])
+async def test_what_is_lost_in_mid_stream_changes_no_text(
+    tiny_llama: Path, vllm_engine: VllmEngine, texts: dict[str, list[int]], lost: str
+) -> None:
+    async with fleet(tiny_llama, vllm_engine) as whole:
+        running = [asyncio.create_task(whole.text(session)) for session in PROMPTS]
+        watched = whole.replicas.get(lost, whole.replicas["vllm"])
+        async with asyncio.timeout(120):
+            while not (watched.scheduler.accepted_tokens or watched.scheduler.step_cost.pace.count):
+                await asyncio.sleep(0.001)
+        await whole.servers[lost].stop(0)
+        assert not all(task.done() for task in running), "nothing was left to be lost"
+        found = await asyncio.gather(*running)
+        assert dict(zip(PROMPTS, found, strict=True)) == texts
