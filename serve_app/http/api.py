@@ -32,7 +32,7 @@ from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
 from serve_app.http.access.operators import OperatorsDoor
-from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, metrics_of, usage_of
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
@@ -56,6 +56,7 @@ from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.http.structured.grammar_check import GrammarCheck
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.usage import metrics_of, usage_of
 from serve_app.http.watching.records import RequestRecord
 from serve_app.http.watching.request_log import logged
 from serve_app.http.watching.request_spans import NoRequestSpans, RequestSpans

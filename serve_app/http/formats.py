@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
-from serve_app.http.answers import Choice, metrics_of
+from serve_app.http.answers import Choice
 from serve_app.http.conversation.logprobs import (
     ScoredToken,
     TokenText,
@@ -36,6 +36,7 @@ from serve_app.http.streaming import as_event
 from serve_app.http.structured.asked_grammar import AskedGrammar
 from serve_app.http.structured.held_calls import held_calls
 from serve_app.http.text import TextCodec
+from serve_app.http.usage import metrics_of
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import (

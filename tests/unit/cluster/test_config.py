@@ -153,6 +153,7 @@ def test_every_key_has_a_place_in_the_schema():
         "speculation",
         "server",
         "trust",
+        "tracing",
         "kubernetes",
     }
 

@@ -433,7 +433,7 @@ class TestObjectsAround:
             for rule in policy["spec"]["ingress"]
             for port in rule.get("ports", [])
         }
-        assert scraped | {everywhere["dashboard"]} == allowed
+        assert scraped | {everywhere["dashboard"], everywhere["serve"]} == allowed
 
     def test_the_models_are_those_that_the_job_downloads(self, objects: list[Json], service: Json) -> None:
         (claim,) = of_kind(objects, "PersistentVolumeClaim")

@@ -12,9 +12,10 @@ from cluster.errors import TargetLostError
 from cluster.routing.session import Emit, Ended, Generation
 from protos.messages import Acceptance, Finish, Sampling
 from protos.scores import TokenScore
-from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow, metrics_of
+from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import StopMatcher, TextCodec
+from serve_app.http.usage import metrics_of
 
 
 def transcript(codec: TextCodec, *stops: str, index: int = 0) -> Transcript:
