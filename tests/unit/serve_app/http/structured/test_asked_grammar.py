@@ -140,9 +140,9 @@ def test_what_is_no_form_is_refused_by_name(fields, field):
     [
         (by_schema({"type": "strin"}), "strin"),
         (by_schema({"not": {"type": "string"}}), "not"),
-        (by_schema({"$ref": "#/$defs/missing"}), ""),
-        (by_schema({"$ref": "#"}), ""),
-        (by_schema({"type": "string", "pattern": "(a"}), ""),
+        (by_schema({"$ref": "#/$defs/missing"}), "missing. does not exist"),
+        (by_schema({"$ref": "#"}), "schema: ."),
+        (by_schema({"type": "string", "pattern": "(a"}), "unclosed group"),
         (by_schema({"not": {}, "x-guidance": {"lenient": True}}), "not"),
         ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
         ({"structured_outputs": {"regex": "a(?=b)"}}, "look-around"),
