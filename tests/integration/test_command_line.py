@@ -46,11 +46,18 @@ def test_a_conversation_marks_drafted_text_and_remembers_what_was_said(front: Fr
     ]
 
 
+def heed_interrupts() -> None:
+    """As from a terminal: a shell has what it starts in the background ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_program(front: Front) -> None:
     scripts = front.generator.scripts
     front.plays([front.emit("begun"), STALL])
     command = [sys.executable, "-c", "from serve_app.cli.main import main; main()", "chat", "--url", front.url]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    ) as program:
         assert program.stdin is not None
         assert program.stdout is not None
         program.stdin.write("Hello\n")
