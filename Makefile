@@ -54,7 +54,9 @@ page-pictures: models
 
 # LangChain's suite for chat models and LiteLLM, in an environment that the command makes; no model is needed.
 test-clients: setup .clients/.complete
-	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto -p no:cacheprovider --confcutdir tests/clients --import-mode importlib tests/clients
+	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto \
+		-o asyncio_default_test_loop_scope=session -p no:cacheprovider --confcutdir tests/clients --import-mode importlib \
+		tests/clients
 
 .clients/.complete: tests/clients/requirements.txt
 	$(PYTHON) -m venv .clients
