@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-browser page-pictures test-clients random_scenarios \
+.PHONY: setup models demo test test-exhaustive test-mutations test-gpu test-browser page-pictures test-clients bench-clients random_scenarios \
 	check docs bench
 
 setup: .venv/.complete
@@ -61,6 +61,15 @@ test-clients: setup .clients/.complete
 .clients/.complete: tests/clients/requirements.txt
 	$(PYTHON) -m venv .clients
 	.clients/bin/pip install -r $<
+	touch $@
+
+# Load generators of others, a small sweep each against the demo's pair; VLLM=... names vLLM's command, for its bench too.
+bench-clients: models .load/.complete
+	$(BIN)/python benchmarks/load_generators.py --programs .load/bin $(if $(VLLM),--vllm $(VLLM))
+
+.load/.complete: benchmarks/load_requirements.txt
+	$(PYTHON) -m venv .load
+	.load/bin/pip install -r $<
 	touch $@
 
 # Thousands of random fault schedules in the simulator; a few minutes.
