@@ -5,8 +5,8 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: bench chaos check demo docs models page-pictures random_scenarios setup test test-browser test-clients \
-	test-exhaustive test-gpu test-hostile test-mutations test-vllm
+.PHONY: bench bench-clients chaos check demo docs models page-pictures random_scenarios setup test test-browser \
+	test-clients test-exhaustive test-gpu test-hostile test-mutations test-vllm
 
 setup: .venv/.complete
 
@@ -64,7 +64,9 @@ page-pictures: models
 
 # LangChain's suite for chat models and LiteLLM, in an environment that the command makes; no model is needed.
 test-clients: setup .clients/.complete
-	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto -p no:cacheprovider --confcutdir tests/clients --import-mode importlib tests/clients
+	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto \
+		-o asyncio_default_test_loop_scope=session -p no:cacheprovider --confcutdir tests/clients --import-mode importlib \
+		tests/clients
 
 .clients/.complete: tests/clients/requirements.txt
 	$(PYTHON) -m venv .clients
@@ -80,6 +82,15 @@ test-vllm: .venv-vllm/.complete
 	$(PYTHON) -m venv .venv-vllm
 	# All that is needed is listed: vLLM's own requirements would bring sound, pictures and Triton along.
 	.venv-vllm/bin/pip install --no-deps -r constraints-vllm.txt || true
+	touch $@
+
+# Load generators of others, a small sweep each against the demo's pair; VLLM=... names vLLM's command, for its bench too.
+bench-clients: models .load/.complete
+	$(BIN)/python benchmarks/load_generators.py --programs .load/bin $(if $(VLLM),--vllm $(VLLM))
+
+.load/.complete: benchmarks/load_requirements.txt
+	$(PYTHON) -m venv .load
+	.load/bin/pip install -r $<
 	touch $@
 
 # Thousands of random fault schedules in the simulator; a few minutes.

@@ -1,7 +1,7 @@
 """A server whose model is a few rules: it calls the tool that it is asked to call, else it says a few words.
 
-Where its answer must have a form, it says what it would say as far as the form has it, then the shortest that it knows.
-Run as a program, it prints its address and serves until it is ended.
+Asked for JSON it has the keys that are quoted. Where its answer must have a form, it calls any tool that has it, or
+says the shortest that it knows. Run as a program, it prints its address and serves until it is ended.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.asgi_front import config_of
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 TOKENS_AT_ONCE = 3
-SHORTEST = '"}]:,{[1<'  # what ends a value, an object and a list, and what they need, before all other tokens
+SHORTEST = ("<tool_call>", "</think>", '"', "}", "]", ":", ",", "{", "[", "1")  # before all other tokens
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n|\Z)", re.DOTALL)
 
 
@@ -34,49 +34,65 @@ class ObedientModel:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._grammars = codec.grammars()
-        self._preferred = [token for char in SHORTEST for token in codec.encode(char)]
+        self._preferred = [token for text in SHORTEST for token in codec.encode(text)]
 
     def check_room(self, sessions: int) -> None:
         """There always is."""
 
     async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
-        text = answer(self._codec.tokenizer.decode(list(generation.prompt)))
+        texts = answers(self._codec.tokenizer.decode(list(generation.prompt)))
         room = generation.max_len - len(generation.prompt)
-        tokens = (*self._codec.encode(text), *self._codec.eos_ids)
-        if generation.grammar:
-            tokens = self._formed(generation.grammar, tokens, room)
+        wished = [(*self._codec.encode(text), *self._codec.eos_ids) for text in texts]
+        tokens = self._formed(generation.grammar, wished, room) if generation.grammar else wished[0]
         for start in range(0, min(room, len(tokens)), TOKENS_AT_ONCE):
             yield Emit(tokens[start : min(room, start + TOKENS_AT_ONCE)], 0, 0)
             await asyncio.sleep(0)
         yield Ended(Finish.LENGTH if room < len(tokens) else Finish.STOP)
 
-    def _formed(self, grammar: str, wished: tuple[int, ...], room: int) -> tuple[int, ...]:
+    def _formed(self, grammar: str, wished: list[tuple[int, ...]], room: int) -> tuple[int, ...]:
+        """The first of the wished answers that the grammar has, else another that it has."""
+        whole = (self._along(grammar, tokens, len(tokens)) for tokens in wished)
+        found = next((tokens for tokens in whole if tokens in wished), None)
+        return found or self._along(grammar, (), room + 1)
+
+    def _along(self, grammar: str, wished: tuple[int, ...], most: int) -> tuple[int, ...]:
         """An answer by the grammar: the wished one up to where that has it."""
         assert self._grammars is not None, "the codec's vocabulary has grammars"
         followed = self._grammars.follow(grammar)
         tokens: list[int] = []
-        while len(tokens) <= room and not (tokens and tokens[-1] in self._codec.eos_ids):
+        while len(tokens) < most and not (tokens and tokens[-1] in self._codec.eos_ids):
             (mask,) = followed.masks([()])
             assert mask is not None, "it has not ended"
-            next_wished = wished[len(tokens) :][:1] if tuple(tokens) == wished[: len(tokens)] else ()
+            next_wished = wished[len(tokens) :][:1]
             order = (*next_wished, *self._codec.eos_ids, *self._preferred, *range(self._codec.vocabulary))
             tokens.append(next(token for token in order if mask[token // 8] >> token % 8 & 1))
             followed.advance(tokens[-1:])
         return tuple(tokens)
 
 
-def answer(prompt: str) -> str:
-    """What is said to a conversation in the talking tokenizer's template."""
+def answers(prompt: str) -> list[str]:
+    """What could be said to a conversation in the talking tokenizer's template, the best first."""
     turns = TURN.findall(prompt)[:-1]  # the last is the answer's own
     role, asked = turns[-1]
-    tools = json.loads(turns[0][1]) if turns[0][1].startswith("[{") else []
+    tools = [tool["function"] for tool in json.loads(turns[0][1])] if turns[0][1].startswith("[{") else []
+    calls = [call(tool, asked) for tool in sorted(tools, key=lambda tool: not is_meant(tool["name"], asked))]
     if role == "tool":
-        return f"The tool says: {asked}"
-    tool = next((one["function"] for one in tools if one["function"]["name"] in asked), None)
-    if tool is None:
-        return f"You said: {asked}"
-    call = {"name": tool["name"], "arguments": arguments(tool.get("parameters") or {}, asked)}
-    return f"<think>A tool is asked for.</think><tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
+        return [f"The tool says: {asked}", *calls]
+    if any(is_meant(tool["name"], asked) for tool in tools):
+        return [f"<think>A tool is asked for.</think>{calls[0]}", *calls]
+    if "JSON" in asked:
+        return [json.dumps(dict.fromkeys(re.findall(r"'(\w+)'", asked), "some")), *calls]
+    return [f"You said: {asked}", *calls]
+
+
+def is_meant(name: str, asked: str) -> bool:
+    """Whether a tool is asked for by its name, or a long word of it."""
+    return name in asked or any(word in asked.lower() for word in name.split("_") if len(word) > 5)
+
+
+def call(tool: Any, asked: str) -> str:
+    made = {"name": tool["name"], "arguments": arguments(tool.get("parameters") or {}, asked)}
+    return f"<tool_call>{json.dumps(made, ensure_ascii=False)}</tool_call>"
 
 
 def arguments(schema: Any, asked: str) -> dict[str, Any]:

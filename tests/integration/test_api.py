@@ -351,7 +351,8 @@ async def test_events_on_the_wire(front: Front) -> None:
     ]
     expected = {"id", "object", "created", "model", "system_fingerprint", "choices"}
     assert all(chunk.keys() == expected for chunk in chunks)
-    assert all(chunk["choices"][0].keys() == {"index", "delta", "logprobs", "finish_reason"} for chunk in chunks)
+    of_choice = {"index", "delta", "logprobs", "finish_reason", "stop_reason"}
+    assert all(chunk["choices"][0].keys() == of_choice for chunk in chunks)
 
 
 async def test_a_character_is_never_split_over_chunks(front: Front) -> None:

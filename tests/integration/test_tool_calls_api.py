@@ -1,4 +1,4 @@
-"""Calls that must be made, through OpenAI's client: API, router, target and drafter over real streams.
+"""Calls that must be made and answers by schemas, through OpenAI's client: API, router, target and drafter.
 
 The models are random over single bytes, so nothing but the grammar makes calls of what they say.
 """
@@ -6,7 +6,7 @@ The models are random over single bytes, so nothing but the grammar makes calls 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
@@ -14,6 +14,7 @@ import pytest
 import torch
 from jsonschema import validate
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from pydantic import BaseModel, Field
 
 from actors.grammars.grammar_compiler import GrammarCompiler
 from actors.grammars.grammar_vocabulary import grammar_vocabulary
@@ -124,6 +125,23 @@ async def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(monkeypa
         for name, arguments in found:
             assert name == "f"
             validate(json.loads(arguments), SCHEMA)
+
+
+class Point(BaseModel):
+    x: Literal[1, 2]
+    name: Annotated[str, Field(max_length=6)]
+
+
+async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model(monkeypatch):
+    async with client(monkeypatch) as front:
+        for seed in SEEDS:
+            asked: Any = {"model": "toy", "messages": USER, "seed": seed, "response_format": Point}
+            whole = (await front.chat.completions.parse(**asked)).choices[0].message
+            assert isinstance(whole.parsed, Point)
+            plain = await front.chat.completions.parse(**plainly(asked))
+            assert plain.choices[0].message.content == whole.content
+            async with front.chat.completions.stream(**asked) as stream:
+                assert (await stream.get_final_completion()).choices[0].message.parsed == whole.parsed
 
 
 async def test_responses_call_whole_and_streamed(monkeypatch):
