@@ -358,6 +358,9 @@ class ServerConfig(_Frozen):
         description="how the target writes reasoning and tool calls, as a response template of transformers; auto: the"
         " checkpoint's own, or what transformers knows of its architecture; none: all of an answer is content",
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="what a line of a replica's log is; `json`: an object, in which each fact has a name"
+    )
     operators: OperatorsConfig = OperatorsConfig()
     audit: AuditConfig = AuditConfig()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import serve
 
-from cluster.config import SlipstreamConfig, validated
+from cluster.config import ServerConfig, SlipstreamConfig, validated
 from cluster.placement import actor_options, draft_scaling_options, target_group_options, target_scaling_options
 from serve_app.declaration import APPLICATION as APPLICATION
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
@@ -30,12 +30,14 @@ def application(config: SlipstreamConfig) -> serve.Application:
         **target_group_options(config.target),
         **target_scaling_options(config.target),
         **HEALTH,
+        **_logging(config.server),
         **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": config.target.drain_s + ENDS_S}),
     )
     drafter = serve.deployment(DraftDeployment, name="Drafter").options(
         ray_actor_options=actor_options(config.draft.resources),
         **draft_scaling_options(config.draft),
         **HEALTH,
+        **_logging(config.server),
         **POOL_SHUTDOWN,
     )
     router = serve.deployment(RouterDeployment, name="Router").options(
@@ -49,5 +51,11 @@ def application(config: SlipstreamConfig) -> serve.Application:
         graceful_shutdown_timeout_s=config.server.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
+        **_logging(config.server),
     )
     return router.bind(config, target.bind(config), drafter.bind(config))
+
+
+def _logging(server: ServerConfig) -> dict[str, Any]:
+    """Text is as Serve's own configuration has it, which may name something else."""
+    return {} if server.log_format == "text" else {"logging_config": {"encoding": "JSON"}}

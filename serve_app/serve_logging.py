@@ -1,7 +1,6 @@
 """Our loggers under Ray Serve's: its handlers, level and format, and its context of a replica and a request.
 
-As JSON, with `RAY_SERVE_LOG_ENCODING=JSON` in the environment or `logging_config` in Serve's config, each of a record's
-extras is a field of its own.
+With `server.log_format: json`, each of a record's extras is a field of its own.
 """
 
 import logging

@@ -30,20 +30,14 @@ def collector() -> Iterator[tuple[str, Collector]]:
 
 
 @pytest.fixture(scope="module")
-def as_json() -> Iterator[None]:
-    """Serve's logs are JSON, as the page on watching says."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_SERVE_LOG_ENCODING", "JSON")
-        yield
-
-
-@pytest.fixture(scope="module")
-def served(collector: tuple[str, Collector], as_json: None) -> Iterator[Served]:
+def served(collector: tuple[str, Collector]) -> Iterator[Served]:
     """Two routers in front of one target and one drafter; a few answers have been given."""
     tracing = (f"tracing.endpoint={collector[0]}", "tracing.sample=0", "tracing.slow_s=0")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with demo_served(*tracing, "server.routers=2", f"server.operators.port={port}") as endpoint:
+    with demo_served(
+        *tracing, "server.routers=2", "server.log_format=json", f"server.operators.port={port}"
+    ) as endpoint:
         for index in range(ANSWERS):
             traced = {"traceparent": f"00-{TRACE}-{'b' * 16}-01"} if index == 0 else {}
             ask(endpoint, {"X-Request-Id": f"sky-{index}", **traced})

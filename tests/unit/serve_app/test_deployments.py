@@ -28,3 +28,16 @@ def test_what_serve_holds_back_is_bounded_and_answered_as_the_router_answers() -
     router = application(config)._bound_deployment  # Serve has no other way to look into an application
     assert (router.max_ongoing_requests, router.max_queued_requests) == (20, 10)
     assert (router.backpressure_config.status_code, router.backpressure_config.retry_after_s) == (429, 1)
+
+
+@pytest.mark.parametrize(("log_format", "told"), [("text", None), ("json", {"encoding": "JSON"})])
+def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, told: dict[str, str] | None) -> None:
+    config = validated(
+        {"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}, "server": {"log_format": log_format}}
+    )
+    router = application(config)._bound_deployment
+    replicas = [router, *(pool._bound_deployment for pool in router.init_args[1:])]
+    assert [one.name for one in replicas] == ["Router", "Target", "Drafter"]
+    for one in replicas:
+        encoding = None if one.logging_config is None else {"encoding": one.logging_config["encoding"]}
+        assert encoding == told
