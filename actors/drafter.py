@@ -54,6 +54,7 @@ class Drafter:
         profile: DraftCost = UNKNOWN,
         published_acceptance: float | None = None,  # of first tokens, as the draft's folder promises it
         credentials: Credentials | None = None,  # shown to targets
+        working_clock: Callable[[], float] | None = None,  # by which a pass is stuck; default: `clock`
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -68,6 +69,7 @@ class Drafter:
         self._method = method
         self._limits = limits
         self._clock = clock
+        self._working_clock = working_clock or clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
@@ -109,7 +111,7 @@ class Drafter:
             self.timeline.record("draft ahead" if drafting.ahead else "draft", *names)
         self._wanted.clear()
         make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
-        self._progress.works(self._expected_s(drafting), began)
+        self._progress.works(self._expected_s(drafting), self._working_clock())
         proposals = await loop.run_in_executor(self._thread, make)
         self._progress.rests()
         if names:
@@ -272,7 +274,7 @@ class Drafter:
     @property
     def stuck_s(self) -> float | None:
         """How long the pass at hand has taken, where that is longer than it may take."""
-        return self._progress.stuck_s(self._clock())
+        return self._progress.stuck_s(self._working_clock())
 
     @property
     def is_idle(self) -> bool:
