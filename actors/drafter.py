@@ -56,6 +56,7 @@ class Drafter:
         published_acceptance: float | None = None,  # of first tokens, as the draft's folder promises it
         credentials: Credentials | None = None,  # shown to targets
         tracer: SessionTracer | None = None,
+        working_clock: Callable[[], float] | None = None,  # by which a pass is stuck; default: `clock`
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -72,6 +73,7 @@ class Drafter:
         self._method = method
         self._limits = limits
         self._clock = clock
+        self._working_clock = working_clock or clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
@@ -115,7 +117,7 @@ class Drafter:
             self._tracer.marked(kind, names)
         self._wanted.clear()
         make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
-        self._progress.works(self._expected_s(drafting), began)
+        self._progress.works(self._expected_s(drafting), self._working_clock())
         proposals = await loop.run_in_executor(self._thread, make)
         self._progress.rests()
         if names:
@@ -283,7 +285,7 @@ class Drafter:
     @property
     def stuck_s(self) -> float | None:
         """How long the pass at hand has taken, where that is longer than it may take."""
-        return self._progress.stuck_s(self._clock())
+        return self._progress.stuck_s(self._working_clock())
 
     @property
     def is_idle(self) -> bool:

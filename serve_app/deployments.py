@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -235,17 +236,20 @@ class DraftDeployment:
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
         self._tracing = ServiceTracing(config.tracing, "drafter")
+        is_background = config.draft.resources.background
         self._drafter = Drafter(
             method,
             limits,
             vocabulary_fingerprint(tokens),
             target_model,
             draft_ahead=not config.speculation.is_lock_step,
-            prepare_thread=compute_in_background if config.draft.resources.background else None,
+            prepare_thread=compute_in_background if is_background else None,
             profile=self._costs,
             published_acceptance=published_acceptance(config.draft),
             credentials=credentials_of(config.trust, PeerRole.DRAFTER),
             tracer=self._tracing.sessions("draft"),
+            # Who gets a core only while nobody wants it may wait for ever, and is as well as before.
+            working_clock=time.process_time if is_background else None,
         )
         self._method = config.draft.method
         self._report = DraftReport()  # the latest one to the autoscaling policy

@@ -3,10 +3,13 @@
 Not part of the default suite: `make test-exhaustive`. Here too a test has a false-alarm rate of 1e-5.
 """
 
+from typing import Any
+
 import pytest
 
-from protos.messages import Acceptance
+from protos.messages import Acceptance, Sampling, TokenRules
 from tests.lossless import test_pools
+from tests.lossless.parts import EOS
 from tests.lossless.test_distribution import (
     FALSE_ALARM,
     drafted_ahead,
@@ -15,10 +18,26 @@ from tests.lossless.test_distribution import (
     p_value,
     p_value_of,
 )
+from tests.lossless.test_parameters import drawn
 from tests.lossless.test_suffix_lookup import p_value_over_answers_of_others
 from tests.lossless.world import calm, stormy
 
 WORLDS = 240
+WORLDS_OF_EACH = 120  # parameter
+FEW_PARAMETERS: dict[str, dict[str, Any]] = {
+    "temperature": {"sampling": {"temperature": 0.6}},
+    "top_k": {"sampling": {"top_k": 2}},
+    "top_p": {"sampling": {"top_p": 0.8}},
+    "min_p": {"sampling": {"min_p": 0.2}},
+    "frequency_penalty": {"sampling": {"frequency_penalty": 0.8}},
+    "presence_penalty": {"sampling": {"presence_penalty": 0.9}},
+    "repetition_penalty": {"sampling": {"repetition_penalty": 1.4}},
+    "logit_bias": {"rules": {"logit_bias": ((1, 0.9), (2, -0.7))}},
+    "allowed": {"rules": {"allowed": (EOS, 1, 3)}},
+    "bad_words": {"rules": {"bad_words": ((3, 3), (2, 1))}},
+    "min_tokens": {"rules": {"min_len": 5}},
+    "all restrictions": {"sampling": {"temperature": 1.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}},
+}
 
 
 @in_all_ways
@@ -36,3 +55,18 @@ def test_losses_lookups_and_dear_verification_keep_the_distribution(schedule):
 @pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
 def test_suffix_lookup_keeps_the_distribution(schedule):
     assert p_value_over_answers_of_others(schedule, WORLDS) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("name", FEW_PARAMETERS)
+@pytest.mark.parametrize(
+    ("shape", "rule"), [("chain", Acceptance.RATIO), ("tree", Acceptance.COUPLED)], ids=["chain", "tree"]
+)
+def test_each_parameter_has_its_own_distribution_without_a_seed(shape, rule, name):
+    """And another than without it: that the test sees the difference is shown by the plain distribution."""
+    asked = FEW_PARAMETERS[name]
+    sampling = Sampling(**asked.get("sampling", {}))
+    found = drawn(rule, stormy, sampling, TokenRules(**asked.get("rules", {})), WORLDS_OF_EACH)
+    assert (found.branches_accepted > 0) == (shape == "tree")
+    assert found.p_value > FALSE_ALARM
+    plain = dict.fromkeys(found.samples, 0.0) | test_pools.exact_distribution(test_pools.FEW_PROMPT)
+    assert p_value_of(plain, found.samples) < FALSE_ALARM

@@ -30,7 +30,6 @@ MODEL = "toy"
 CONTEXT = 96  # tokens: an answer without a limit ends soon
 TOKENIZER = talking_tokenizer()
 VOCABULARY = len(TOKENIZER)
-Started = tuple[uvicorn.Server, asyncio.AbstractEventLoop]
 LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(6))
 
 
@@ -38,35 +37,46 @@ LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_
 class ToyServer:
     """A running one."""
 
-    url: str
+    listening: uvicorn.Server
     loop: asyncio.AbstractEventLoop
     metrics: Metrics
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.listening.servers[0].sockets[0].getsockname()[1]}"
 
     @property
     def tasks(self) -> int:
         return len(asyncio.all_tasks(self.loop))
 
+    @property
+    def connections(self) -> int:
+        return len(self.listening.server_state.connections)
+
+    @property
+    def requests(self) -> float:
+        """That run."""
+        return self.metrics.registry.get_sample_value("slipstream_running_requests") or 0.0
+
 
 @contextmanager
 def toy_server(**server: Any) -> Iterator[ToyServer]:
     """With this for its section `server`. Fails where something of a session is left when it is over."""
-    started: Future[Started] = Future()
+    started: Future[ToyServer] = Future()
     with ThreadPoolExecutor(1) as thread, patch.object(harness, "VOCABULARY", VOCABULARY):
-        metrics = Metrics()
-        serving = thread.submit(lambda: asyncio.run(_serve(started, server, metrics)))
+        serving = thread.submit(lambda: asyncio.run(_serve(started, server)))
         wait((started, serving), return_when=FIRST_COMPLETED)
         if serving.done():
             serving.result()
-        listening, loop = started.result()
-        port = listening.servers[0].sockets[0].getsockname()[1]
+        toy = started.result()
         try:
-            yield ToyServer(f"http://127.0.0.1:{port}", loop, metrics)
+            yield toy
         finally:
-            listening.should_exit = True
+            toy.listening.should_exit = True
             serving.result()
 
 
-async def _serve(started: "Future[Started]", server: dict[str, Any], metrics: Metrics) -> None:
+async def _serve(started: "Future[ToyServer]", server: dict[str, Any]) -> None:
     grammars = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
     toys = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
     model = {"target": f"models/{MODEL}", "max_context": CONTEXT}
@@ -78,10 +88,11 @@ async def _serve(started: "Future[Started]", server: dict[str, Any], metrics: Me
 
     async with harness.cluster(**toys, lock_step=True) as c:
         c.hurry()
+        metrics = Metrics()
         api = create_api(c.router, codec, config, metrics, health)
         listening = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error", lifespan="off"))
         serving = asyncio.create_task(listening.serve())
         while not listening.started:
             await asyncio.sleep(0.01)
-        started.set_result((listening, asyncio.get_running_loop()))
+        started.set_result(ToyServer(listening, asyncio.get_running_loop(), metrics))
         await serving

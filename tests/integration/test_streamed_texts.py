@@ -7,7 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,12 +21,14 @@ from protos.messages import Finish
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from serve_app.http.wire.replies import CompletionChunk, HealthReport
 from tests.byte_tokenizer import TEMPLATE, byte_tokenizer
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 
+RESPONSE_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CASES = 150  # of each tokenizer
 LETTERS = ["a", "b ", "é", "ñ", "日本", "한", "नमस्ते", "\n", "{", '"']
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}
 MARKS = ["e\u0301", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", "👍🏽", "\ufffd"]
 
 
@@ -47,6 +53,16 @@ def blocks(tokens: tuple[int, ...], rejected: tuple[int, ...], rng: random.Rando
 
 async def streamed(codec: TextCodec, script: Script, interval: int, **fields: Any) -> list[dict[str, Any]]:
     """The events of one chat, each a valid one."""
+    *events, last = await asked(codec, script, interval, "/v1/chat/completions", **CHAT, **fields)
+    assert last == "[DONE]"
+    data = [json.loads(event) for event in events]
+    for event in data:
+        ChatCompletionChunk.model_validate(event, strict=True)
+    return data
+
+
+async def asked(codec: TextCodec, script: Script, interval: int, path: str, **fields: Any) -> list[str]:
+    """The data of a stream's events."""
     generator = ScriptedGenerator()
     generator.scripts = [script]
     config = validated(
@@ -61,22 +77,13 @@ async def streamed(codec: TextCodec, script: Script, interval: int, **fields: An
         return HealthReport(status="ok", audit="off")
 
     transport = httpx.ASGITransport(create_api(generator, codec, config, Metrics(), health))
-    body = {
-        "model": "toy",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 4000,
-        "stream": True,
-        **fields,
-    }
+    body = {"model": "toy", "stream": True, **fields}
     async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
-        answer = await client.post("/v1/chat/completions", json=body)
-    *events, last = answer.text.split("\n\n")[:-1]
-    assert last == "data: [DONE]"
-    data = [json.loads(event.removeprefix("data: ")) for event in events]
-    for event in data:
-        ChatCompletionChunk.model_validate(event, strict=True)
+        answer = await client.post(path, json=body)
+    *events, rest = answer.text.split("\n\n")
+    assert rest == ""
     assert not generator.running
-    return data
+    return [event.partition("data: ")[2] for event in events]
 
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), byte_fallback()], ids=["bytes", "byte fallback"])
@@ -98,3 +105,51 @@ async def test_any_text_cut_anywhere_arrives_as_it_is_and_nothing_of_a_stop_stri
             told = event["slipstream"]
             assert "".join(piece for piece, _ in told["pieces"]) == gained
             assert len(told["rejected"]) == len(told["pieces"])
+
+
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), byte_fallback()], ids=["bytes", "byte fallback"])
+PIECES = st.sampled_from(LETTERS + MARKS) | st.characters(codec="utf-8", exclude_characters="<")
+TEXTS = st.lists(PIECES, max_size=30).map("".join)
+
+
+def cut(text: str, stops: list[str], keeps_stop: bool) -> str:
+    """Before, or after, the first stop string to be complete; of those that end together, the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[:end] if keeps_stop else text[: end - max(complete)]
+    return text
+
+
+@TOKENIZERS
+@settings(deadline=None, max_examples=50)
+@given(text=TEXTS, rng=st.randoms(use_true_random=False), keeps_stop=st.booleans())
+async def test_a_completion_stops_before_or_after_the_first_of_many_stop_strings(
+    tokenizer: Any, text: str, rng: random.Random, keeps_stop: bool
+) -> None:
+    codec = TextCodec(tokenizer, ())
+    begins = [rng.randrange(len(text)) for _ in range(rng.randint(0, 3)) if text]
+    stops = [text[begin : begin + rng.randint(1, 6)] for begin in begins]
+    script: Script = [*blocks(codec.encode_plain(text), (), rng), Ended(Finish.STOP)]
+    fields = {"prompt": "a", "max_tokens": 4000, "stop": stops, "include_stop_str_in_output": keeps_stop}
+    *events, last = await asked(codec, script, rng.choice([1, 3]), "/v1/completions", **fields)
+    assert last == "[DONE]"
+    # OpenAI's own type has no place for an end that has not come, which its chunks have.
+    chunks = [CompletionChunk.model_validate_json(event, strict=True) for event in events]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == cut(text, stops, keeps_stop)
+
+
+@TOKENIZERS
+@settings(deadline=None, max_examples=50)
+@given(text=TEXTS, rng=st.randoms(use_true_random=False))
+async def test_the_events_of_a_response_make_the_text_that_its_last_one_has(
+    tokenizer: Any, text: str, rng: random.Random
+) -> None:
+    codec = TextCodec(tokenizer, ())
+    script: Script = [*blocks(codec.encode_plain(text), (), rng), Ended(Finish.STOP)]
+    told = await asked(codec, script, rng.choice([1, 3]), "/v1/responses", input="a")
+    events = [RESPONSE_EVENTS.validate_json(event) for event in told]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == text

@@ -16,6 +16,7 @@ from serve_app.http.wire.replies import (
     HealthReport,
     ModelCard,
     ModelList,
+    ScoredChatCompletion,
     VersionReport,
 )
 from serve_app.http.wire.responses_input import ResponsesRequest
@@ -25,9 +26,10 @@ from serve_app.http.wire.tokenizing import DetokenizeReply, DetokenizeRequest, T
 
 Json = dict[str, Any]
 
-OPENAPI = "3.1.0"
+OPENAPI = "3.2.0"  # the first in which the events of a stream have a schema
 REFERENCE = "#/components/schemas/{model}"
 KEY = "api_key"
+DONE = "[DONE]"  # the data of a stream's last event
 REFUSALS = {  # of every endpoint that reads a body
     "400": "something is wrong in the request; `param` names it",
     "404": "the model is not served here",
@@ -47,24 +49,32 @@ class Operation:
     path: str
     summary: str
     asked: type[BaseModel] | None = None
-    answers: type[BaseModel] | None = None  # None: plain text
-    chunks: type[BaseModel] | None = None  # of a stream, the data of each event
+    answers: tuple[type[BaseModel], ...] = ()  # one of these; none: plain text
+    chunk: type[BaseModel] | None = None  # of a stream, the data of each event but the last
     streams: bool = False
     needs_key: bool = True
 
 
 OPERATIONS = (
     Operation(
-        "post", "/v1/chat/completions", "An answer in a conversation", ChatRequest, ChatCompletion, ChatChunk, True
+        "post",
+        "/v1/chat/completions",
+        "An answer in a conversation",
+        ChatRequest,
+        (ChatCompletion, ScoredChatCompletion),
+        ChatChunk,
+        streams=True,
     ),
-    Operation("post", "/v1/completions", "How a text goes on", CompletionRequest, Completion, CompletionChunk, True),
-    Operation("post", "/v1/responses", "An answer, told in items", ResponsesRequest, ResponseReply, streams=True),
-    Operation("post", "/tokenize", "The tokens of a text or a conversation", TokenizeRequest, TokenizeReply),
-    Operation("post", "/detokenize", "The text of tokens", DetokenizeRequest, DetokenizeReply),
-    Operation("get", "/v1/models", "The names of the model that is served", answers=ModelList),
-    Operation("get", "/v1/models/{name}", "One of them", answers=ModelCard),
-    Operation("get", "/version", "The version of this server", answers=VersionReport, needs_key=False),
-    Operation("get", "/health", "Whether requests can be served", answers=HealthReport, needs_key=False),
+    Operation(
+        "post", "/v1/completions", "How a text goes on", CompletionRequest, (Completion,), CompletionChunk, streams=True
+    ),
+    Operation("post", "/v1/responses", "An answer, told in items", ResponsesRequest, (ResponseReply,), streams=True),
+    Operation("post", "/tokenize", "The tokens of a text or a conversation", TokenizeRequest, (TokenizeReply,)),
+    Operation("post", "/detokenize", "The text of tokens", DetokenizeRequest, (DetokenizeReply,)),
+    Operation("get", "/v1/models", "The names of the model that is served", answers=(ModelList,)),
+    Operation("get", "/v1/models/{name}", "One of them", answers=(ModelCard,)),
+    Operation("get", "/version", "The version of this server", answers=(VersionReport,), needs_key=False),
+    Operation("get", "/health", "Whether requests can be served", answers=(HealthReport,), needs_key=False),
     Operation("get", "/metrics", "What all processes have measured, for Prometheus", needs_key=False),
 )
 
@@ -83,9 +93,8 @@ def description(version: str, *, with_keys: bool) -> Json:
 
 def _schemas() -> Json:
     asked = [(one.asked, "validation") for one in OPERATIONS if one.asked is not None]
-    answers = [
-        (model, "serialization") for one in OPERATIONS for model in (one.answers, one.chunks) if model is not None
-    ]
+    told = [model for one in OPERATIONS for model in (*one.answers, one.chunk) if model is not None]
+    answers = [(model, "serialization") for model in told]
     models: Any = [*asked, *answers, (ErrorBody, "serialization")]
     _, found = models_json_schema(models, ref_template=REFERENCE)
     schemas: Json = found["$defs"]
@@ -107,25 +116,32 @@ def _operation(operation: Operation, with_keys: bool) -> Json:
     made["responses"] = {"200": {"description": "the answer", "content": dict(_answers(operation))}}
     for status, why in sorted(refusals.items()):
         made["responses"][status] = {"description": why, "content": _as_json(ErrorBody)}
-    if operation.answers is HealthReport:
+    if HealthReport in operation.answers:
         made["responses"]["503"] = {"description": "they cannot", "content": _as_json(HealthReport)}
     return made
 
 
 def _answers(operation: Operation) -> Iterable[tuple[str, Json]]:
-    if operation.answers is None:
+    if not operation.answers:
         yield "text/plain", {"schema": {"type": "string"}}
     else:
-        yield from _as_json(operation.answers).items()
+        yield from _as_json(*operation.answers).items()
     if operation.streams:
-        events: Json = {"schema": {"type": "string"}}
-        if operation.chunks is not None:
-            events["x-event-data"] = _reference(operation.chunks)
-        yield "text/event-stream", events
+        yield "text/event-stream", {"itemSchema": _event(operation.chunk)}
 
 
-def _as_json(model: type[BaseModel]) -> Json:
-    return {"application/json": {"schema": _reference(model)}}
+def _event(chunk: type[BaseModel] | None) -> Json:
+    """Of a stream; where its data has no schema, the event's name is the `type` in it."""
+    data: Json = {"contentMediaType": "application/json", "contentSchema": {"type": "object", "required": ["type"]}}
+    if chunk is not None:
+        told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]}
+        data = {"anyOf": [{"const": DONE}, data | {"contentSchema": told}]}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"} | data}}
+
+
+def _as_json(*models: type[BaseModel]) -> Json:
+    references = [_reference(model) for model in models]
+    return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
 
 
 def _reference(model: type[BaseModel]) -> Json:

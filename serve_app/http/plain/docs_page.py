@@ -57,7 +57,9 @@ def _row(name: str, field: Json, required: bool, schemas: Json) -> str:
 
 def _kinds(field: Json, schemas: Json) -> Iterator[str]:
     for part in field.get("anyOf") or field.get("oneOf") or [field]:
-        if "$ref" in part:
+        if "anyOf" in part or "oneOf" in part:
+            yield from _kinds(part, schemas)
+        elif "$ref" in part:
             yield part["$ref"].rpartition("/")[2]
         elif "enum" in part or "const" in part:
             yield from (str(value) for value in part.get("enum", [part.get("const")]))

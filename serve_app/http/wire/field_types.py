@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from serve_app.http.wire.bounds import RequestBounds
 
 MAX_FAULTS = 10  # that one refusal reports
+NULL = {"type": "null"}
 
 Integer = Annotated[int, Field(strict=True)]  # neither 1.0 nor "1" nor true
 Number = Annotated[float, Field(strict=True)]
@@ -46,6 +47,24 @@ class RequestPart(BaseModel):
         known = {name: data[name] for name in names if data.get(name) is not None}
         unknown = (name for name in data if name not in names)
         return known | dict.fromkeys(islice(unknown, MAX_FAULTS))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler.resolve_ref_schema(handler(core))
+        fields = described.get("properties", {})
+        for name in fields.keys() - set(described.get("required", ())):
+            fields[name] = _or_null(fields[name])
+        return described
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be left out."""
+    if None in field.get("enum", ()):
+        return field
+    own = {name: value for name, value in field.items() if name in ("title", "default", "description")}
+    taken = {name: value for name, value in field.items() if name not in own}
+    kinds = taken["anyOf"] if taken.keys() == {"anyOf"} else [taken]
+    return own | {"anyOf": [*kinds, *([] if NULL in kinds else [NULL])]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # True and 1 are equal, and Annotated would keep one for both

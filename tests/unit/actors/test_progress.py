@@ -48,10 +48,12 @@ class HangingMethod(InterruptedMethod):
 
 
 @asynccontextmanager
-async def drafting(method: HangingMethod, clock: Clock) -> AsyncIterator[tuple[OfflineDrafter, str]]:
+async def drafting(
+    method: HangingMethod, clock: Clock, working_clock: Clock | None = None
+) -> AsyncIterator[tuple[OfflineDrafter, str]]:
     """A drafter that has been told of a session, and its router's stream."""
     cost = DraftCost(forward=ForwardCost.linear(PASS_S / 4))
-    drafter = OfflineDrafter(method, LIMITS, "v", "m", False, clock=clock, profile=cost)
+    drafter = OfflineDrafter(method, LIMITS, "v", "m", False, clock=clock, profile=cost, working_clock=working_clock)
     stream, _ = drafter.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(drafter.run())
     drafter.receive(stream, Decoded((to_open("a"),)))
@@ -70,6 +72,16 @@ async def test_a_pass_that_reads_a_prompt_has_time_for_it():
         assert drafter.stuck_s is None
         clock.now += 1
         assert drafter.stuck_s == clock.now
+
+
+async def test_a_pass_that_waits_for_a_core_is_not_stuck_and_one_that_computes_for_ever_is():
+    clock = Clock()
+    worked = Clock()
+    async with drafting(HangingMethod(), clock, worked) as (drafter, _):
+        clock.now = 1e6
+        assert drafter.stuck_s is None
+        worked.now = TIMES * (PASS_S + PASS_S / 4) + 1
+        assert drafter.stuck_s == worked.now
 
 
 async def test_a_later_pass_has_a_multiple_of_what_passes_were_measured_to_take():

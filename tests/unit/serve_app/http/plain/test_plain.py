@@ -11,8 +11,10 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from cluster.routing.session import Ended
+from cluster.errors import TargetLostError
+from cluster.routing.session import Emit, Ended
 from protos.messages import Finish
+from protos.scores import TokenScore
 from serve_app.http.plain.served_model import fingerprint
 from serve_app.http.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of
@@ -173,6 +175,52 @@ async def test_what_is_asked_and_answered_is_as_described(front: AsgiFront, path
     validator(document, operation["requestBody"]["content"]["application/json"]["schema"]).validate(asked)
     answer = await posted(front, path, **asked)
     validator(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer)
+
+
+async def test_an_answer_that_tells_of_its_prompt_is_as_described(front: AsgiFront) -> None:
+    score = TokenScore(-0.5, 1, (1,), (-0.5,))
+    prompt_len = len(front.codec.encode_chat([USER]))
+    emit = Emit(front.codec.encode("a"), 0, 0, (), (score,) * (prompt_len - 1))
+    front.plays([emit, Ended(Finish.STOP)])
+    document = await described(front)
+    answer = await posted(front, "/v1/chat/completions", model=MODEL, messages=[USER], prompt_logprobs=0)
+    told = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["application/json"]
+    assert len(answer["prompt_logprobs"]) == prompt_len
+    validator(document, told["schema"]).validate(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+@pytest.mark.parametrize("end", [Ended(Finish.STOP), TargetLostError("lost")], ids=["whole", "lost"])
+async def test_the_events_of_a_stream_are_as_described(front: AsgiFront, path: str, fields: Any, end: Any) -> None:
+    front.plays([*front.emits("Hello."), end])
+    document = await described(front)
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    event = content["text/event-stream"]["itemSchema"]
+    answer = await front.http.post(path, json={"model": MODEL, "stream": True} | fields)
+    told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    data = event["properties"]["data"]
+    (read,) = [one["contentSchema"] for one in (data, *data.get("anyOf", ())) if "contentSchema" in one]
+    assert len(told) > len("Hello.")
+    for one in told:
+        validator(document, event).validate({"data": one})
+        if one != "[DONE]":
+            validator(document, read).validate(json.loads(one))
+            assert not validator(document, read).is_valid({"unheard_of": 1})
+
+
+@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "ResponsesRequest", "TokenizeRequest"])
+async def test_null_is_described_as_not_given(front: AsgiFront, name: str) -> None:
+    document = await described(front)
+    schema = document["components"]["schemas"][name]
+    for field, about in schema["properties"].items():
+        assert validator(document, about).is_valid(None) is (field not in schema.get("required", ())), field
 
 
 @pytest.mark.parametrize("fields", [{"prompt": 1}, {"prompt": "a", "best_of": 2}, {"prompt": "a", "unknown": 1}, {}])
