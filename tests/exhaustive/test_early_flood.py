@@ -19,8 +19,8 @@ import pytest
 from tests.integration.harness import Cluster, cluster, plain_greedy
 
 SESSIONS = 8
-TOKENS = 100
-ROUNDS = 3
+TOKENS = 200
+ROUNDS = 5
 MOST = 1.1  # times the time without the flood
 ROOT = Path(__file__).parents[2]
 
