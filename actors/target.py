@@ -194,9 +194,10 @@ class TargetReplica:
         if self._outboxes.get(states_stream(stream)) is outbox:
             del self._outboxes[states_stream(stream)]
 
-    def receive(self, stream: str, frame: Decoded) -> None:
-        """Everything that a peer has for this target at one moment."""
+    def receive(self, stream: str, frame: Decoded) -> int:
+        """Everything that a peer has for this target at one moment; returns how much of it nobody had asked for."""
         now = self._clock()
+        before = self.scheduler.unasked
         self._count_malformed(stream, frame)
         for message in frame.messages:
             if isinstance(message, Block):
@@ -205,6 +206,7 @@ class TargetReplica:
             if not self._gate.takes(stream, message):
                 self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
+        return self.scheduler.unasked - before
 
     def _take(self, stream: str, message: Message) -> None:
         self._send(self.scheduler.receive(stream, message, self._clock()))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from actors.drafter import Drafter
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.target import TargetReplica
-from actors.transport.streams import GreetedTwice, decode_greeted
+from actors.transport.streams import UnfitFrame, decode_greeted
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.following import DrafterLimits
@@ -95,7 +95,7 @@ class Sent:
         """What a service hears of it, or None where it ends the stream."""
         try:
             return decode_greeted(self.frame.FromString(self.data))
-        except (DecodeError, GreetedTwice):
+        except (DecodeError, UnfitFrame):
             return None
 
 

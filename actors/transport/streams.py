@@ -6,6 +6,7 @@ write: a queue that overflows means that the peer is down.
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,9 @@ STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that attaches again
 FRAME_BYTES = 4 << 20  # about what one frame may hold; a single message may be larger
 HELLO_S = 10.0  # for a caller to greet
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
+
+MOST_MESSAGES = 1024  # of one frame: reading it holds up all others, for some 20 ms
+REST = 40.0  # times as long as a peer's messages took that nobody had asked for, it is not listened to
 
 REFUSING = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -62,7 +66,9 @@ class Outbox:
             await self._changed.wait()
         frame = [self._due.popleft()]
         size = encoded_bytes(frame[0])
-        while self._due and (size := size + encoded_bytes(self._due[0])) <= self._frame_bytes:
+        while self._due and len(frame) < MOST_MESSAGES:
+            if (size := size + encoded_bytes(self._due[0])) > self._frame_bytes:
+                break
             frame.append(self._due.popleft())
         return frame
 
@@ -106,15 +112,18 @@ async def _first_to_end(*coroutines: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class GreetedTwice(ProtocolError):
-    """A greeting is no message: it begins a stream, and may not come again."""
+class UnfitFrame(ProtocolError):
+    """A frame that no honest peer sends; it ends the stream."""
 
 
 def decode_greeted(frame: ProtoMessage) -> Decoded:
-    """A frame after the greeting. Greetings are the first field of a frame, so one look is enough."""
+    """A frame after the greeting, which may not come again. It is the first field of a frame, so one look is enough."""
+    repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
+    if (count := sum(map(len, repeated))) > MOST_MESSAGES:
+        raise UnfitFrame(f"{count} messages in one frame")
     found = decode(frame)
     if isinstance(next(iter(found.messages), None), Hello | Welcome):
-        raise GreetedTwice("greeted twice on one stream")
+        raise UnfitFrame("greeted twice on one stream")
     return found
 
 
@@ -164,15 +173,22 @@ async def converse(
     context: grpc.aio.ServicerContext[Any, Any],
     reply_type: type[ProtoMessage],
     outbox: Outbox,
-    on_frame: Callable[[Decoded], None],
+    on_frame: Callable[[Decoded], int | None],
 ) -> None:
-    """Serves a greeted stream until either side ends it."""
+    """Serves a greeted stream until either side ends it.
+
+    `on_frame` returns how many of the messages nobody had asked for. A peer that sends many is heard seldom, and TCP
+    holds it back: whatever it does, others have the event loop.
+    """
 
     async def read() -> None:
         while (frame := await _read_frame(context)) is not grpc.aio.EOF:
+            began = time.perf_counter()
             try:
-                on_frame(decode_greeted(frame))
-            except GreetedTwice:
+                decoded = decode_greeted(frame)
+                if unasked := on_frame(decoded):
+                    await asyncio.sleep(REST * (time.perf_counter() - began) * unasked / len(decoded.messages))
+            except UnfitFrame:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 
     async def write() -> None:

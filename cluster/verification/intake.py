@@ -56,6 +56,7 @@ class Intake:
         self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
         self.departure = Departure(admission, self.forget)
         self._early = EarlyMessages(limits.buffer, counts)
+        self.unasked = 0  # blocks for sessions that are not open, or are another drafter's
 
     # ------------------------------------------------------------ what peers say
 
@@ -182,9 +183,11 @@ class Intake:
             return
         session = self._admission.find(block.session)
         if session is None:
+            self.unasked += 1
             self._early.block(drafter, block, now)
             return
         if not session.admits(drafter):
+            self.unasked += 1
             self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self._counts.drop("not_assigned", block)
             return

@@ -171,6 +171,11 @@ class VerificationScheduler:
         return {"sessions": float(running), "queued": float(len(self._admission.waiting))}
 
     @property
+    def unasked(self) -> int:
+        """Blocks so far for sessions that are not open, or are another drafter's."""
+        return self._intake.unasked
+
+    @property
     def dropped(self) -> Counter[str]:
         """Blocks that were not verified, by cause."""
         return self._counts.dropped

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,10 +46,10 @@ class Load:
         self._model = model
         self._tokens = tokens
         self._requests = requests
-        self._stopping = asyncio.Event()
+        self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """What runs is finished."""
+        """What runs is finished; from any thread."""
         self._stopping.set()
 
     async def run(self, rounds: int | None = None) -> None:

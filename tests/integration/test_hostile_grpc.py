@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from actors.target import TargetReplica
+from actors.transport import streams
 from cluster.dispatch import Send
 from cluster.routing.session import Emit
 from cluster.trust.tickets import issue
@@ -366,6 +367,32 @@ async def test_early_blocks_of_one_drafter_do_not_keep_out_anothers(caplog):
         assert target.scheduler.accepted_tokens > 0, "its own drafter was heard"
         assert target.scheduler.dropped["not_assigned"] == 64
         assert len([record for record in caplog.records if "not assigned" in record.getMessage()]) == 2
+
+
+async def test_a_drafter_that_sends_what_nobody_asked_for_is_not_listened_to_for_a_while(monkeypatch):
+    monkeypatch.setattr(streams, "REST", 1e9)
+    early = [Block("to-come", 3, at, DraftTree.chain((1,))) for at in range(10)]
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, VERIFY) as another:
+        (target,) = c.targets.values()
+        for _ in range(3):
+            await verify.write(encode(pb.DrafterToTarget, early))
+        await eventually(lambda: target.scheduler.unasked > 0, "the first frame is heard")
+        await another.write(encode(pb.DrafterToTarget, early))
+        await eventually(lambda: target.scheduler.unasked == 20, "others are heard")
+        await asyncio.sleep(0.2)
+        assert target.scheduler.unasked == 20
+
+
+async def test_a_frame_of_very_many_messages_ends_its_own_stream_only():
+    block = Block("to-come", 3, 1, DraftTree.chain((1,)))
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify:
+        await verify.write(encode(pb.DrafterToTarget, [block] * streams.MOST_MESSAGES))
+        (target,) = c.targets.values()
+        await eventually(lambda: target.scheduler.unasked == streams.MOST_MESSAGES, "as many as that are heard")
+    async with busy_cluster() as c, greeted(c, VERIFY) as verify:
+        with refused_with(grpc.StatusCode.INVALID_ARGUMENT, ""):
+            await verify.write(encode(pb.DrafterToTarget, [block] * (streams.MOST_MESSAGES + 1)))
+            await within(5, verify.read())
 
 
 async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from actors.transport import streams
-from actors.transport.streams import Outbox, StatesOutbox
+from actors.transport.streams import MOST_MESSAGES, Outbox, StatesOutbox
 from cluster.errors import ProtocolError
-from protos.messages import Message, States, Verdict
+from protos.messages import Close, Message, States, Verdict
 from protos.states import MAX_STATES_BYTES, StateDtype
 
 HALF = States("s", 0, 0, StateDtype.BFLOAT16, 8, bytes(MAX_STATES_BYTES // 2))
@@ -48,3 +48,10 @@ async def test_other_outboxes_are_bounded_by_messages_as_before():
         outbox.put(Verdict("s", 1, 1, 0, (1,), 0, 0))
     with pytest.raises(ProtocolError, match="2 messages behind"):
         await asyncio.wait_for(outbox.overflow(), 10)
+
+
+async def test_a_frame_holds_no_more_messages_than_are_taken_at_once():
+    outbox = Outbox()
+    for number in range(MOST_MESSAGES + 1):
+        outbox.put(Close(str(number), 1))
+    assert [len(await outbox.take()), len(await outbox.take())] == [MOST_MESSAGES, 1]
