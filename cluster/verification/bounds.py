@@ -33,7 +33,7 @@ class VerificationLimits:
         if self.own_draws_only and request.acceptance is Acceptance.RATIO and not request.sampling.greedy:
             return "acceptance is ratio, this target decides by its own draws; ask for coupled, as with a seed"
         if self.own_draws_only and request.scoring.prompt_top is not None:
-            return "scores of a prompt are asked for, this target tells those of generated tokens alone"
+            return "prompt_logprobs, or echo with logprobs: this target tells scores of generated tokens alone"
         if pages > self.pages:
             return f"max_len is {request.max_len}, the cache holds {self.pages * self.page_size} tokens"
         return ""

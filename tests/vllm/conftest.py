@@ -8,6 +8,8 @@ import torch
 
 from actors.vllm_engine.arguments import ENVIRONMENT
 from tests.byte_tokenizer import byte_tokenizer
+from tests.vllm.cases import on_own_engine, open_all
+from tests.vllm.scripted import Life, Scripts
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; run `make test-vllm`")
 
@@ -38,3 +40,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).float().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def own_lives(tiny_llama: Path) -> dict[str, Life]:
+    own = on_own_engine(tiny_llama)
+    open_all(own)
+    own.run(Scripts({}).none)
+    return own.lives
+
+
+@pytest.fixture(scope="session")
+def whole(own_lives: dict[str, Life]) -> dict[str, list[int]]:
+    """Prompts and texts, by the project's own engine without any draft."""
+    return {session: life.prefix.tokens for session, life in own_lives.items()}

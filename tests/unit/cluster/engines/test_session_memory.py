@@ -135,7 +135,7 @@ def test_ratio_and_scores_of_a_prompt_are_refused_with_a_word() -> None:
     scene = Scene()
     for request, word in (
         (asked(acceptance=Acceptance.RATIO, sampling=Sampling()), "acceptance is ratio"),
-        (asked(scoring=Scoring(prompt_top=0)), "scores of a prompt are asked for"),
+        (asked(scoring=Scoring(prompt_top=0)), "prompt_logprobs"),
     ):
         ((_, refusal),) = scene.scheduler.receive("router#1", request, 0.0)
         assert refusal.reason is RefusalReason.INVALID
