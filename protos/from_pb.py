@@ -6,6 +6,7 @@ Long because there is a function for each kind.
 
 import math
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -62,10 +63,13 @@ def require(condition: bool, why: str) -> None:
 
 
 def _int32_tuple(data: bytes, name: str) -> tuple[int, ...]:
-    require(len(data) % 4 == 0, f"{name} has {len(data)} bytes, not a multiple of 4")
-    values = np.frombuffer(data, dtype="<i4")
-    require(values.size == 0 or int(values.min()) >= 0, f"{name} holds a negative token id")
-    return tuple(values.tolist())
+    count, rest = divmod(len(data), 4)
+    if rest:
+        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
+    values: tuple[int, ...] = struct.unpack(f"<{count}i", data)
+    if min(values, default=0) < 0:
+        raise ValueError(f"{name} holds a negative token id")
+    return values
 
 
 def _sparse_from_pb(probs: pb.SparseProbs, tokens: tuple[int, ...]) -> SparseProbs:
@@ -256,21 +260,22 @@ def _collapse_from_pb(m: pb.Collapse) -> Collapse:
 
 
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
+    """Words only what is wrong: nothing is decoded more often."""
     tokens = _int32_tuple(m.tokens, "tokens")
-    require(len(tokens) > 0, "a verdict decides no token")
-    require(
-        m.accepted <= m.drafted and m.accepted <= len(tokens),
-        f"accepted {m.accepted} of {m.drafted} drafted and {len(tokens)} decided tokens",
-    )
+    decided = len(tokens)
+    if not decided:
+        raise ValueError("a verdict decides no token")
+    if m.accepted > m.drafted or m.accepted > decided:
+        raise ValueError(f"accepted {m.accepted} of {m.drafted} drafted and {decided} decided tokens")
     rejected = _int32_tuple(m.rejected, "rejected")
-    require(
-        len(rejected) <= m.drafted - m.accepted,
-        f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted",
-    )
+    if len(rejected) > m.drafted - m.accepted:
+        raise ValueError(f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted")
     margin = m.margin if m.HasField("margin") else None
     scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
-    require(len(scores) in (0, len(tokens)), f"{len(scores)} scores of {len(tokens)} decided tokens")
-    require(margin is None or 0 <= margin < math.inf, f"margin is {margin}, expected a finite number of 0 or more")
+    if len(scores) not in (0, decided):
+        raise ValueError(f"{len(scores)} scores of {decided} decided tokens")
+    if margin is not None and not 0 <= margin < math.inf:
+        raise ValueError(f"margin is {margin}, expected a finite number of 0 or more")
     return Verdict(
         session=m.session,
         attempt=m.attempt,
