@@ -124,7 +124,10 @@ class VerificationScheduler:
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
         running = self._admission.running
-        self._in_step = self._as_fed(self._in_step)
+        fed = _as_fed(self._in_step, self._pages)
+        if fed != self._in_step:
+            self._step_shape = _shape_of(fed, running.values())
+        self._in_step = fed
         for session, row in self._in_step:
             name = row.session
             if running.get(name) is not session:
@@ -256,15 +259,6 @@ class VerificationScheduler:
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
 
-    def _as_fed(self, planned: list[tuple[TargetSession, Row]]) -> list[tuple[TargetSession, Row]]:
-        """A row that was fed otherwise than planned counts as it was fed; one that was not fed is due again."""
-        fed = [(session, row) for session, at_first in planned if (row := self._pages.fed(at_first)) is not None]
-        for session, _ in planned:
-            session.in_step = False
-        if fed != planned:
-            self._step_shape = _shape_of(fed, self._admission.running.values())
-        return fed
-
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """What its drafter and its router are told."""
         request = session.open
@@ -312,6 +306,13 @@ def _verdict(
         outcome.margin,
         prefix_cached=session.prefix_cached,
     )
+
+
+def _as_fed(planned: list[tuple[TargetSession, Row]], memory: SessionMemory) -> list[tuple[TargetSession, Row]]:
+    """A row that was fed otherwise than planned counts as it was fed; one that was not fed is due again."""
+    for session, _ in planned:
+        session.in_step = False
+    return [(session, row) for session, at_first in planned if (row := memory.fed(at_first)) is not None]
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:
