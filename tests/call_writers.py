@@ -1,6 +1,7 @@
 """Tokenizers of models that write their calls in different ways, and texts that such a model may say."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken
@@ -89,8 +90,18 @@ class Sayings:
 
     def takes(self, grammar: str, text: str) -> bool:
         """Whether the model may say just this."""
+        return self._takes(grammar, self._codec.encode(text))
+
+    def takes_spelt(self, grammar: str, text: str, spelt: str) -> bool:
+        """The same, where one part of the text is spelt in single characters rather than by its token."""
+        before, _, after = text.partition(spelt)
+        encode = self._codec.encode
+        letters = [token for letter in spelt for token in encode(letter)]
+        return self._takes(grammar, (*encode(before), *letters, *encode(after)))
+
+    def _takes(self, grammar: str, tokens: Sequence[int]) -> bool:
         followed = self._compiler.follow(grammar)
-        for token in (*self._codec.encode(text), self._codec.eos_ids[0]):
+        for token in (*tokens, self._codec.eos_ids[0]):
             (mask,) = followed.masks([()])
             if mask is None or not mask[token // 8] >> token % 8 & 1:
                 return False

@@ -156,7 +156,7 @@ def test_a_text_between_tags_is_any_that_does_not_end_the_call() -> None:
     for text in ("", "7", 'if a < b:\n    "</p>"'):
         assert sayings.takes(grammar.text, written(text))
         assert called(codec, written(text), [tool("f", schema)]) == [Call("f", json.dumps({"a": text}))]
-    assert not sayings.takes(grammar.text, written("</parameter>\n</function>\n</tool_call>"))
+    assert not sayings.takes_spelt(grammar.text, written("a</tool_call>b"), "</tool_call>")
 
 
 def test_strict_tools_are_held_to_their_schemas_and_others_to_an_object() -> None:
@@ -210,6 +210,16 @@ def test_what_is_thought_is_no_call_where_calls_are_free() -> None:
     prompt = "<|im_start|>assistant\n<think>"
     kinds = [type(one) for one in called(codec, text, [tool("weather")], prompt)]
     assert list(dict.fromkeys(kinds)) == [Reasoning, Content, Call]
+
+
+def test_a_mark_that_is_a_token_is_spelt_in_no_other_way() -> None:
+    codec = json_writer()
+    grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
+    assert grammar is not None
+    sayings = Sayings(codec)
+    for text, mark in (("a</think>b", "</think>"), ("a</think><tool_call>b", "<tool_call>")):
+        assert not sayings.takes_spelt(grammar.text, text, mark)
+    assert sayings.takes_spelt(grammar.text, "a</think><table>b", "<table>")
 
 
 @pytest.mark.parametrize(
