@@ -29,6 +29,7 @@ class Setup:
     context: int
     sessions: int  # most at once
     speculative: Mapping[str, Any] | None = None  # vLLM's speculative_config
+    engine: Mapping[str, Any] | None = None  # vLLM's other arguments
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class VllmArm:
             enable_prefix_caching=False,
             disable_log_stats=True,
             speculative_config=None if setup.speculative is None else dict(setup.speculative),
+            **(setup.engine or {}),
         )
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Run:
@@ -150,6 +152,10 @@ class VllmArm:
 def make_arm(name: str, setup: Setup) -> Arm:
     if name == "engine":
         return EngineArm(setup)
+    if name.startswith("slipstream-"):
+        from fleet_arm import FleetArm
+
+        return FleetArm(setup, name.removeprefix("slipstream-").replace("own", "slipstream"))
     if name.startswith("vllm"):
         return VllmArm(setup)
     return GenerateArm(setup, assisted=name == "assisted")

@@ -48,9 +48,9 @@ MORE: dict[str, dict[str, Any]] = {
 """What else requests of these names ask for."""
 
 
-def asked(session: str, prompt: list[int]) -> Open:
+def asked(session: str, prompt: list[int], new_tokens: int = 40) -> Open:
     name = session.partition("-")[0]
-    return request(session, SAMPLINGS[name], prompt, **MORE.get(name, {}))
+    return request(session, SAMPLINGS[name], prompt, new_tokens, **MORE.get(name, {}))
 
 
 def config(folder: Path, ranks: int = 1, **vllm: object) -> SlipstreamConfig:

@@ -32,6 +32,7 @@ class Life:
     verdicts: int = 0
     accepted: int = 0
     scores: list[TokenScore] = field(default_factory=list)
+    margin: float | None = None
 
     @property
     def text(self) -> list[int]:
@@ -91,6 +92,7 @@ class ScriptedTarget:
         life.verdicts += 1
         life.accepted += verdict.accepted
         life.scores += verdict.scores
+        life.margin = verdict.margin
         life.is_over = bool(verdict.finish)
 
 

@@ -13,8 +13,8 @@ import pytest
 from actors.vllm_engine.self_test import check_engine
 from cluster.errors import EngineError
 from cluster.verification.step import Outcome, StepPlan
-from tests.vllm.cases import asked, assert_scored_alike, config, on_vllm, open_all, prompts
-from tests.vllm.scripted import LONGEST, VOCABULARY, Life, Script, Scripts
+from tests.vllm.cases import SAMPLINGS, asked, assert_scored_alike, config, on_own_engine, on_vllm, open_all, prompts
+from tests.vllm.scripted import LONGEST, VOCABULARY, Life, Script, Scripts, request
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,18 @@ def test_aborts_preemption_and_bad_timing_change_no_text(core: object, whole: di
     assert {session: life.prefix.tokens for session, life in target.lives.items()} == whole
     assert preempted, "no session lost its pages, so nothing was shown"
     assert target.scheduler.is_idle
+    assert core.is_idle
+
+
+def test_an_audits_margin_is_the_own_engines(core: object, tiny_llama: Path) -> None:
+    margins = []
+    for target in (on_vllm(core), on_own_engine(tiny_llama)):
+        for name, sampling in (("greedy", SAMPLINGS["greedy"]), ("drawn", SAMPLINGS["restricted"])):
+            target.open(request(name, sampling, [7, 8, 9, 10], 1, audit=True, rival=41))
+        target.run(Scripts({}).none)
+        margins.append([life.margin for life in target.lives.values()])
+    assert None not in margins[0]
+    assert margins[0] == pytest.approx(margins[1], abs=1e-3)
     assert core.is_idle
 
 
