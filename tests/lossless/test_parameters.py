@@ -18,12 +18,12 @@ from cluster.routing.session import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling, TokenRules
 from tests.lossless.history import NextLogits
-from tests.lossless.parts import EOS, Setting
+from tests.lossless.parts import EOS, Schedule, Setting
 from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
 from tests.lossless.test_pools import DRAFT, FEW, FEW_AT_ONCE, FEW_DRAFT, FEW_NEW, FEW_TARGET, FEW_WORLDS, TARGET
 from tests.lossless.test_pools import VOCABULARY as MANY
-from tests.lossless.world import Schedule, calm, stormy
+from tests.lossless.world import calm, stormy
 
 PROMPT = (1, 2, 3)
 NEW_TOKENS = 16
