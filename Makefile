@@ -81,7 +81,7 @@ test-vllm: .venv-vllm/.complete
 .venv-vllm/.complete: constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	# All that is needed is listed: vLLM's own requirements would bring sound, pictures and Triton along.
-	.venv-vllm/bin/pip install --no-deps -r constraints-vllm.txt || true
+	.venv-vllm/bin/pip install --no-deps -r constraints-vllm.txt -e . || true
 	touch $@
 
 # Load generators of others, a small sweep each against the demo's pair; VLLM=... names vLLM's command, for its bench too.

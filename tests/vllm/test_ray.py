@@ -93,7 +93,8 @@ def test_greedy_text_equals_plain_generate_with_drafts(served: Served, reference
 
 
 def test_structured_output_keeps_to_its_schema_and_scores_are_told(served: Served) -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    properties = {"city": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     text = ask(served, "Name the capital of France as JSON.", max_tokens=60, response_format=form)
     assert set(json.loads(text)) == {"city"}
