@@ -73,10 +73,11 @@ test-clients: setup .clients/.complete
 	.clients/bin/pip install -r $<
 	touch $@
 
-# vLLM as a target's engine, in an environment of its own; skipped, with a word, where its wheel is not to be had.
+# vLLM as a target's engine, in an environment of its own; skipped, with a word, where its wheel is not to be had. vLLM
+# keeps state in its process, so each file of tests has one of its own.
 test-vllm: .venv-vllm/.complete
 	@test -x .venv-vllm/bin/pytest || { echo 'skipped: the packages of constraints-vllm.txt are not to be had here'; exit 0; } \
-		&& .venv-vllm/bin/pytest tests/vllm -rs --timeout 1800
+		&& for file in tests/vllm/test_*.py; do .venv-vllm/bin/pytest $$file -rs --timeout 1800 || exit 1; done
 
 .venv-vllm/.complete: constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
