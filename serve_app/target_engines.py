@@ -61,35 +61,34 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
     )
     run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
     ranks = await RankGroup.start(spec, get_current_placement_group())
-    special: dict[str, Any] = {
-        "pages": ranks.pages,
-        "page_size": spec.cache.page_size,
-        "trees": ranks.takes_trees,
-        "states": capture.format if capture is not None else None,
-        "keeps_states": config.draft.states.keep,
-    }
-    return StartedEngine(ranks, _limits(config, vocabulary, special))
+    limits = _limits(
+        config,
+        vocabulary,
+        pages=ranks.pages,
+        page_size=spec.cache.page_size,
+        trees=ranks.takes_trees,
+        states=capture.format if capture is not None else None,
+        keeps_states=config.draft.states.keep,
+    )
+    return StartedEngine(ranks, limits)
 
 
 async def _start_vllm(config: SlipstreamConfig, folder: Path, vocabulary: int) -> StartedEngine:
     use_cpu(config.target.resources_per_rank)
     engine = await VllmEngine.start(config, str(folder), vocabulary)
     memory = engine.memory
-    special: dict[str, Any] = {
-        "pages": memory.pages,
-        "page_size": memory.page_size,
-        "trees": False,
-        "own_draws_only": True,
-    }
-    return StartedEngine(engine, _limits(config, vocabulary, special), memory)
+    limits = _limits(
+        config, vocabulary, pages=memory.pages, page_size=memory.page_size, trees=False, own_draws_only=True
+    )
+    return StartedEngine(engine, limits, memory)
 
 
-def _limits(config: SlipstreamConfig, vocabulary: int, special: dict[str, Any]) -> VerificationLimits:
+def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> VerificationLimits:
     pool = config.target
     return VerificationLimits(
         vocabulary=vocabulary,
         max_context=config.model.max_context,
         max_sessions=pool.max_sessions,
         max_step_tokens=pool.max_step_tokens,
-        **special,
+        **of_engine,
     )
