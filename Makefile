@@ -32,7 +32,7 @@ test: models
 	$(BIN)/pytest tests/unit tests/lossless --numprocesses 2 --dist worksteal
 	$(BIN)/pytest tests/integration
 
-# Equality at length with real models, and distributions over many texts; over half an hour on two cores.
+# Equality at length with real models, and distributions over many texts; well over an hour on two cores.
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
 
