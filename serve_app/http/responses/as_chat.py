@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.grammar_fields import AnswerFormat
 from serve_app.http.wire.parsing import check
 from serve_app.http.wire.responses_input import (
     CallInput,
@@ -26,6 +27,10 @@ class ResponsesChat(ChatRequest):
     strict_field: ClassVar[str] = "tools[{}].strict"
 
     asked: ResponsesRequest
+
+    @property
+    def answer_format(self) -> AnswerFormat | None:
+        return self.asked.text.format
 
     @property
     def token_limits(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from serve_app.http.wire.field_types import Count, Flag, Integer, Number, RequestPart, bounded, is_text, unserved
+from serve_app.http.wire.grammar_fields import TextFormat
 from serve_app.http.wire.messages import CallId, FunctionName, NamedFunction
 from serve_app.http.wire.schemas import MAX_EFFORT_CHARS, MAX_MODEL_CHARS, SpeculationOptions
 
@@ -115,7 +116,7 @@ class ReasoningOptions(RequestPart):
 
 
 class TextOptions(RequestPart):
-    format: Annotated[Any, unserved({"type": "text"})] = None
+    format: TextFormat = TextFormat(type="text")
 
     verbosity: Literal["low", "medium", "high"] | None = None
 

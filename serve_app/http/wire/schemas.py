@@ -22,7 +22,7 @@ from serve_app.http.wire.field_types import (
     is_text,
     unserved,
 )
-from serve_app.http.wire.grammar_fields import ResponseFormat, StructuredOutputs
+from serve_app.http.wire.grammar_fields import AnswerFormat, ResponseFormat, StructuredOutputs
 from serve_app.http.wire.messages import ChatMessage, Tool, ToolChoice
 from serve_app.http.wire.sampling_fields import SamplingFields, Top
 from serve_app.http.wire.unserved_fields import (
@@ -107,6 +107,11 @@ class GenerationRequest(SamplingFields, UnservedFields):
     def prompt_version(self) -> str | None:
         """Which version of its prompt the client says that this is."""
         return (self.metadata or {}).get(PROMPT_VERSION)
+
+    @property
+    def answer_format(self) -> AnswerFormat | None:
+        """OpenAI's way to ask for a form of the answer."""
+        return self.response_format
 
     @property
     def prompt_count(self) -> int:

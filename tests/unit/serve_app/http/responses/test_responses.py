@@ -8,12 +8,14 @@ import openai
 import pytest
 import pytest_asyncio
 from openai.types.responses import response_create_params as params
+from pydantic import BaseModel
 
 from cluster.errors import TargetLostError
 from cluster.routing.session import Ended
 from protos.messages import Finish
 from serve_app.http.wire.responses_input import ResponsesRequest
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.call_writers import Sayings
 from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
 
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
@@ -116,6 +118,60 @@ async def test_the_clients_own_accumulation_agrees(front: AsgiFront) -> None:
     assert whole.output_text == "Yes."
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+class Point(BaseModel):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ({"type": "json_object"}, ['{"a": 1}'], ["[]", "Bern"]),
+        ({"type": "json_schema", "name": "p", "schema": POINT, "strict": False}, ['{"x": 7}'], ["{}", '{"x": ""}']),
+        ({"type": "json_schema", "name": "p", "schema": POINT, "description": "d"}, ['{"x": 7}'], ["{}"]),
+    ],
+)
+async def test_an_answer_has_the_form_that_is_asked_for(front: AsgiFront, form: Any, good: Any, bad: Any) -> None:
+    front.plays([*front.emits(good[0]), STOP])
+    whole = await front.openai.responses.create(model=MODEL, input="Tell.", text={"format": form, "verbosity": "low"})
+    assert whole.output_text == good[0]
+    assert whole.text.model_dump(by_alias=True, exclude_none=True) == {"format": form, "verbosity": "low"}
+    (generation,) = front.generator.generations
+    sayings = Sayings(front.codec)
+    assert [text for text in good if not sayings.takes(generation.grammar, text)] == []
+    assert [text for text in bad if sayings.takes(generation.grammar, text)] == []
+
+
+async def test_without_a_form_an_answer_is_any_text(front: AsgiFront) -> None:
+    front.plays([STOP])
+    for text in (None, {}, {"format": None}, {"format": {"type": "text"}}):
+        body = {"model": MODEL, "input": "Tell.", "text": text}
+        answer = (await front.http.post("/v1/responses", json=body)).json()
+        assert answer["text"] == {"format": {"type": "text"}}
+    assert [generation.grammar for generation in front.generator.generations] == [""] * 4
+
+
+async def test_where_tools_are_offered_an_answer_has_its_form_or_calls(front: AsgiFront) -> None:
+    front.plays([STOP])
+    form: Any = {"type": "json_schema", "name": "p", "schema": POINT}
+    await front.openai.responses.create(model=MODEL, input="Tell.", tools=[WEATHER], text={"format": form})
+    (generation,) = front.generator.generations
+    sayings = Sayings(front.codec)
+    assert sayings.takes(generation.grammar, '{"x": 7}')
+    assert sayings.takes(generation.grammar, CALL)
+    assert not sayings.takes(generation.grammar, "It rains.")
+
+
+async def test_an_answer_is_read_by_the_clients_own_model(front: AsgiFront) -> None:
+    front.plays([*front.emits('{"x": 7}'), STOP])
+    whole = await front.openai.responses.parse(model=MODEL, input="Tell.", text_format=Point)
+    assert whole.output_parsed == Point(x=7)
+    async with front.openai.responses.stream(model=MODEL, input="Tell.", text_format=Point) as stream:
+        assert (await stream.get_final_response()).output_parsed == Point(x=7)
+
+
 async def test_an_answer_that_was_cut_off_is_incomplete(front: AsgiFront) -> None:
     front.plays([*front.emits("Once upon"), Ended(Finish.LENGTH)])
     whole = await front.openai.responses.create(model=MODEL, input="Tell.", max_output_tokens=9)
@@ -154,7 +210,14 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "snow"}}, "tool_choice"),
         ({"tools": [{**WEATHER, "strict": 1}]}, "tools[0].strict"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "p"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": POINT}}}, "text.format"),
+        ({"text": {"format": {"type": "text", "name": "p"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": POINT}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "p", "schema": {"not": {}}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "p", "schema": {"$ref": "#"}}}}, "text.format.schema"),
+        ({"text": {"forms": {}}}, "text.forms"),
         ({"max_output_tokens": 4096}, "max_output_tokens"),
         ({"input": "x" * 5000}, "input"),
         ({"unknown": 1}, "unknown"),
