@@ -45,6 +45,12 @@ TokenIds = Annotated[
     bounded(lambda most: most.prompt_tokens, least=1),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    tuple[StopString, ...],
+    Field(fail_fast=True),
+    bounded(lambda most: most.stops),
+    as_list(is_text, StopString | list[StopString]),
+]
 Prompt = Annotated[
     Annotated[Annotated[str, Field(min_length=1)], Tag("text")] | Annotated[TokenIds, Tag("token_ids")],
     Discriminator(lambda value: "text" if is_text(value) else "token_ids"),
@@ -87,12 +93,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Integer | None = None
-    stop: Annotated[
-        tuple[StopString, ...],
-        Field(fail_fast=True),
-        bounded(lambda most: most.stops),
-        as_list(is_text, StopString | list[StopString]),
-    ] = ()
+    stop: StopStrings = ()
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()

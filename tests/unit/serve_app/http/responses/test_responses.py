@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import openai
@@ -222,6 +223,10 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
         ({"input": "x" * 5000}, "input"),
         ({"unknown": 1}, "unknown"),
         ({"min_p": 7.0}, "min_p"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: Any, param: str) -> None:
@@ -229,3 +234,75 @@ async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: 
         await front.openai.responses.create(model=MODEL, input="hi", extra_body=fields)
     assert caught.value.param == param
     assert front.generator.generations == []
+
+
+AS_IN_CHATS = {
+    "seed": 7,
+    "temperature": 0.5,
+    "top_k": 4,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.25,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"7": -1.5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [1, 2, 3],
+    "min_tokens": 2,
+    "stop_token_ids": [9],
+    "ignore_eos": True,
+    "truncate_prompt_tokens": 4,
+    "priority": 3,
+    "cache_salt": "s",
+    "speculation": {"max_draft_tokens": 0},
+}
+OF_ONE_SESSION = {"session", "seed", "draft_seed", "hash_key", "traceparent"}
+
+
+@pytest.mark.parametrize("name", AS_IN_CHATS)
+async def test_a_field_of_chats_means_the_same(front: AsgiFront, name: str) -> None:
+    front.plays([STOP])
+    bodies = {
+        "responses": {"input": "hi"},
+        "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    }
+    for path, body in bodies.items():
+        for fields in ({}, {name: AS_IN_CHATS[name]}):
+            assert (await front.http.post(f"/v1/{path}", json={"model": MODEL, **body, **fields})).status_code == 200
+    told = [
+        {key: value for key, value in asdict(generation).items() if key not in OF_ONE_SESSION or name == key == "seed"}
+        for generation in front.generator.generations
+    ]
+    plain, asked, _, in_chat = told
+    assert asked == in_chat != plain
+
+
+async def test_an_answer_ends_at_a_stop_string_and_reasoning_is_left_out_where_asked(front: AsgiFront) -> None:
+    front.plays([*front.emits("<think>so</think>Yes. No."), STOP])
+    whole = await front.openai.responses.create(
+        model=MODEL, input="Tell.", extra_body={"stop": [" No"], "include_reasoning": False}
+    )
+    assert [item.type for item in whole.output] == ["message"]
+    assert whole.output_text == "Yes."
+
+
+async def test_vllms_forms_hold_here_too(front: AsgiFront) -> None:
+    front.plays([STOP])
+    asked = {"structured_outputs": {"json": POINT}}
+    await front.openai.responses.create(model=MODEL, input="Tell.", extra_body=asked)
+    (generation,) = front.generator.generations
+    assert Sayings(front.codec).takes(generation.grammar, '{"x": 7}')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": None, "ignore_eos": True, "max_output_tokens": 8, "store": False},
+        {"stream_options": {"include_usage": True}},
+        {"session_id": "s", "vllm_xargs": {}, "enable_response_messages": False, "media_io_kwargs": None},
+    ],
+)
+async def test_what_load_generators_send_is_taken(front: AsgiFront, fields: Any) -> None:
+    front.plays([*front.emits("Yes."), STOP])
+    body = {"model": MODEL, "input": "Tell.", "stream": True, **fields}
+    answer = (await front.http.post("/v1/responses", json=body)).text
+    assert answer.rstrip().rpartition("\n\n")[2].startswith("event: response.completed\n")
