@@ -225,6 +225,7 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
         ({"min_p": 7.0}, "min_p"),
         ({"stop": [""]}, "stop[0]"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
     ],
@@ -298,10 +299,11 @@ async def test_vllms_forms_hold_here_too(front: AsgiFront) -> None:
     [
         {"stop": None, "ignore_eos": True, "max_output_tokens": 8, "store": False},
         {"stream_options": {"include_usage": True}},
+        {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "store": False},
         {"session_id": "s", "vllm_xargs": {}, "enable_response_messages": False, "media_io_kwargs": None},
     ],
 )
-async def test_what_load_generators_send_is_taken(front: AsgiFront, fields: Any) -> None:
+async def test_what_agents_and_load_generators_send_is_taken(front: AsgiFront, fields: Any) -> None:
     front.plays([*front.emits("Yes."), STOP])
     body = {"model": MODEL, "input": "Tell.", "stream": True, **fields}
     answer = (await front.http.post("/v1/responses", json=body)).text
