@@ -125,6 +125,13 @@ def test_each_call_of_a_list_has_its_arguments_as_they_were_written(arguments: s
     assert read(by_list, text)[2] == [Call("f", arguments), Call("g", arguments)]
 
 
+def test_calls_of_a_list_with_the_same_arguments_have_each_its_own_way_to_write_them() -> None:
+    by_list = special_writer().readers
+    one, other = '{"n": 1.0}', '{"n": 10e-1}'
+    text = f'[CALLS][{{"name": "f", "arguments": {one}}}, {{"name": "g", "arguments": {other}}}][/CALLS]'
+    assert read(by_list, text)[2] == [Call("f", one), Call("g", other)]
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_call_of_what_json_has_not_is_content(readers: ResponseReaders, number: str) -> None:
     called = f'<tool_call>{{"name": "weather", "arguments": {{"n": {number}}}}}</tool_call>'
@@ -132,8 +139,9 @@ def test_a_call_of_what_json_has_not_is_content(readers: ResponseReaders, number
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_string_that_a_line_leaves_open_holds_no_mark(readers: ResponseReaders, size: int) -> None:
-    broken = '<tool_call>{"name": "weather", "arguments": {"city": "Bern\n"}}</tool_call>'
+@pytest.mark.parametrize("city", ['"Bern\n', '"Bern\n"', '"Bern\r, "a": "b\r'])
+def test_a_string_that_a_line_leaves_open_holds_no_mark(readers: ResponseReaders, city: str, size: int) -> None:
+    broken = f'<tool_call>{{"name": "weather", "arguments": {{"city": {city}}}}}</tool_call>'
     assert read(readers, f"{broken}{CALL}", size=size) == (broken, "", [CALLED])
 
 
