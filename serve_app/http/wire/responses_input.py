@@ -88,7 +88,12 @@ InputItem = Annotated[
     | Annotated[CallInput, Tag("function_call")]
     | Annotated[CallOutputInput, Tag("function_call_output")]
     | Annotated[ReasoningInput, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="this is no item that is served, expected a message, function_call, function_call_output or"
+        " reasoning",
+    ),
 ]
 
 

@@ -277,6 +277,13 @@ async def test_a_field_of_chats_means_the_same(front: AsgiFront, name: str) -> N
     assert asked == in_chat != plain
 
 
+async def test_an_item_that_is_not_served_is_refused_in_words(front: AsgiFront) -> None:
+    asked = {"model": MODEL, "input": [{"type": "custom_tool_call", "call_id": "1", "name": "a", "input": "x"}]}
+    error = (await front.http.post("/v1/responses", json=asked)).json()["error"]
+    assert error["param"] == "input[0]"
+    assert "expected a message, function_call, function_call_output or reasoning" in error["message"]
+
+
 async def test_an_answer_ends_at_a_stop_string_and_reasoning_is_left_out_where_asked(front: AsgiFront) -> None:
     front.plays([*front.emits("<think>so</think>Yes. No."), STOP])
     whole = await front.openai.responses.create(
