@@ -91,8 +91,8 @@ InputItem = Annotated[
     Discriminator(
         _kind,
         custom_error_type="item_type",
-        custom_error_message="this is no item that is served, expected a message, function_call, function_call_output or"
-        " reasoning",
+        custom_error_message="this is no item that is served, expected a message, function_call, function_call_output"
+        " or reasoning",
     ),
 ]
 
