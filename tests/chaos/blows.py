@@ -131,11 +131,12 @@ def _streams() -> Iterator[tuple[int, int]]:
             yield one.laddr.port, one.raddr.port
 
 
-def grpc_ports() -> set[int]:
-    """Of all targets and drafters, as routers know them. Ports are of one machine here, so they tell peers apart."""
+def grpc_ports() -> dict[int, str]:
+    """Pools of all targets and drafters by port, as routers know them. All are of one machine here."""
     membership = ServeMembership(deployed("Target", APPLICATION), deployed("Drafter", APPLICATION))
     members = asyncio.run(membership.current())
-    return {int(one.address.rpartition(":")[2]) for one in (*members.targets, *members.drafters)}
+    pools = {"Target": members.targets, "Drafter": members.drafters}
+    return {int(one.address.rpartition(":")[2]): pool for pool, peers in pools.items() for one in peers}
 
 
 def lose_node(scene: Scene) -> Blow | None:

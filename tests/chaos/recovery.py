@@ -1,12 +1,13 @@
 """What blows cost: how long streams stood still, and how long until their pool was whole again. Pure."""
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 NOTICED_S = 15.0  # within which Serve sees that a replica was given up that has gone on, or will not at all
 LOST_NOTICED_S = 120.0  # the same of one that is lost for sure: Ray takes half a minute, and longer where cores are few
+ON_ITS_WAY_S = 2.0  # for which streams may go on with what was decided before a blow
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,17 @@ class Sizes:
 
 
 def stall_s(blow: Blow, streams: Sequence[Stream]) -> float:
-    """From the blow until every stream that was open then had its next piece, or its end."""
-    return max([next_piece - blow.at_s for stream in streams if (next_piece := _next(stream, blow.at_s))], default=0.0)
+    """The longest that a stream stood still from the blow on: until it went on, or from soon after, until it did.
+
+    What was on its way when the blow fell still comes.
+    """
+    return max([pause for stream in streams for pause in _pauses(stream, blow.at_s)], default=0.0)
 
 
-def _next(stream: Stream, at_s: float) -> float | None:
-    if at_s < stream.began_s:
-        return None
-    place = bisect_right(stream.came_s, at_s)
-    return stream.came_s[place] if place < len(stream.came_s) else None
+def _pauses(stream: Stream, at_s: float) -> Iterator[float]:
+    for began_s, ended_s in pairwise([stream.began_s, *stream.came_s]):
+        if ended_s > at_s and began_s <= at_s + ON_ITS_WAY_S:
+            yield ended_s - max(began_s, at_s)
 
 
 def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:

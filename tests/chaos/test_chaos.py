@@ -251,12 +251,19 @@ def nothing_is_left(served: Served, scene: Scene) -> None:
     assert counts == {**WANTED, "Rank": WANTED["Target"] * served.config.target.tensor_parallel}
     for target in served.inspect("Target"):
         assert target["sessions"] == target["queued"] == 0
-    links = WANTED["Router"] * (WANTED["Target"] + WANTED["Drafter"])
-    eventually(lambda: open_streams() == links, f"there are {links} streams", seconds=60)
+    between = Counter({("Router", pool): WANTED["Router"] * WANTED[pool] for pool in ("Target", "Drafter")})
+    deadline = time.monotonic() + 60
+    while (found := open_streams(scene)) != between:
+        assert time.monotonic() < deadline, f"streams are {found}, and were to be {between}"
+        time.sleep(1)
 
 
-def open_streams() -> int:
-    """Connections to targets and drafters, seen from who dialled; idle drafters have none to targets."""
-    ports = grpc_ports()
-    found = psutil.net_connections("tcp")
-    return sum(one.status == psutil.CONN_ESTABLISHED and bool(one.raddr) and one.raddr.port in ports for one in found)
+def open_streams(scene: Scene) -> Counter[tuple[str, str]]:
+    """From whom to whom, as who dialled has them; idle drafters have none to targets."""
+    pools = grpc_ports()
+    roles = {one.process.pid: role for role in WANTED for one in scene.processes(role)}
+    return Counter(
+        (roles.get(one.pid or 0, f"process {one.pid}"), pools[one.raddr.port])
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port in pools
+    )

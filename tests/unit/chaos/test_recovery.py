@@ -16,10 +16,12 @@ def sizes(*targets: tuple[float, int]) -> list[Sizes]:
 @pytest.mark.parametrize(
     ("streams", "expected"),
     [
-        ([Stream(1.0, [9.0, 10.5, 30.0])], 0.5),
+        ([Stream(1.0, [9.0, 10.5, 11.0, 12.5, 30.0])], 1.5),
+        ([Stream(1.0, [9.0, 10.5, 30.0])], 19.5),  # a piece was on its way
         ([Stream(1.0, [9.0, 10.5]), Stream(9.0, [13.0])], 3.0),  # the latter had not begun to answer
+        ([Stream(11.0, [15.0])], 4.0),  # it came at once after
         ([Stream(1.0, [9.0])], 0.0),  # it was over
-        ([Stream(11.0, [15.0])], 0.0),  # it came after
+        ([Stream(12.5, [15.0])], 0.0),  # it came after
         ([], 0.0),
     ],
 )
@@ -81,9 +83,9 @@ def test_pools_that_were_not_struck_do_not_count() -> None:
 
 def test_the_table_has_a_row_for_each_kind() -> None:
     blows = [BLOW, Blow("target killed", 20.0, ("Target",)), Blow("stream cut", 30.0)]
-    streams = [Stream(1.0, [10.5, 23.0, 30.1])]
+    streams = [Stream(1.0, [10.5, 12.1, 19.9, 23.0, 30.1])]
     seen = sizes((9.0, 2), (11.0, 1), (12.0, 2), (21.0, 1), (25.0, 2))
     assert table(blows, streams, seen, WANTED)[2:] == [
         "| stream cut | 1 | 0.1 (most 0.1) | - |",
-        "| target killed | 2 | 1.8 (most 3.0) | 3.5 (most 5.0) |",
+        "| target killed | 2 | 2.3 (most 3.0) | 3.5 (most 5.0) |",
     ]
