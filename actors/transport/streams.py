@@ -104,12 +104,16 @@ async def _first_to_end(*coroutines: Any) -> None:
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        failures = list(filter(None, [task.exception() for task in done]))
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    # A failure knows where it was raised: what is named here knew of it in turn, and of the stream, for ever.
+    tasks.clear()
+    done.clear()
+    if failures:
+        raise failures.pop()
 
 
 class UnfitFrame(ProtocolError):
@@ -233,7 +237,7 @@ class Link:
         self._on_frame = on_frame
         self._on_down = on_down
         self._outbox = Outbox()
-        self._task = asyncio.ensure_future(self._keep_open())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._keep_open())
 
     def send(self, message: Message) -> None:
         """Sends if the link is up; a message for a peer that is down is void."""
@@ -241,8 +245,11 @@ class Link:
             self._outbox.put(message)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        """A task that was cancelled knows where, and so this link with its stream, whose connection would stay."""
+        if (task := self._task) is not None:
+            self._task = None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _keep_open(self) -> None:
         failures = 0
