@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
+from actors.transport.conversation_parts import until_one_ends
 from actors.transport.credentials import Credentials, Metadata
 from cluster.errors import ProtocolError
 from cluster.trust.roles import PeerRole
@@ -97,23 +98,6 @@ class StatesOutbox(Outbox):
         frame = await super().take()
         self._bytes -= sum(map(encoded_bytes, frame))
         return frame
-
-
-async def _first_to_end(*coroutines: Any) -> None:
-    """Runs until the first coroutine ends, cancels the others, and raises what the first one raised."""
-    tasks = [asyncio.ensure_future(c) for c in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        failures = list(filter(None, [task.exception() for task in done]))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    # A failure knows where it was raised: what is named here knew of it in turn, and of the stream, for ever.
-    tasks.clear()
-    done.clear()
-    if failures:
-        raise failures.pop()
 
 
 class UnfitFrame(ProtocolError):
@@ -199,7 +183,7 @@ async def converse(
         while True:
             await context.write(encode(reply_type, await outbox.take()))
 
-    await _first_to_end(read(), write(), outbox.overflow())
+    await until_one_ends(read(), write(), outbox.overflow())
 
 
 # ---------------------------------------------------------------- the side that dials
@@ -296,7 +280,7 @@ class Link:
             self._outbox = Outbox()
             self.is_up = True
             self._on_up()
-            await _first_to_end(self._read(stream), self._write(stream), self._outbox.overflow())
+            await until_one_ends(self._read(stream), self._write(stream), self._outbox.overflow())
 
     async def _read(self, stream: Any) -> None:
         while (frame := await stream.read()) is not grpc.aio.EOF:
