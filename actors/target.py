@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from actors.engine.engine import Engine
 from actors.grammars.grammar_gate import GrammarGate
+from actors.patience import done_within
 from actors.transport.streams import Outbox, StatesOutbox
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
@@ -121,17 +122,17 @@ class TargetReplica:
 
     async def _compute(self, work: Awaitable[Computed], expected_s: float | None) -> Computed:
         limit_s = self._progress.works(expected_s, self._clock())
+        task = asyncio.ensure_future(work)
         try:
-            async with asyncio.timeout(limit_s):
-                return await work
-        except TimeoutError as error:
+            if await done_within(limit_s, task):
+                return task.result()
             expected = "" if expected_s is None else f", and was expected to take {expected_s:.3g} s"
-            self.failure = EngineError(f"a step took longer than {limit_s:.3g} s{expected}")
-            raise self.failure from error
+            raise EngineError(f"a step took longer than {limit_s:.3g} s{expected}")
         except EngineError as error:
             self.failure = error
             raise
         finally:
+            task.cancel()
             self._progress.rests()
 
     async def _wait_until(self, due: float | None) -> None:

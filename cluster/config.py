@@ -173,6 +173,9 @@ class TargetPool(_Frozen):
         description="a step that takes longer ends the replica, as does one that takes thirty times as long as steps"
         " of its size were measured to, but not before ten seconds",
     )
+    start_timeout_s: Seconds = Field(
+        3600, description="a replica whose model is not loaded and measured by then is given up, and another is started"
+    )
     drain_s: Seconds = Field(
         30, description="how long a replica that stops goes on with sessions that no other replica has room for"
     )
@@ -238,6 +241,7 @@ class DraftPool(_Frozen):
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
+    start_timeout_s: Seconds = Field(3600, description="as `target.start_timeout_s`")
 
     @property
     def model_method(self) -> str:

@@ -40,8 +40,10 @@ from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.autoscaling.serve_policy import DRAFT, TARGET
-from cluster.config import SlipstreamConfig, SpeculationConfig
+from cluster.config import DraftPool, SlipstreamConfig, SpeculationConfig
+from cluster.costs import DraftCost
 from cluster.drafting.following import DrafterLimits
+from cluster.drafting.method import DraftingMethod
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.placement import draft_scaling_options, target_scaling_options
@@ -67,6 +69,7 @@ from serve_app.replica_counters import (
     target_counts,
 )
 from serve_app.serve_logging import log_under_serve
+from serve_app.start_limit import started_within
 from serve_app.target_engines import start_engine
 
 log = logging.getLogger("ray.serve")
@@ -98,7 +101,8 @@ class TargetDeployment:
         self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
         folder = local_folder(config.model.target)
         tokens = vocabulary(folder)
-        started = await start_engine(config, folder, tokens)
+        starting = start_engine(config, folder, tokens)
+        started = await started_within(config.target.start_timeout_s, "target.start_timeout_s", starting)
         self._engine = started.engine
         self._ending.push_async_callback(self._engine.close)
         self._replica = TargetReplica(
@@ -216,6 +220,12 @@ class TargetDeployment:
         await self._ending.aclose()
 
 
+def _start_method(pool: DraftPool, setup: DraftSetup, limits: DrafterLimits) -> tuple[DraftingMethod, DraftCost]:
+    """Loads what drafts, and measures its passes."""
+    method = create_method(pool, setup)
+    return method, profile_drafting(method, limits)
+
+
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
@@ -238,9 +248,10 @@ class DraftDeployment:
             states=states,
             makers=() if grammars is None else (grammars.draft_masking,),
         )
-        method = await loop.run_in_executor(None, create_method, config.draft, setup)
         limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
-        self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
+        starting = loop.run_in_executor(None, _start_method, config.draft, setup, limits)
+        started = await started_within(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
+        method, self._costs = started
         target_model = checkpoint_fingerprint(target_folder)
         self._tracing = ServiceTracing(config.tracing, "drafter")
         self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)

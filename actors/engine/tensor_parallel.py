@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
@@ -33,6 +32,7 @@ from actors.engine.executor import StepExecutor
 from actors.engine.memory import page_count, state_bytes
 from actors.engine.process import device_of, use_cpu
 from actors.engine.profile import profile_steps
+from actors.engine.rank_watch import first_to_end, while_running
 from actors.engine.runner import ModelRunner, Runner
 from actors.engine.step_channel import StepCaller, StepListener
 from actors.engine.step_tensor import from_tensor, to_tensor
@@ -49,6 +49,7 @@ from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
 STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
+PREPARE_S = 60.0  # for one grammar, which a router compiled in a tenth of that before it asked
 IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective; a hung step is noticed by the coordinator
 
 
@@ -229,6 +230,7 @@ class RankGroup:
         self._aside = aside
         self._aside_turn = asyncio.Lock()
         self._running = running  # what each rank does until it fails
+        self._is_hung = asyncio.Event()  # a rank lives, and does not what it was asked for
 
     @classmethod
     async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
@@ -249,7 +251,7 @@ class RankGroup:
         pages = min(report.pages for report in reports)
         await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
         following = [rank.follow.remote() for rank in followers]
-        step_cost: ForwardCost = await leader.profile.remote()
+        step_cost: ForwardCost = await while_running(leader.profile.remote(), following)
         steps, aside = await leader.listen.remote()
         leading = leader.lead.remote()
         callers = await StepCaller.dial(steps), await StepCaller.dial(aside)
@@ -271,8 +273,11 @@ class RankGroup:
 
     async def _prepare(self, grammar: str) -> str | None:
         try:
-            async with self._aside_turn:
+            async with self._aside_turn, asyncio.timeout(PREPARE_S):
                 why: str | None = await self._aside.call(grammar)
+        except TimeoutError:
+            self._is_hung.set()
+            await self.watch()
         except (ConnectionError, EOFError):
             await self.watch()
         return why
@@ -285,24 +290,14 @@ class RankGroup:
 
     async def watch(self) -> NoReturn:
         """Waits until a rank is gone, which is always a failure; raises EngineError."""
-        running = [asyncio.ensure_future(_awaited(reference)) for reference in self._running]
-        try:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except RayError as error:
-            raise EngineError(f"a tensor-parallel rank failed: {error}") from error
-        finally:
-            for task in running:
-                task.cancel()
-        raise EngineError("a tensor-parallel rank has ended")
+        await first_to_end([*self._running, self._hung()])
+
+    async def _hung(self) -> NoReturn:
+        await self._is_hung.wait()
+        raise EngineError(f"a rank has not compiled a grammar within {PREPARE_S:g} s")
 
     async def close(self) -> None:
         self._leader.close()
         self._aside.close()
         for rank in self._ranks:
             ray.kill(rank)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

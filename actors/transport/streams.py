@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
+from actors.transport.conversation_parts import until_one_ends
 from actors.transport.credentials import Credentials, Metadata
 from cluster.errors import ProtocolError
 from cluster.trust.roles import PeerRole
@@ -97,19 +98,6 @@ class StatesOutbox(Outbox):
         frame = await super().take()
         self._bytes -= sum(map(encoded_bytes, frame))
         return frame
-
-
-async def _first_to_end(*coroutines: Any) -> None:
-    """Runs until the first coroutine ends, cancels the others, and raises what the first one raised."""
-    tasks = [asyncio.ensure_future(c) for c in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class UnfitFrame(ProtocolError):
@@ -195,7 +183,7 @@ async def converse(
         while True:
             await context.write(encode(reply_type, await outbox.take()))
 
-    await _first_to_end(read(), write(), outbox.overflow())
+    await until_one_ends(read(), write(), outbox.overflow())
 
 
 # ---------------------------------------------------------------- the side that dials
@@ -233,7 +221,7 @@ class Link:
         self._on_frame = on_frame
         self._on_down = on_down
         self._outbox = Outbox()
-        self._task = asyncio.ensure_future(self._keep_open())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._keep_open())
 
     def send(self, message: Message) -> None:
         """Sends if the link is up; a message for a peer that is down is void."""
@@ -241,8 +229,11 @@ class Link:
             self._outbox.put(message)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        """A task that was cancelled knows where, and so this link with its stream, whose connection would stay."""
+        if (task := self._task) is not None:
+            self._task = None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _keep_open(self) -> None:
         failures = 0
@@ -289,7 +280,7 @@ class Link:
             self._outbox = Outbox()
             self.is_up = True
             self._on_up()
-            await _first_to_end(self._read(stream), self._write(stream), self._outbox.overflow())
+            await until_one_ends(self._read(stream), self._write(stream), self._outbox.overflow())
 
     async def _read(self, stream: Any) -> None:
         while (frame := await stream.read()) is not grpc.aio.EOF:

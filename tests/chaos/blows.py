@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,26 +23,19 @@ from tests.chaos.recovery import Blow
 STOPPED_S = (0.5, 12.0)  # from what nobody notices to what Serve takes for dead
 NODE_STOPPED_S = (0.5, 8.0)
 NODE_LOST_S = (2.0, 8.0)  # until another one takes its place
-POOLS = {"drafter": "Drafter", "target": "Target", "rank": "Rank", "router": "Router"}
-
-
-@dataclass(order=True)
-class Later:
-    """What follows a blow: a process goes on, a node comes."""
-
-    due_s: float
-    do: Callable[[], None] = field(compare=False)
+ROLES = {"drafter": "Drafter", "target": "Target", "rank": "Rank", "router": "Router"}
 
 
 @dataclass
 class Scene:
-    """Where blows are struck."""
+    """Where blows are struck, and what is still to follow them."""
 
     cluster: Cluster
     add_node: Callable[[], object]
     rng: random.Random
     routers_hit: dict[int, list[float]] = field(default_factory=dict)  # when routers were killed, by pid
-    later: list[Later] = field(default_factory=list)
+    nodes_due_s: list[float] = field(default_factory=list)  # when new ones come for those that were lost
+    _stopped: list[tuple[threading.Timer, Callable[[], None]]] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[Node]:
@@ -53,14 +47,35 @@ class Scene:
         found = [one for node in everywhere for one in found_on(node) if one.role == role]
         return sorted(found, key=lambda one: one.process.pid)
 
-    def after(self, delay_s: float, do: Callable[[], None]) -> None:
-        self.later.append(Later(time.monotonic() + delay_s, do))
+    def stop(self, found: Sequence[Found], lasts_s: float) -> None:
+        """They go on by themselves, whatever else takes time meanwhile."""
 
-    def do_what_is_due(self, now_s: float) -> None:
-        for one in sorted(self.later):
-            if one.due_s <= now_s:
-                self.later.remove(one)
-                one.do()
+        def go_on() -> None:
+            for one in found:
+                one.send(signal.SIGCONT)
+
+        for one in found:
+            one.send(signal.SIGSTOP)
+        timer = threading.Timer(lasts_s, go_on)
+        self._stopped.append((timer, go_on))
+        timer.start()
+
+    def add_nodes_due(self, now_s: float) -> None:
+        """In the main thread, as Ray wants it."""
+        for due_s in [due_s for due_s in self.nodes_due_s if due_s <= now_s]:
+            self.nodes_due_s.remove(due_s)
+            self.add_node()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows any more."""
+        return not self.nodes_due_s and not any(timer.is_alive() for timer, _ in self._stopped)
+
+    def let_all_go_on(self) -> None:
+        """At once; who was killed meanwhile hears nothing."""
+        for timer, go_on in self._stopped:
+            timer.cancel()
+            go_on()
 
     def note_routers(self, struck: Sequence[Found]) -> None:
         for one in struck:
@@ -68,13 +83,17 @@ class Scene:
                 self.routers_hit.setdefault(one.process.pid, []).append(time.monotonic())
 
 
-def _pools(struck: Sequence[Found]) -> tuple[str, ...]:
+def _pool(role: str) -> str:
     """A rank's replica is lost with it."""
-    return tuple(sorted({"Target" if one.role == "Rank" else one.role for one in struck}))
+    return "Target" if role == "Rank" else role
+
+
+def _pools(struck: Sequence[Found]) -> tuple[str, ...]:
+    return tuple(sorted({_pool(one.role) for one in struck}))
 
 
 def kill(role: str, scene: Scene) -> Blow | None:
-    if not (found := scene.processes(POOLS[role])):
+    if not (found := scene.processes(ROLES[role])):
         return None
     one = scene.rng.choice(found)
     scene.note_routers([one])
@@ -84,14 +103,13 @@ def kill(role: str, scene: Scene) -> Blow | None:
 
 
 def stop(role: str, scene: Scene) -> Blow | None:
-    if not (found := scene.processes(POOLS[role])):
+    if not (found := scene.processes(ROLES[role])):
         return None
     one = scene.rng.choice(found)
     lasts_s = scene.rng.uniform(*STOPPED_S)
     at_s = time.monotonic()
-    one.send(signal.SIGSTOP)
-    scene.after(lasts_s, partial(one.send, signal.SIGCONT))
-    return Blow(f"{role} stopped", at_s, _pools([one]), f"pid {one.process.pid} for {lasts_s:.1f} s")
+    scene.stop([one], lasts_s)
+    return Blow(f"{role} stopped", at_s, _pools([one]), f"pid {one.process.pid} for {lasts_s:.1f} s", lasts_s)
 
 
 def cut(scene: Scene) -> Blow | None:
@@ -113,11 +131,12 @@ def _streams() -> Iterator[tuple[int, int]]:
             yield one.laddr.port, one.raddr.port
 
 
-def grpc_ports() -> set[int]:
-    """Of all targets and drafters, as routers know them. Ports are of one machine here, so they tell peers apart."""
+def grpc_ports() -> dict[int, str]:
+    """Pools of all targets and drafters by port, as routers know them. All are of one machine here."""
     membership = ServeMembership(deployed("Target", APPLICATION), deployed("Drafter", APPLICATION))
     members = asyncio.run(membership.current())
-    return {int(one.address.rpartition(":")[2]) for one in (*members.targets, *members.drafters)}
+    pools = {"Target": members.targets, "Drafter": members.drafters}
+    return {int(one.address.rpartition(":")[2]): pool for pool, peers in pools.items() for one in peers}
 
 
 def lose_node(scene: Scene) -> Blow | None:
@@ -134,7 +153,7 @@ def lose_node(scene: Scene) -> Blow | None:
     for process in processes:
         Found("", process).send(signal.SIGKILL)
     scene.cluster.remove_node(node, allow_graceful=False)
-    scene.after(scene.rng.uniform(*NODE_LOST_S), lambda: (scene.add_node(), None)[1])
+    scene.nodes_due_s.append(at_s + scene.rng.uniform(*NODE_LOST_S))
     return Blow("node killed", at_s, _pools(struck), _named(struck))
 
 
@@ -148,26 +167,27 @@ def freeze_node(scene: Scene) -> Blow | None:
     lasts_s = scene.rng.uniform(*NODE_STOPPED_S)
     processes = [Found("", process) for process in [*([daemon] if daemon else []), *workers(node)]]
     at_s = time.monotonic()
-    for one in processes:
-        one.send(signal.SIGSTOP)
-
-    def go_on() -> None:
-        for one in processes:
-            one.send(signal.SIGCONT)
-
-    scene.after(lasts_s, go_on)
-    return Blow("node stopped", at_s, _pools(struck), f"{_named(struck)} for {lasts_s:.1f} s")
+    scene.stop(processes, lasts_s)
+    return Blow("node stopped", at_s, _pools(struck), f"{_named(struck)} for {lasts_s:.1f} s", lasts_s)
 
 
 def _named(struck: Sequence[Found]) -> str:
     return ", ".join(f"{one.role} {one.process.pid}" for one in struck) or "nobody"
 
 
-KINDS: Mapping[str, Callable[[Scene], Blow | None]] = {
-    **{f"{role} killed": partial(kill, role) for role in POOLS},
-    **{f"{role} stopped": partial(stop, role) for role in POOLS},
-    "stream cut": cut,
-    "node killed": lose_node,
-    "node stopped": freeze_node,
+@dataclass(frozen=True)
+class Kind:
+    """A kind of blow. It strikes once, and says what it did; nothing where nobody is there to be struck."""
+
+    strike: Callable[[Scene], Blow | None]
+    pools: frozenset[str]  # deployments that it may strike
+
+
+EVERY_POOL = frozenset({"Drafter", "Target", "Router"})
+KINDS: Mapping[str, Kind] = {
+    **{f"{role} killed": Kind(partial(kill, role), frozenset({_pool(title)})) for role, title in ROLES.items()},
+    **{f"{role} stopped": Kind(partial(stop, role), frozenset({_pool(title)})) for role, title in ROLES.items()},
+    "stream cut": Kind(cut, frozenset()),
+    "node killed": Kind(lose_node, EVERY_POOL),
+    "node stopped": Kind(freeze_node, EVERY_POOL),
 }
-"""Each strikes once, and says what it did; nothing where nobody is there to be struck."""

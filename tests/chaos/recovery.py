@@ -1,11 +1,13 @@
 """What blows cost: how long streams stood still, and how long until their pool was whole again. Pure."""
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
-NOTICED_S = 15.0  # within which Serve sees that a replica is gone, or will not at all
+NOTICED_S = 15.0  # within which Serve sees that a replica was given up that has gone on, or will not at all
+LOST_NOTICED_S = 120.0  # the same of one that is lost for sure: Ray takes half a minute, and longer where cores are few
+ON_ITS_WAY_S = 2.0  # for which streams may go on with what was decided before a blow
 
 
 @dataclass(frozen=True)
@@ -14,8 +16,14 @@ class Blow:
 
     kind: str
     at_s: float
-    pools: tuple[str, ...] = ()  # deployments that lose replicas by it
+    pools: tuple[str, ...] = ()  # deployments that lose replicas by it, or may
     struck: str = ""  # for people
+    stopped_s: float | None = None  # for which whoever was struck stood still; None: they are lost
+
+    @property
+    def noticed_by_s(self) -> float:
+        """When whoever has not noticed it will not any more."""
+        return self.at_s + (LOST_NOTICED_S if self.stopped_s is None else self.stopped_s + NOTICED_S)
 
 
 @dataclass(frozen=True)
@@ -35,30 +43,44 @@ class Sizes:
 
 
 def stall_s(blow: Blow, streams: Sequence[Stream]) -> float:
-    """From the blow until every stream that was open then had its next piece, or its end."""
-    return max([next_piece - blow.at_s for stream in streams if (next_piece := _next(stream, blow.at_s))], default=0.0)
+    """The longest that a stream stood still from the blow on: until it went on, or from soon after, until it did.
+
+    What was on its way when the blow fell still comes.
+    """
+    return max([pause for stream in streams for pause in _pauses(stream, blow.at_s)], default=0.0)
 
 
-def _next(stream: Stream, at_s: float) -> float | None:
-    if at_s < stream.began_s:
-        return None
-    place = bisect_right(stream.came_s, at_s)
-    return stream.came_s[place] if place < len(stream.came_s) else None
+def _pauses(stream: Stream, at_s: float) -> Iterator[float]:
+    for began_s, ended_s in pairwise([stream.began_s, *stream.came_s]):
+        if ended_s > at_s and began_s <= at_s + ON_ITS_WAY_S:
+            yield ended_s - max(began_s, at_s)
 
 
 def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:
-    """Until the pools that were struck have all their replicas again; None where they had none less, or never do."""
+    """Until the pools that were struck have all their replicas again; None where they had none less, or do not yet."""
     lacking = False
     for one in sizes:
         if one.at_s <= blow.at_s:
             continue
-        lacks = any(one.running.get(pool, 0) < wanted[pool] for pool in blow.pools)
+        lacks = _lacks(blow, one, wanted)
         if lacking and not lacks:
             return one.at_s - blow.at_s
-        if not lacking and one.at_s > blow.at_s + NOTICED_S:
+        if not lacking and one.at_s > blow.noticed_by_s:
             return None
         lacking = lacking or lacks
     return None
+
+
+def is_open(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int], now_s: float) -> bool:
+    """Whether its pools are still to be made whole, or may still be found to lack somebody."""
+    if not blow.pools or whole_s(blow, sizes, wanted) is not None:
+        return False
+    after = [one for one in sizes if blow.at_s < one.at_s <= blow.noticed_by_s]
+    return now_s <= blow.noticed_by_s or any(_lacks(blow, one, wanted) for one in after)
+
+
+def _lacks(blow: Blow, one: Sizes, wanted: Mapping[str, int]) -> bool:
+    return any(one.running.get(pool, 0) < wanted[pool] for pool in blow.pools)
 
 
 def table(

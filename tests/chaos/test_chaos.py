@@ -1,6 +1,8 @@
 """Load on a real cluster of several nodes under random blows: no failed request, no changed token, nothing left over.
 
-Not part of the default suite: `make chaos`. Requests may fail whose router was killed, and no others.
+Not part of the default suite: `make chaos`. Requests may fail whose router was killed, and no others. All kinds of blow
+come before one comes again. A pool is struck once it is whole from the blow before, so that what is measured is what
+one blow costs; the other pools are struck meanwhile. `--overlap` strikes whoever is there.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -26,8 +28,9 @@ from serve_app.cli.demo_models import demo_config
 from serve_app.operations import deploying
 from serve_app.operations.local import checked_port, serving
 from tests.chaos.blows import KINDS, Scene, grpc_ports
+from tests.chaos.deck import Deck
 from tests.chaos.load import Answer, Load, Request
-from tests.chaos.recovery import Blow, Sizes, Stream, table
+from tests.chaos.recovery import Blow, Sizes, Stream, is_open, table
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served
 from tests.integration.test_serving import assert_nothing_left, eventually
@@ -35,14 +38,20 @@ from tests.integration.test_serving import assert_nothing_left, eventually
 MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 400
 GREEDY: dict[str, object] = {"temperature": 0.0}
-TOPICS = ("rivers", "trains", "bread", "the moon")
+TOPICS = ("rivers", "trains", "bread")
 REQUESTS = [Request(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
     Request(f"Tell me a story about {topic}.", {"temperature": 0.8, "seed": seed}) for seed, topic in enumerate(TOPICS)
 ]
-WANTED = {"Target": 3, "Drafter": 2, "Router": 2}
+WANTED = {"Target": 2, "Drafter": 2, "Router": 2}  # one is lost, another one goes on
 NODES = 2  # beside the head, which runs no model
 ALONE = {"object_store_memory": 80 << 20}
-LOOK_S = 0.25  # between two looks at who runs
+RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "180",  # of a node that comes while others start
+}
+LOOK_S = 0.5  # between two looks at who runs
 SETTLED_S = 300  # models take long to load where everything is started anew at once
 WHERE = "labels: {models: 'yes'}"
 POOLS = (
@@ -66,6 +75,7 @@ class Chaos:
     every_s: float
     kinds: Sequence[str]
     seed: int
+    overlaps: bool
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +84,13 @@ def chaos(request: pytest.FixtureRequest) -> Chaos:
     kinds = [kind.strip() for kind in option("--kinds").split(",") if kind.strip()] or list(KINDS)
     assert set(kinds) <= set(KINDS), f"kinds of blows are {', '.join(KINDS)}"
     seed = option("--chaos-seed")
-    return Chaos(option("--minutes"), option("--every"), kinds, random.randrange(2**32) if seed is None else seed)
+    seed = random.randrange(2**32) if seed is None else seed
+    return Chaos(option("--minutes"), option("--every"), kinds, seed, option("--overlap"))
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
+    os.environ.update(RAY)
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **ALONE})
     for _ in range(NODES):
         add_node(made)
@@ -88,7 +99,7 @@ def nodes() -> Iterator[Cluster]:
 
 
 def add_node(cluster: Cluster) -> None:
-    cluster.add_node(wait=False, num_cpus=4, labels={"models": "yes"}, **ALONE)
+    cluster.add_node(wait=False, num_cpus=2, labels={"models": "yes"}, **ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -138,34 +149,61 @@ def undisturbed(served: Served) -> list[str]:
     return texts
 
 
-def strike(scene: Scene, chaos: Chaos, blows: list[Blow], seen: list[Sizes]) -> None:
+@dataclass
+class Struck:
+    """What was done, and who ran meanwhile."""
+
+    began_s: float
+    blows: list[Blow] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Tells when pools lose and gain replicas."""
+        now = sizes()
+        if self.sizes and now.running != self.sizes[-1].running:
+            print(f"{now.at_s - self.began_s:6.1f} s      there are {dict(now.running)}", flush=True)
+        self.sizes.append(now)
+
+    def at_work(self, now_s: float) -> frozenset[str]:
+        """Pools that are not whole from a blow, or may not be."""
+        return frozenset(pool for blow in self.blows if is_open(blow, self.sizes, WANTED, now_s) for pool in blow.pools)
+
+
+def strike(scene: Scene, chaos: Chaos, struck: Struck) -> None:
     """Blow after blow until time is up, and then whatever still is to follow them."""
-    began = time.monotonic()
+    deck = Deck(chaos.kinds, scene.rng)
+    began = struck.began_s
     until = began + 60 * chaos.minutes
     next_s = began + chaos.every_s
-    while (now := time.monotonic()) < until or scene.later:
-        scene.do_what_is_due(now)
-        seen.append(sizes())
+    while (now := time.monotonic()) < until or not scene.is_over:
+        scene.add_nodes_due(now)
+        struck.look()
         if next_s <= now < until:
-            kind = scene.rng.choice(chaos.kinds)
-            if (blow := KINDS[kind](scene)) is not None:
-                blows.append(blow)
+            at_work = frozenset() if chaos.overlaps else struck.at_work(now)
+            kind = deck.draw(lambda kind, at_work=at_work: at_work.isdisjoint(KINDS[kind].pools))
+            if kind is not None and (blow := KINDS[kind].strike(scene)) is not None:
+                struck.blows.append(blow)
                 print(f"{now - began:6.1f} s  {blow.kind}: {blow.struck}", flush=True)
-            next_s = now + scene.rng.uniform(0.3, 1.7) * chaos.every_s
+                next_s = now + scene.rng.uniform(0.3, 1.7) * chaos.every_s
         time.sleep(LOOK_S)
 
 
-def under_blows(load: Load, scene: Scene, chaos: Chaos, blows: list[Blow], seen: list[Sizes]) -> None:
+def under_blows(load: Load, scene: Scene, chaos: Chaos, struck: Struck) -> None:
     """The load is in a thread of its own: Ray starts nodes in the main one only."""
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(asyncio.run, load.run())
         try:
-            strike(scene, chaos, blows, seen)
-            eventually(are_all_running, "all replicas run again", SETTLED_S)
-            seen.append(sizes())
+            strike(scene, chaos, struck)
+            eventually(lambda: is_whole_again(struck), "all replicas run again", SETTLED_S)
         finally:
+            scene.let_all_go_on()
             load.stop()
         running.result()
+
+
+def is_whole_again(struck: Struck) -> bool:
+    struck.look()
+    return not struck.at_work(time.monotonic()) and are_all_running()
 
 
 def is_excused(answer: Answer, scene: Scene) -> bool:
@@ -181,15 +219,17 @@ def test_chaos(nodes: Cluster, served: Served, chaos: Chaos, request: pytest.Fix
     scene = Scene(nodes, lambda: add_node(nodes), random.Random(chaos.seed))
     print(f"\n{chaos}")
     load = Load(served.url, MODEL, TOKENS, REQUESTS)
-    blows: list[Blow] = []
-    seen: list[Sizes] = []
-    under_blows(load, scene, chaos, blows, seen)
+    struck = Struck(time.monotonic())
+    under_blows(load, scene, chaos, struck)
 
     failed = [answer for answer in load.answers if answer.error is not None]
     excused = [answer for answer in failed if is_excused(answer, scene)]
-    lines = table(blows, [Stream(one.began_s, one.came_s) for one in load.answers], seen, WANTED)
+    streams = [Stream(one.began_s, one.came_s) for one in load.answers]
+    lines = table(struck.blows, streams, struck.sizes, WANTED)
     print("\n".join(lines))
-    print(f"{len(load.answers)} requests under {len(blows)} blows; {len(excused)} failed with their routers")
+    print(f"{len(load.answers)} requests under {len(struck.blows)} blows; {len(excused)} failed with their routers")
+    if missed := sorted(set(chaos.kinds) - {blow.kind for blow in struck.blows}):
+        print(f"there was no time for: {', '.join(missed)}")
     if file := request.config.getoption("--table"):
         Path(file).write_text("\n".join(lines) + "\n")
     assert [answer for answer in failed if answer not in excused] == []
@@ -211,12 +251,19 @@ def nothing_is_left(served: Served, scene: Scene) -> None:
     assert counts == {**WANTED, "Rank": WANTED["Target"] * served.config.target.tensor_parallel}
     for target in served.inspect("Target"):
         assert target["sessions"] == target["queued"] == 0
-    links = WANTED["Router"] * (WANTED["Target"] + WANTED["Drafter"])
-    eventually(lambda: streams() == links, f"there are {links} streams", seconds=60)
+    between = Counter({("Router", pool): WANTED["Router"] * WANTED[pool] for pool in ("Target", "Drafter")})
+    deadline = time.monotonic() + 60
+    while (found := open_streams(scene)) != between:
+        assert time.monotonic() < deadline, f"streams are {found}, and were to be {between}"
+        time.sleep(1)
 
 
-def streams() -> int:
-    """Connections to targets and drafters, seen from who dialled; idle drafters have none to targets."""
-    ports = grpc_ports()
-    found = psutil.net_connections("tcp")
-    return sum(one.status == psutil.CONN_ESTABLISHED and bool(one.raddr) and one.raddr.port in ports for one in found)
+def open_streams(scene: Scene) -> Counter[tuple[str, str]]:
+    """From whom to whom, as who dialled has them; idle drafters have none to targets."""
+    pools = grpc_ports()
+    roles = {one.process.pid: role for role in WANTED for one in scene.processes(role)}
+    return Counter(
+        (roles.get(one.pid or 0, f"process {one.pid}"), pools[one.raddr.port])
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port in pools
+    )

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.chaos.recovery import Blow, Sizes, Stream, stall_s, table, whole_s
+from tests.chaos.recovery import LOST_NOTICED_S, NOTICED_S, Blow, Sizes, Stream, is_open, stall_s, table, whole_s
 
 BLOW = Blow("target killed", 10.0, ("Target",))
+STOP = Blow("target stopped", 10.0, ("Target",), stopped_s=2.0)
 WANTED = {"Target": 2, "Drafter": 1}
 
 
@@ -15,10 +16,12 @@ def sizes(*targets: tuple[float, int]) -> list[Sizes]:
 @pytest.mark.parametrize(
     ("streams", "expected"),
     [
-        ([Stream(1.0, [9.0, 10.5, 30.0])], 0.5),
+        ([Stream(1.0, [9.0, 10.5, 11.0, 12.5, 30.0])], 1.5),
+        ([Stream(1.0, [9.0, 10.5, 30.0])], 19.5),  # a piece was on its way
         ([Stream(1.0, [9.0, 10.5]), Stream(9.0, [13.0])], 3.0),  # the latter had not begun to answer
+        ([Stream(11.0, [15.0])], 4.0),  # it came at once after
         ([Stream(1.0, [9.0])], 0.0),  # it was over
-        ([Stream(11.0, [15.0])], 0.0),  # it came after
+        ([Stream(12.5, [15.0])], 0.0),  # it came after
         ([], 0.0),
     ],
 )
@@ -31,13 +34,46 @@ def test_a_pause_lasts_until_every_stream_that_was_open_goes_on(streams: list[St
     [
         (sizes((9.0, 2), (11.0, 1), (14.0, 1), (16.0, 2), (20.0, 2)), 6.0),
         (sizes((9.0, 1), (11.0, 2), (12.0, 1), (13.0, 2)), 3.0),  # it lacked one before, and was not struck yet
-        (sizes((11.0, 2), (24.0, 2), (40.0, 1), (41.0, 2)), None),  # what is lost much later has another cause
+        (sizes((11.0, 2), (24.0, 2), (40.0, 1), (41.0, 2)), 31.0),  # a node is missed late
+        (sizes((11.0, 2), (131.0, 2), (132.0, 1), (133.0, 2)), None),  # what is lost much later has another cause
         (sizes((11.0, 1), (40.0, 1)), None),
         (sizes((9.0, 1)), None),
     ],
 )
 def test_a_pool_is_whole_again_once_it_lacked_one_and_does_no_more(seen: list[Sizes], expected: float | None) -> None:
     assert whole_s(BLOW, seen, WANTED) == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (sizes((11.0, 2), (26.0, 1), (31.0, 2)), 21.0),
+        (sizes((11.0, 2), (28.0, 2), (30.0, 1), (31.0, 2)), None),  # what is lost much later has another cause
+    ],
+)
+def test_who_goes_on_may_have_been_given_up_for_a_while_after(seen: list[Sizes], expected: float | None) -> None:
+    assert whole_s(STOP, seen, WANTED) == expected
+
+
+@pytest.mark.parametrize(
+    ("blow", "seen", "now_s", "expected"),
+    [
+        (BLOW, sizes((11.0, 2)), 11.0, True),  # nobody has noticed it
+        (BLOW, sizes((11.0, 2), (12.0, 1)), 12.0, True),
+        (BLOW, sizes((11.0, 1), (12.0, 2)), 12.0, False),
+        (BLOW, sizes((11.0, 1), (900.0, 1)), 900.0, True),  # whatever it takes
+        (BLOW, sizes((11.0, 2), (900.0, 1)), 900.0, False),  # that has another cause
+        (BLOW, sizes((11.0, 2)), 10.0 + LOST_NOTICED_S + 1, False),
+        (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S, True),
+        (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S + 1, False),
+        (STOP, sizes((20.0, 1), (50.0, 1)), 50.0, True),
+        (Blow("stream cut", 10.0), sizes((11.0, 2)), 11.0, False),
+    ],
+)
+def test_a_blow_is_open_until_its_pool_is_whole_or_was_never_seen_to_lack(
+    blow: Blow, seen: list[Sizes], now_s: float, expected: bool
+) -> None:
+    assert is_open(blow, seen, WANTED, now_s) == expected
 
 
 def test_pools_that_were_not_struck_do_not_count() -> None:
@@ -47,9 +83,9 @@ def test_pools_that_were_not_struck_do_not_count() -> None:
 
 def test_the_table_has_a_row_for_each_kind() -> None:
     blows = [BLOW, Blow("target killed", 20.0, ("Target",)), Blow("stream cut", 30.0)]
-    streams = [Stream(1.0, [10.5, 23.0, 30.1])]
+    streams = [Stream(1.0, [10.5, 12.1, 19.9, 23.0, 30.1])]
     seen = sizes((9.0, 2), (11.0, 1), (12.0, 2), (21.0, 1), (25.0, 2))
     assert table(blows, streams, seen, WANTED)[2:] == [
         "| stream cut | 1 | 0.1 (most 0.1) | - |",
-        "| target killed | 2 | 1.8 (most 3.0) | 3.5 (most 5.0) |",
+        "| target killed | 2 | 2.3 (most 3.0) | 3.5 (most 5.0) |",
     ]
