@@ -27,7 +27,8 @@ def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, floa
     """
     values = {field.name: metrics.get(_name(pool, field.name), {}) for field in fields(kind)}
     replicas = sorted({replica for one in values.values() for replica in one}, key=str)
-    return kind(**{name: one.get(replicas[-1]) for name, one in values.items()}) if replicas else None
+    arguments: dict[str, Any] = {name: one.get(replicas[-1]) for name, one in values.items()} if replicas else {}
+    return kind(**arguments) if replicas else None
 
 
 def _name(pool: str, name: str) -> str:
