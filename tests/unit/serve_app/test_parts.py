@@ -19,6 +19,7 @@ CONFIG: dict[str, Any] = {
     "draft": {"model": "owner/draft", "max_sessions": 20, "resources": {"labels": {"pool": "draft"}}},
     "server": {"routers": 2, "drain_s": 20, "keys": {"one": {"sha256": 64 * "0"}}},
 }
+SUFFIX = {"draft": {"method": "suffix", "model": None, "suffix": {"max_ngram": 8}}}
 EAGLE = {"draft": {"method": "eagle", "model": "owner/head", "eagle": {"states": [1, 2]}}}
 LOOKUP_FIRST = {"draft": {"method": "lookup_first", "model": "owner/draft"}}
 
@@ -77,6 +78,23 @@ def test_a_change_replaces_those_whom_it_concerns(change: dict[str, Any], who: s
 
 
 @pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("prompt_lookup", {"prompt_lookup": {"max_ngram": 6}}),
+        ("suffix", {"suffix": {"max_ngram": 6}}),
+        ("layer_skip", {"layer_skip": {"layers": 2}}),
+        ("lookup_first", {"model": "owner/draft", "prompt_lookup": {"max_ngram": 6}}),
+    ],
+    ids=lambda given: str(given),
+)
+def test_options_of_methods_that_read_nothing_of_the_target_concern_drafters(
+    method: str, options: dict[str, Any]
+) -> None:
+    chosen = {"model": {"target": "owner/target"}, "draft": {"method": method, "model": options.get("model")}}
+    assert replaced(validated(chosen), validated(merged(chosen, {"draft": options}))) == {"Drafter"}
+
+
+@pytest.mark.parametrize(
     ("change", "who"),
     [
         ({"draft": {"replicas": {"max": 3}}}, NOBODY),
@@ -93,7 +111,7 @@ def test_a_head_that_reads_the_target_concerns_the_target(change: dict[str, Any]
 
 @pytest.mark.parametrize(
     "more",
-    [{}, EAGLE, LOOKUP_FIRST, {"draft": {"method": "suffix", "model": None, "suffix": {"max_ngram": 8}}}],
+    [{}, EAGLE, LOOKUP_FIRST, SUFFIX],
     ids=["draft model", "head", "lookup first", "lookup"],
 )
 def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
