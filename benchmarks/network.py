@@ -1,6 +1,6 @@
 r"""Speculation over a network: drafters in another network namespace, at the end of a line that delays and loses.
 
-    python benchmarks/network.py [--lines 0,1,5,20,20/1] [--concurrency 1,4] [--rounds 3] [--tokens 48] [--json OUT]
+    python benchmarks/network.py [--lines 0,1,5,20,5/1,20/1] [--concurrency 1,4] [--rounds 3] [--tokens 48] [--json OUT]
 
 Serves the demo pair in bfloat16 on a Ray cluster of two nodes: router and target here, the drafter there, pinned to one
 core each. Each line is given as milliseconds one way, and after a slash the percentage of packets that are lost each
@@ -56,17 +56,18 @@ def two_nodes() -> Iterator[str]:
 
 async def measure(
     url: str, model: str, link: FarLink, arguments: argparse.Namespace, prompts: Sequence[Prompt]
-) -> dict[str, BenchReport]:
+) -> list[tuple[str, BenchReport]]:
     """On every line, in turn; those named again later are measured again, as a control."""
-    reports = {}
+    reports = []
     async with ChatEndpoint.at(url) as endpoint:
         bench = Bench(endpoint, model, reference=None)
         for line in arguments.lines:
             link.become(line)
             plan = Plan(tuple(prompts), arguments.concurrency, arguments.tokens, arguments.rounds)
             await bench.run(Plan(tuple(prompts), arguments.concurrency, arguments.tokens), lambda: None)
-            reports[line.name] = BenchReport.of(await bench.run(plan, lambda: None))
-            print("\n".join(rows(line.name, reports[line.name])), flush=True)
+            report = BenchReport.of(await bench.run(plan, lambda: None))
+            reports.append((line.name, report))
+            print("\n".join(rows(line.name, report)), flush=True)
     return reports
 
 
@@ -133,10 +134,10 @@ def main() -> None:
     except SlipstreamError as error:
         sys.exit(f"error: {error}")
     if arguments.json:
-        told = {
-            name: {"arms": [asdict(arm) for arm in one.arms], "speedups": [asdict(s) for s in one.speedups]}
-            for name, one in reports.items()
-        }
+        told = [
+            {"line": name, "arms": [asdict(arm) for arm in one.arms], "speedups": [asdict(s) for s in one.speedups]}
+            for name, one in reports
+        ]
         arguments.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 

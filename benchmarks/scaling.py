@@ -1,11 +1,12 @@
 r"""Two pools under steps of load: what runs when, recorded from a real deployment, and its picture.
 
-    python benchmarks/scaling.py --json OUT [--picture OUT.svg]
+    python benchmarks/scaling.py --json OUT [--picture OUT.svg] [--stretch 1]
     python benchmarks/scaling.py --from FILE --picture OUT.svg
 
 Serves the demo's target in bfloat16 with lookups as drafters, on a Ray cluster of a head and a node for each pool. Up
 to three replicas of each; drafters may be none. Streams come and go in steps: some that want drafts, then many that
-want none, then some that want drafts again. Exits with 1 if a request failed.
+want none, then some that want drafts again. `--stretch` makes every step so many times as long, for machines on which
+replicas start slowly. Exits with 1 if a request failed.
 """
 
 import argparse
@@ -122,7 +123,7 @@ def replicas(deployment: str) -> int:
     return status.replica_states.get("RUNNING", 0)
 
 
-async def record(url: str, model: str, prompts: Sequence[str]) -> tuple[list[Sample], Load]:
+async def record(url: str, model: str, prompts: Sequence[str], stretch: float) -> tuple[list[Sample], Load]:
     """A sample a second, over all phases."""
     samples = []
     async with ChatEndpoint.at(url) as endpoint:
@@ -131,7 +132,7 @@ async def record(url: str, model: str, prompts: Sequence[str]) -> tuple[list[Sam
         ends = began
         for phase in PHASES:
             load.become(phase)
-            ends += phase.seconds
+            ends += stretch * phase.seconds
             while (now := time.monotonic()) < ends:
                 sizes = [await asyncio.to_thread(replicas, name) for name in ("Target", "Drafter")]
                 samples.append(Sample(now - began, load.running[True], load.running[False], *sizes))
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="where the record goes")
     parser.add_argument("--from", type=Path, dest="recorded", metavar="FILE", help="a record to draw, without a run")
     parser.add_argument("--picture", type=Path, metavar="OUT.svg")
+    parser.add_argument("--stretch", type=float, default=1.0)
     arguments = parser.parse_args()
     failures: list[str] = []
     if arguments.recorded:
@@ -196,7 +198,7 @@ def main() -> None:
             config = demo_config([*SETTINGS, f"server.port={checked_port('127.0.0.1', 0)}"])
             prepare_target(Path(config.model.target), console)
             with three_nodes() as address, serving(config, console, address=address) as url:
-                samples, load = asyncio.run(record(url, config.model.name, prompts))
+                samples, load = asyncio.run(record(url, config.model.name, prompts, arguments.stretch))
         except SlipstreamError as error:
             sys.exit(f"error: {error}")
         failures = load.failures

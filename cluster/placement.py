@@ -11,6 +11,7 @@ from cluster.autoscaling.serve_policy import DRAFT, TARGET
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
 AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application, which sees both pools
+ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # of a pool, where there is none of the application
 REPORT_S = 2.0  # between two reports of a replica; Serve's default would be ten
 LOOK_BACK_S = 10.0  # over which the policy sees their means: a session that has yet to find its drafter is none
 COORDINATOR_CPUS = 0.1  # a target's coordinator moves messages; its ranks do the work
@@ -50,46 +51,38 @@ def target_group_options(pool: TargetPool) -> dict[str, Any]:
     return options
 
 
-def target_scaling_options(pool: TargetPool) -> dict[str, Any]:
-    """Serve options for the target pool's size."""
-    scaling = TargetScaling(
-        sessions_per_replica=_sessions_aimed_at(pool.replicas, pool.max_sessions),
-        max_sessions=pool.max_sessions,
-        first_token_s=pool.replicas.first_token_s,
-        up_delay_s=pool.replicas.up_delay_s,
-        down_delay_s=pool.replicas.down_delay_s,
+def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str, float | None]]:
+    """How both pools are to scale between their bounds, as target replicas are told it and tell the policy."""
+    targets = TargetScaling(
+        sessions_per_replica=_sessions_aimed_at(target.replicas, target.max_sessions),
+        max_sessions=target.max_sessions,
+        first_token_s=target.replicas.first_token_s,
+        up_delay_s=target.replicas.up_delay_s,
+        down_delay_s=target.replicas.down_delay_s,
     )
-    return _scaling_options(pool.replicas, {TARGET: asdict(scaling)})
-
-
-def draft_scaling_options(pool: DraftPool) -> dict[str, Any]:
-    """Serve options for the draft pool's size."""
-    scaling = DraftScaling(
-        sessions_per_replica=_sessions_aimed_at(pool.replicas, pool.max_sessions),
-        per_target=pool.replicas.per_target,
-        up_delay_s=pool.replicas.up_delay_s,
-        down_delay_s=pool.replicas.down_delay_s,
+    drafters = DraftScaling(
+        sessions_per_replica=_sessions_aimed_at(draft.replicas, draft.max_sessions),
+        per_target=draft.replicas.per_target,
+        up_delay_s=draft.replicas.up_delay_s,
+        down_delay_s=draft.replicas.down_delay_s,
     )
-    return _scaling_options(pool.replicas, {DRAFT: asdict(scaling)})
+    return {TARGET: asdict(targets), DRAFT: asdict(drafters)}
 
 
 def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
     return replicas.sessions_per_replica or ROOM * max_sessions
 
 
-def _scaling_options(replicas: Replicas, pool: dict[str, Any]) -> dict[str, Any]:
-    """The same for a pool of fixed size, for what it reports is what the other one may scale by.
+def bounds(replicas: Replicas) -> dict[str, Any]:
+    """Serve's autoscaling configuration of a pool; of one of fixed size too, for the other may scale by its reports.
 
     Delays are the policy's, which follows sizes over them; Serve would follow the last one.
     """
     return {
-        "autoscaling_config": {
-            "min_replicas": replicas.min,
-            "max_replicas": replicas.max,
-            "metrics_interval_s": REPORT_S,
-            "look_back_period_s": LOOK_BACK_S,
-            "upscale_delay_s": 0,
-            "downscale_delay_s": 0,
-            "policy": {"policy_function": "cluster.autoscaling:PoolAlone", "policy_kwargs": pool},
-        }
+        "min_replicas": replicas.min,
+        "max_replicas": replicas.max,
+        "metrics_interval_s": REPORT_S,
+        "look_back_period_s": LOOK_BACK_S,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
     }

@@ -1,6 +1,6 @@
 """The Serve application: one config in, three bound deployments out.
 
-`serve deploy`, KubeRay and the command line all come through `build`.
+`serve deploy`, KubeRay and the command line all come through `build`, with what `parts` gives to each deployment.
 """
 
 from collections.abc import Mapping
@@ -8,11 +8,12 @@ from typing import Any
 
 from ray import serve
 
-from cluster.config import ServerConfig, SlipstreamConfig, validated
-from cluster.placement import actor_options, draft_scaling_options, target_group_options, target_scaling_options
+from cluster.config import Replicas, ServerConfig, SlipstreamConfig, validated
+from cluster.placement import ALONE_POLICY, actor_options, bounds, scaling_settings, target_group_options
 from serve_app.declaration import APPLICATION as APPLICATION
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
 from serve_app.http.failures import RETRY_AFTER_S
+from serve_app.parts import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
@@ -28,32 +29,33 @@ def application(config: SlipstreamConfig) -> serve.Application:
     """Binds router, draft pool and target pool."""
     target = serve.deployment(TargetDeployment, name="Target").options(
         **target_group_options(config.target),
-        **target_scaling_options(config.target),
+        autoscaling_config=_scaling(config.target.replicas),
+        user_config=scaling_settings(config.target, config.draft),
         **HEALTH,
         **_logging(config.server),
         **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": config.target.drain_s + ENDS_S}),
     )
     drafter = serve.deployment(DraftDeployment, name="Drafter").options(
         ray_actor_options=actor_options(config.draft.resources),
-        **draft_scaling_options(config.draft),
+        autoscaling_config=_scaling(config.draft.replicas),
         **HEALTH,
         **_logging(config.server),
         **POOL_SHUTDOWN,
     )
     router = serve.deployment(RouterDeployment, name="Router").options(
-        num_replicas=config.server.routers,
-        # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
-        max_ongoing_requests=2 * config.server.max_requests,
-        max_queued_requests=config.server.max_requests,
+        **router_sizes(config.server),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options=dict(ROUTER_OPTIONS),
         max_surge_percent=100,  # of an update: new requests are taken while those that run are finished
-        graceful_shutdown_timeout_s=config.server.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
         **_logging(config.server),
     )
     return router.bind(config, target.bind(config), drafter.bind(config))
+
+
+def _scaling(replicas: Replicas) -> dict[str, Any]:
+    return {**bounds(replicas), "policy": dict(ALONE_POLICY)}
 
 
 def _logging(server: ServerConfig) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 The command line, KubeRay and `serve deploy` are all given this.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
 from cluster.placement import AUTOSCALING_POLICY
+from serve_app.parts import shared, told_apart
 
 Json = dict[str, Any]
 
@@ -17,33 +19,33 @@ IMPORT_PATH = "serve_app.app:build"
 
 
 def application(
-    arguments: Mapping[str, Any],
+    config: SlipstreamConfig,
     name: str = APPLICATION,
     route_prefix: str = "/",
-    deployments: Sequence[Mapping[str, Any]] = (),
+    more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Json:
-    """One application; `arguments` are its configuration, `deployments` what is to differ from `serve_app.app`."""
-    told: Json = {
+    """One application; `more` is by deployment, and differs from what the configuration says."""
+    apart = told_apart(config)
+    return {
         "name": name,
         "route_prefix": route_prefix,
         "import_path": IMPORT_PATH,
         # It sees both pools. Without it the draft pool would keep the size that it begins with.
         "autoscaling_policy": dict(AUTOSCALING_POLICY),
+        "deployments": [{"name": one, **_with(apart[one], more.get(one, {}))} for one in apart],
+        "args": shared(config),
     }
-    if deployments:
-        told["deployments"] = [dict(one) for one in deployments]
-    return {**told, "args": dict(arguments)}
+
+
+def _with(options: Mapping[str, Any], more: Mapping[str, Any]) -> Json:
+    """Those of processes are joined."""
+    of_processes = {**options.get("ray_actor_options", {}), **more.get("ray_actor_options", {})}
+    return {**options, **more, **({"ray_actor_options": of_processes} if of_processes else {})}
 
 
 def serve_file(applications: Iterable[Json], http_options: Mapping[str, Any], **more: Any) -> Json:
     """All that one Ray cluster serves."""
     return {**more, "http_options": dict(http_options), "applications": list(applications)}
-
-
-def arguments(config: SlipstreamConfig) -> Json:
-    """The configuration as an application is given it: what differs from the defaults."""
-    given: Json = config.model_dump(mode="json", exclude_defaults=True)
-    return given
 
 
 def http_options(config: SlipstreamConfig) -> Json:
@@ -56,4 +58,4 @@ def http_options(config: SlipstreamConfig) -> Json:
 
 def whole_file(config: SlipstreamConfig) -> Json:
     """For `serve deploy`, on any Ray cluster: a proxy on each node that has a router."""
-    return serve_file([application(arguments(config))], http_options(config), proxy_location="EveryNode")
+    return serve_file([application(config)], http_options(config), proxy_location="EveryNode")

@@ -39,14 +39,13 @@ from actors.tracing.service_tracing import ServiceTracing
 from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.serve_policy import DRAFT, TARGET
+from cluster.autoscaling.settings import Settings, as_numbers
 from cluster.config import DraftPool, SlipstreamConfig, SpeculationConfig
 from cluster.costs import DraftCost
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
-from cluster.placement import draft_scaling_options, target_scaling_options
 from cluster.routing.prefix_homes import PrefixOptions
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
 from cluster.telemetry import Actor, pack
@@ -54,6 +53,7 @@ from cluster.trust.roles import PeerRole
 from serve_app.http.wire.replies import HealthReport
 from serve_app.listening import listening_host, place
 from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
+from serve_app.parts import as_told
 from serve_app.publishing.levels import drafter_levels, router_levels, target_levels
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
@@ -119,6 +119,7 @@ class TargetDeployment:
         self._attention = attention_counts([report.attention for report in self._engine.reports])
         self._method = config.draft.method
         self._report = TargetReport()  # the latest one to the autoscaling policy
+        self._scaling: Settings = {}  # of both pools
         self._counters = ReplicaCounters(self._counts)
         self._model = config.model.name
         self._mirror = RayMirror(self._levels)
@@ -141,13 +142,17 @@ class TargetDeployment:
                 task.cancel()
             await self._server.stop(grace_s=0)
 
+    async def reconfigure(self, scaling: Settings) -> None:
+        """Serve calls this with `user_config`, before the replica takes part and whenever that has changed."""
+        self._scaling = scaling
+
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, **place(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks every two seconds, here on the event loop, where nothing changes meanwhile."""
         self._report = self._replica.report()
-        return asdict(self._report)
+        return {**asdict(self._report), **as_numbers(self._scaling)}
 
     def check_health(self) -> None:
         """Serve asks every second, in a thread beside the event loop; what was counted leaves on that occasion."""
@@ -198,6 +203,7 @@ class TargetDeployment:
             "refused": dict(self._replica.refused),
             "refusals": dict(self._replica.refusals.counts),
             "report": asdict(self._report),
+            "scaling": self._scaling,
             **self._replica.scheduler.load(),
         }
 
@@ -232,6 +238,7 @@ class DraftDeployment:
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ending = AsyncExitStack()  # as a target's
         log_under_serve()
+        config = as_told(config, os.environ)
         use_cpu(config.draft.resources)
         target_folder = local_folder(config.model.target, with_weights=False)
         tokens = vocabulary(target_folder)
@@ -361,13 +368,14 @@ class RouterDeployment:
         from serve_app.router import Identity, Router, RouterLimits
 
         log_under_serve()
+        config = as_told(config, os.environ)
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         pool = config.target
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
-        self._config = config
+        self._model = config.model.name
         text = TextCodec.load(str(folder), config.server)
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
@@ -431,7 +439,7 @@ class RouterDeployment:
 
     def _levels(self) -> Iterator[Metric]:
         yield from self._metrics.families()
-        yield from router_levels(self._router.activity, self._config.model.name)
+        yield from router_levels(self._router.activity, self._model)
 
     def _counts(self) -> Counts:
         return {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
@@ -446,10 +454,6 @@ class RouterDeployment:
             "pid": os.getpid(),
             "idle": self._router.is_idle,
             "ready": self._router.is_ready,
-            "pools": {
-                TARGET: target_scaling_options(self._config.target)["autoscaling_config"],
-                DRAFT: draft_scaling_options(self._config.draft)["autoscaling_config"],
-            },
             "refusals": self._router.refusals,
             "remedies": self._router.remedies,
             "routed": self._router.routed,

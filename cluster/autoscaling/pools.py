@@ -50,6 +50,11 @@ def decide_drafters(
     return _decide(pool, need, now, scaling.up_delay_s, scaling.down_delay_s)
 
 
+def stay(pool: Pool, now: float) -> PoolDecision:
+    """While nobody has told how it is to scale: within its bounds, as it is."""
+    return _decide(pool, None, now, 0.0, 0.0)
+
+
 def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_delay_s: float) -> PoolDecision:
     """A pool that nothing is heard of stays: who has lost the reports must not shrink it."""
     need = need or Need(pool.size, "no target replica has reported")

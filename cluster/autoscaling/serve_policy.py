@@ -7,74 +7,75 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cluster.autoscaling.needs import DraftScaling, TargetScaling
-from cluster.autoscaling.pools import Pool, PoolDecision, decide_drafters, decide_targets
+from cluster.autoscaling.pools import Pool, PoolDecision, decide_drafters, decide_targets, stay
 from cluster.autoscaling.reports import DraftReport, TargetReport, reported
+from cluster.autoscaling.settings import told
 from cluster.autoscaling.steadiness import Wishes
 
-TARGET = "target"  # which pool a deployment is, as its policy's arguments say
+TARGET = "target"
 DRAFT = "draft"
-
-
-class Policy(Protocol):
-    policy_kwargs: Mapping[str, Any]
-
-
-class ScalingConfig(Protocol):
-    policy: Policy
+POOLS = {"Target": TARGET, "Drafter": DRAFT}  # by deployment
 
 
 class Observed(Protocol):
     """The part of Serve's AutoscalingContext that is read here."""
 
+    deployment_name: str
     aggregated_metrics: Mapping[str, Mapping[Any, float]]  # by name and replica
     target_num_replicas: int
     capacity_adjusted_min_replicas: int
     capacity_adjusted_max_replicas: int
     current_time: float
     policy_state: Mapping[str, Any]
-    config: ScalingConfig
 
 
 Decisions = tuple[dict[Any, int], dict[Any, dict[str, Any]]]
 
 
 class PoolsPolicy:
-    """Of the application: sees both pools. How each scales is in the arguments of its own deployment's policy."""
+    """Of the application: sees both pools. How each is to scale, target replicas tell."""
 
     def __call__(self, observed: Mapping[Any, Observed]) -> Decisions:
         """Sizes, and what is remembered, by deployment; of those that are no pools, nothing."""
-        pools = {kind: (name, one) for name, one in observed.items() for kind in one.config.policy.policy_kwargs}
+        named = {one.deployment_name: (key, one) for key, one in observed.items()}
+        pools = {POOLS[name]: found for name, found in named.items() if name in POOLS}
         decided: dict[Any, PoolDecision] = {}
+        metrics: Mapping[str, Mapping[Any, float]] = {}
         targets: list[TargetReport] = []
         target_size: int | None = None
         if TARGET in pools:
-            name, one = pools[TARGET]
-            targets = reported(TargetReport, one.aggregated_metrics)
-            scaling = TargetScaling(**one.config.policy.policy_kwargs[TARGET])
-            decided[name] = decide_targets(_pool(one), targets, scaling, one.current_time)
-            target_size = decided[name].size
+            key, one = pools[TARGET]
+            metrics = one.aggregated_metrics
+            targets = reported(TargetReport, metrics)
+            scaling = told(TargetScaling, TARGET, metrics)
+            now = one.current_time
+            decided[key] = decide_targets(_pool(one), targets, scaling, now) if scaling else stay(_pool(one), now)
+            target_size = decided[key].size
         if DRAFT in pools:
-            name, one = pools[DRAFT]
-            drafters = reported(DraftReport, one.aggregated_metrics)
-            follows = DraftScaling(**one.config.policy.policy_kwargs[DRAFT])
-            decided[name] = decide_drafters(_pool(one), drafters, follows, targets, target_size, one.current_time)
-        sizes = {name: decision.size for name, decision in decided.items()}
-        return sizes, {name: {"wishes": decision.wishes} for name, decision in decided.items()}
+            key, one = pools[DRAFT]
+            decided[key] = _drafters(one, told(DraftScaling, DRAFT, metrics), targets, target_size)
+        sizes = {key: decision.size for key, decision in decided.items()}
+        return sizes, {key: {"wishes": decision.wishes} for key, decision in decided.items()}
 
 
 class PoolAlone:
-    """Of one deployment, where Serve was not told of `PoolsPolicy`: targets scale all the same, drafters stay.
-
-    Serve hands over the same arguments to both: `target` or `draft`, with the settings of that pool.
-    """
-
-    def __init__(self, **pool: Mapping[str, Any]) -> None:
-        assert pool.keys() <= {TARGET, DRAFT}, f"a policy for {set(pool)}, expected {TARGET} or {DRAFT}"
+    """Of one deployment, where Serve was not told of `PoolsPolicy`: targets scale all the same, drafters stay."""
 
     def __call__(self, observed: Observed) -> tuple[int, dict[str, Any]]:
         """The size wanted, and what is remembered."""
+        assert observed.deployment_name in POOLS, f"a policy for {observed.deployment_name}, expected {set(POOLS)}"
         sizes, states = PoolsPolicy()({"": observed})
         return sizes[""], states[""]
+
+
+def _drafters(
+    one: Observed, scaling: DraftScaling | None, targets: list[TargetReport], target_size: int | None
+) -> PoolDecision:
+    pool = _pool(one)
+    if scaling is None:
+        return stay(pool, one.current_time)
+    reports = reported(DraftReport, one.aggregated_metrics)
+    return decide_drafters(pool, reports, scaling, targets, target_size, one.current_time)
 
 
 def _pool(observed: Observed) -> Pool:

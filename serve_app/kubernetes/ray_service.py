@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config import SlipstreamConfig
+from cluster.config import SlipstreamConfig, validated
 from serve_app.declaration import application, serve_file
 from serve_app.kubernetes.pod_templates import (
     CLAIM,
@@ -61,22 +61,20 @@ def serve_config(config: SlipstreamConfig) -> Json:
 
     A pod has room for one router, so an update ends each one before it starts the next.
     """
-    router = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
-    deployment = {"name": "Router", "ray_actor_options": router, "max_surge_percent": 0}
-    ours = application(arguments(config), NAME, deployments=[deployment])
+    options = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
+    router = {"ray_actor_options": options, "max_surge_percent": 0}
+    ours = application(in_pods(config), NAME, more={"Router": router})
     return serve_file([ours], {"keep_alive_timeout_s": config.server.keep_alive_s})
 
 
-def arguments(config: SlipstreamConfig) -> Json:
-    """The configuration as the application is given it: what differs from the defaults, without what is of no use in a
-    pod, and with each pool's label."""
+def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:
+    """The configuration as the application is given it: without what is of no use in a pod, with each pool's label."""
     given: Json = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
     )
     for pool, resources in (("target", "resources_per_rank"), ("draft", "resources")):
-        section = given.setdefault(pool, {}).setdefault(resources, {})
-        section["labels"] = pool_labels(pool, config)
-    return {section: keys for section, keys in given.items() if keys}
+        given.setdefault(pool, {}).setdefault(resources, {})["labels"] = pool_labels(pool, config)
+    return validated(given)
 
 
 def _cluster(config: SlipstreamConfig, image: str) -> Json:

@@ -11,7 +11,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from cluster.config import SlipstreamConfig
-from serve_app.declaration import application, arguments
+from serve_app.declaration import application
 
 
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
@@ -31,7 +31,7 @@ def withdraw(name: str) -> None:
 
 def application_schema(config: SlipstreamConfig, name: str, route_prefix: str) -> ServeApplicationSchema:
     """What is below `applications` in a file for `serve deploy`."""
-    return ServeApplicationSchema.model_validate(application(arguments(config), name, route_prefix))
+    return ServeApplicationSchema.model_validate(application(config, name, route_prefix))
 
 
 def is_running() -> bool:

@@ -23,6 +23,7 @@ from serve_app.operations.fitting import Node, misfits, needs
 from serve_app.operations.local import READY_TIMEOUT_S, StartError, let_requests_finish
 from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
+from serve_app.parts import told_drain_s
 
 POLL_S = 0.5
 ANY_ADDRESS = "0.0.0.0"
@@ -128,7 +129,8 @@ def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints
 
 def _told_drain_s(application: Mapping[str, Any]) -> float:
     told = application.get("deployed_app_config") or {}
-    return validated(told.get("args", {})).server.drain_s
+    drain_s = told_drain_s(told)
+    return drain_s if drain_s is not None else validated(told.get("args", {})).server.drain_s
 
 
 def _wait_for_routers() -> None:

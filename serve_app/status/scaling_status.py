@@ -11,38 +11,37 @@ from rich.table import Table
 from cluster.autoscaling.needs import DraftScaling, TargetScaling
 from cluster.autoscaling.pools import Pool, PoolDecision, decide_drafters, decide_targets
 from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.serve_policy import DRAFT, TARGET
+from cluster.autoscaling.serve_policy import DRAFT, POOLS, TARGET
 from serve_app.bench.tables import table
 
 Inspected = Sequence[Mapping[str, Any]]
+Bounds = Mapping[str, tuple[int, int]]  # of replicas, by deployment; of pools alone
 
 
-def pools_table(targets: Inspected, drafters: Inspected, routers: Inspected) -> Table:
-    """Of what replicas answer to `inspect`; the routers know how the pools are to scale."""
+def told_bounds(details: Mapping[str, Any]) -> Bounds:
+    """Of what Serve says of an application."""
+    options = {name: one["deployment_config"] for name, one in details["deployments"].items() if name in POOLS}
+    found = {name: one["autoscaling_config"] for name, one in options.items()}
+    return {name: (one["min_replicas"], one["max_replicas"]) for name, one in found.items()}
+
+
+def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Table:
+    """Of what replicas answer to `inspect`; the targets know how the pools are to scale."""
     made = table("Pools", "pool", "replicas", "bounds", "needed", "why")
-    if not routers:
+    if not targets:
         return made
-    settings = routers[0]["pools"]
+    settings = targets[0]["scaling"]
     reports = [TargetReport(**one["report"]) for one in targets]
-    scaling = TargetScaling(**_arguments(settings[TARGET])[TARGET])
-    wanted = decide_targets(_pool(settings[TARGET], targets), reports, scaling, 0.0)
-    _add(made, "targets", settings[TARGET], targets, wanted)
-    follows = DraftScaling(**_arguments(settings[DRAFT])[DRAFT])
+    scaling = TargetScaling(**settings[TARGET])
+    wanted = decide_targets(Pool(len(targets), *bounds["Target"]), reports, scaling, 0.0)
+    _add(made, "targets", bounds["Target"], targets, wanted)
+    follows = DraftScaling(**settings[DRAFT])
     own = [DraftReport(**one["report"]) for one in drafters]
-    drafts = decide_drafters(_pool(settings[DRAFT], drafters), own, follows, reports, wanted.wished, 0.0)
-    _add(made, "drafters", settings[DRAFT], drafters, drafts)
+    pool = Pool(len(drafters), *bounds["Drafter"])
+    drafts = decide_drafters(pool, own, follows, reports, wanted.wished, 0.0)
+    _add(made, "drafters", bounds["Drafter"], drafters, drafts)
     return made
 
 
-def _arguments(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments: Mapping[str, Any] = settings["policy"]["policy_kwargs"]
-    return arguments
-
-
-def _pool(settings: Mapping[str, Any], replicas: Inspected) -> Pool:
-    return Pool(len(replicas), settings["min_replicas"], settings["max_replicas"])
-
-
-def _add(made: Table, name: str, settings: Mapping[str, Any], replicas: Inspected, wanted: PoolDecision) -> None:
-    bounds = f"{settings['min_replicas']} to {settings['max_replicas']}"
-    made.add_row(name, str(len(replicas)), bounds, str(wanted.wished), wanted.why)
+def _add(made: Table, name: str, bounds: tuple[int, int], replicas: Inspected, wanted: PoolDecision) -> None:
+    made.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(wanted.wished), wanted.why)

@@ -12,9 +12,10 @@ from rich.table import Table
 from cluster.audit.audits import OUTCOMES
 from serve_app.bench.client import ChatEndpoint, Counters
 from serve_app.bench.tables import shown, table
+from serve_app.operations.deploying import serve_details
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 from serve_app.status.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
-from serve_app.status.scaling_status import pools_table
+from serve_app.status.scaling_status import pools_table, told_bounds
 from serve_app.status.version_status import versions_table
 
 
@@ -53,7 +54,7 @@ def _counted(application: str) -> Group | str:
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not say what they have counted: {error}"
     return Group(
-        pools_table(targets, drafters, routers),
+        pools_table(targets, drafters, told_bounds(serve_details()["applications"][application])),
         targets_table(targets),
         drafters_table(drafters),
         replicas_table(targets, drafters),

@@ -6,15 +6,17 @@ import sys
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from cluster.autoscaling.settings import as_numbers
 from cluster.config import DraftPool, DraftReplicas, Resources, TargetPool, TargetReplicas
 from cluster.placement import (
+    ALONE_POLICY,
     AUTOSCALING_POLICY,
     COORDINATOR_CPUS,
     actor_options,
-    draft_scaling_options,
+    bounds,
     rank_bundle,
+    scaling_settings,
     target_group_options,
-    target_scaling_options,
 )
 
 GPU = Resources(num_cpus=2, num_gpus=0.5, accelerator_type="L4", custom={"rack": 1}, labels={"zone": "a"})
@@ -54,45 +56,47 @@ def test_ranks_without_cpus_still_leave_room_for_the_coordinator():
 
 def test_bounds_and_settings_reach_the_policy():
     pool = DraftPool(method="prompt_lookup", max_sessions=12, replicas=DraftReplicas(min=0, max=4, down_delay_s=60))
-    scaled = draft_scaling_options(pool)["autoscaling_config"]
+    scaled = bounds(pool.replicas)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (0, 4)
     assert (scaled["upscale_delay_s"], scaled["downscale_delay_s"]) == (0, 0), "delays are the policy's"
-    assert scaled["policy"]["policy_kwargs"] == {
-        "draft": {"sessions_per_replica": 6, "per_target": None, "up_delay_s": 10, "down_delay_s": 60}
+    assert scaling_settings(TargetPool(), pool)["draft"] == {
+        "sessions_per_replica": 6,
+        "per_target": None,
+        "up_delay_s": 10,
+        "down_delay_s": 60,
     }
 
 
 def test_a_pool_of_fixed_size_reports_too():
     """Else the other one would scale by nothing."""
-    scaled = target_scaling_options(TargetPool(replicas=TargetReplicas(min=2, max=2)))["autoscaling_config"]
+    scaled = bounds(TargetReplicas(min=2, max=2))
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 2)
 
 
 @pytest.mark.parametrize(("asked", "aim"), [(None, 8), (6.0, 6)], ids=["half of max_sessions", "as asked"])
 def test_what_a_target_replica_is_to_hold(asked: float | None, aim: float):
     pool = TargetPool(max_sessions=16, replicas=TargetReplicas(sessions_per_replica=asked))
-    arguments = target_scaling_options(pool)["autoscaling_config"]["policy"]["policy_kwargs"]["target"]
-    assert (arguments["sessions_per_replica"], arguments["max_sessions"]) == (aim, 16)
+    told = scaling_settings(pool, DraftPool(method="suffix"))["target"]
+    assert (told["sessions_per_replica"], told["max_sessions"]) == (aim, 16)
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
 def test_serve_takes_the_policies_by_value():
     """Its controller may not have this package: what it unpickles must not import it."""
-    options = target_scaling_options(TargetPool())["autoscaling_config"]
-    alone = AutoscalingConfig(**options).policy.get_serialized_policy_def()
+    alone = AutoscalingConfig(**bounds(TargetReplicas()), policy=ALONE_POLICY).policy.get_serialized_policy_def()
     both = AutoscalingPolicy(**AUTOSCALING_POLICY).get_serialized_policy_def()
+    settings = as_numbers(scaling_settings(TargetPool(), DraftPool(method="suffix")))
     code = f"""if True:
         import pickle, sys
         alone, both = pickle.loads({alone!r}), pickle.loads({both!r})
-        kwargs = {options["policy"]["policy_kwargs"]!r}
         from types import SimpleNamespace as Some
-        policy = Some(policy_kwargs=kwargs)
         values = dict(running=15, queued=0, drafted=0, undrafted=0, waiting=0, cache=0, unread=0, first_token_s=0)
-        metrics = {{name: {{"a": value}} for name, value in dict(values, backlog_s=0, gain=1).items()}}
-        seen = Some(aggregated_metrics=metrics, config=Some(policy=policy), target_num_replicas=1, policy_state={{}},
-                    capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=4)
+        values = dict(values, backlog_s=0, gain=1, **{settings!r})
+        seen = Some(aggregated_metrics={{name: {{"a": value}} for name, value in values.items()}}, policy_state={{}},
+                    capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=4, target_num_replicas=1,
+                    deployment_name="Target")
         for seen.current_time in (0, 20):
-            size, seen.policy_state = alone(**kwargs)(seen)
+            size, seen.policy_state = alone()(seen)
         assert both()({{"t": seen}})[0] == {{"t": size}}
         assert not [name for name in sys.modules if name.startswith("cluster")]
         print(size)

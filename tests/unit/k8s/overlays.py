@@ -12,6 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, load_config, validated
+from serve_app.parts import as_told
 
 Json = dict[str, Any]
 
@@ -94,10 +95,25 @@ def serve_config(service: Json) -> Json:
     return config
 
 
-def slipstream_config(service: Json) -> SlipstreamConfig:
-    """What the application is given."""
+def told_apart(service: Json) -> dict[str, Json]:
+    """What the application's deployments are given beyond its arguments."""
     (application,) = serve_config(service)["applications"]
-    return validated(application["args"])
+    return {one["name"]: one for one in application["deployments"]}
+
+
+def slipstream_config(service: Json) -> SlipstreamConfig:
+    """What the application is given, with what only some of its deployments are."""
+    (application,) = serve_config(service)["applications"]
+    told = told_apart(service)
+    config = validated(application["args"])
+    for name in ("Drafter", "Router"):
+        config = as_told(config, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
+    data = config.model_dump(exclude_defaults=True)
+    for pool, name in (("target", "Target"), ("draft", "Drafter")):
+        scaled = told[name]["autoscaling_config"]
+        data[pool]["replicas"] = {"min": scaled["min_replicas"], "max": scaled["max_replicas"]}
+    data.setdefault("server", {})["routers"] = told["Router"]["num_replicas"]
+    return validated(data)
 
 
 def worker_group_specs(service: Json) -> list[Json]:

@@ -37,6 +37,7 @@ from tests.unit.k8s.overlays import (
     ray_service_of,
     serve_config,
     slipstream_config,
+    told_apart,
     worker_group_specs,
 )
 
@@ -272,8 +273,9 @@ class TestServeConfig:
         (application,) = serve_config(service)["applications"]
         module, _, function = application["import_path"].partition(":")
         built = getattr(import_module(module), function)(application["args"])
-        (overridden,) = application["deployments"]
-        assert overridden["name"] == built._bound_deployment.name
+        router = built._bound_deployment
+        names = {one.name for one in (router, *(pool._bound_deployment for pool in router.init_args[1:]))}
+        assert {overridden["name"] for overridden in application["deployments"]} == names
 
     def test_the_arguments_are_a_slipstream_config(self, service: Json) -> None:
         assert isinstance(slipstream_config(service), SlipstreamConfig)
@@ -317,8 +319,7 @@ class TestPools:
             assert cluster["autoscalerOptions"]["version"] == "v2"
 
     def test_routers_have_a_group_without_gpus(self, service: Json) -> None:
-        ((router,),) = [application["deployments"] for application in serve_config(service)["applications"]]
-        options = router["ray_actor_options"]
+        options = told_apart(service)["Router"]["ray_actor_options"]
         group = group_for(service, options["label_selector"])
         assert group not in [pool_group for pool_group, _, _, _ in pool_groups(service)]
         reservation = {"CPU": options["num_cpus"]}
@@ -373,7 +374,7 @@ class TestHttp:
     def test_a_pod_of_the_group_holds_the_router_that_the_service_means(
         self, router_service: Json, service: Json
     ) -> None:
-        ((router,),) = [application["deployments"] for application in serve_config(service)["applications"]]
+        router = told_apart(service)["Router"]
         group = group_for(service, router["ray_actor_options"]["label_selector"])
         assert group["groupName"] == router_service["spec"]["selector"]["ray.io/group"]
 

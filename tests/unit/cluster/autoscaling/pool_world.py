@@ -13,7 +13,8 @@ from typing import Any
 
 from cluster.autoscaling import PoolsPolicy
 from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.serve_policy import DRAFT, TARGET, Observed
+from cluster.autoscaling.serve_policy import DRAFT, POOLS, TARGET, Observed
+from cluster.autoscaling.settings import as_numbers
 
 LOOK_BACK_S = 10
 TOKENS = 200  # of an answer
@@ -55,19 +56,20 @@ class PoolNow:
     def tick(self, now: int) -> None:
         self.running = self.size - len([at for at in self.starting if at > now])
 
-    def observed(self, kind: str, now: int) -> Observed:
-        """What the policy sees: means over the look-back, of the replicas that run."""
+    def observed(self, deployment: str, now: int, settings: Mapping[str, float]) -> Observed:
+        """What the policy sees: means over the look-back, of the replicas that run, and what these were told."""
         told = [vars(report) for report in self.reports]
         means = {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
-        metrics = {name: dict.fromkeys(range(self.running), mean) for name, mean in means.items()}
+        values = {**means, **settings} if told else {}
+        metrics = {name: dict.fromkeys(range(self.running), value) for name, value in values.items()}
         return SimpleNamespace(
+            deployment_name=deployment,
             aggregated_metrics=metrics,
             target_num_replicas=self.size,
             capacity_adjusted_min_replicas=self.least,
             capacity_adjusted_max_replicas=self.most,
             current_time=float(now),
             policy_state=self.state,
-            config=SimpleNamespace(policy=SimpleNamespace(policy_kwargs={kind: dict(self.scaling)})),
         )
 
 
@@ -172,8 +174,11 @@ class PoolWorld:
 
     def _scale(self) -> None:
         pools = {TARGET: self.targets, DRAFT: self.drafters}
-        sizes, states = self._policy({kind: pool.observed(kind, self.now) for kind, pool in pools.items()})
-        for kind, pool in pools.items():
-            pool.resize(sizes[kind], self.now, self._start_s)
-            pool.state = states[kind]
+        settings = {"Target": as_numbers({kind: pool.scaling for kind, pool in pools.items()}), "Drafter": {}}
+        seen = {name: pools[kind].observed(name, self.now, settings[name]) for name, kind in POOLS.items()}
+        sizes, states = self._policy(seen)
+        for name, kind in POOLS.items():
+            pool = pools[kind]
+            pool.resize(sizes[name], self.now, self._start_s)
+            pool.state = states[name]
             pool.sizes.append(pool.size)

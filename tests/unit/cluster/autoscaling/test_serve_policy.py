@@ -10,6 +10,7 @@ from cluster.autoscaling import PoolAlone, PoolsPolicy
 from cluster.autoscaling.needs import DraftScaling, TargetScaling
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.autoscaling.serve_policy import DRAFT, TARGET, Observed
+from cluster.autoscaling.settings import as_numbers
 
 AT_ONCE = {"up_delay_s": 0.0, "down_delay_s": 0.0}
 TARGETS = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, **AT_ONCE)
@@ -18,68 +19,98 @@ COUPLED = DraftScaling(sessions_per_replica=32, per_target=2.0, **AT_ONCE)
 
 
 def observed(
-    scaling: TargetScaling | DraftScaling,
-    *reports: Any,
+    deployment: str,
+    *told: dict[str, float],
     size: int = 1,
     bounds: tuple[int, int] = (1, 4),
     now: float = 0,
 ) -> Observed:
-    kind = TARGET if isinstance(scaling, TargetScaling) else DRAFT
-    names = asdict(reports[0]) if reports else ()
+    """`told` is a replica's each."""
+    names = told[0] if told else ()
     return SimpleNamespace(
-        aggregated_metrics={name: {at: getattr(one, name) for at, one in enumerate(reports)} for name in names},
+        deployment_name=deployment,
+        aggregated_metrics={name: {at: one[name] for at, one in enumerate(told)} for name in names},
         target_num_replicas=size,
         capacity_adjusted_min_replicas=bounds[0],
         capacity_adjusted_max_replicas=bounds[1],
         current_time=now,
         policy_state={},
-        config=SimpleNamespace(policy=SimpleNamespace(policy_kwargs={kind: asdict(scaling)})),
     )
+
+
+def targets(
+    *reports: TargetReport, scaling: TargetScaling = TARGETS, drafts: DraftScaling = DRAFTERS, **more: Any
+) -> Observed:
+    """Replicas that tell how both pools are to scale, too."""
+    settings = as_numbers({TARGET: asdict(scaling), DRAFT: asdict(drafts)})
+    return observed("Target", *({**asdict(report), **settings} for report in reports), **more)
+
+
+def drafters(*reports: DraftReport, **more: Any) -> Observed:
+    return observed("Drafter", *(asdict(report) for report in reports), **more)
 
 
 BUSY = TargetReport(running=16, queued=8, drafted=16, undrafted=50)
 
 
 def test_both_pools_are_sized_by_what_either_reports() -> None:
-    seen = {"T": observed(TARGETS, BUSY), "D": observed(DRAFTERS, DraftReport())}
+    seen = {"T": targets(BUSY), "D": drafters(DraftReport())}
     sizes, _ = PoolsPolicy()(seen)
     assert sizes == {"T": 3, "D": 3}
 
 
 def test_bounds_hold() -> None:
-    seen = {"T": observed(TARGETS, BUSY, bounds=(1, 2)), "D": observed(DRAFTERS, DraftReport(), bounds=(4, 5))}
+    seen = {"T": targets(BUSY, bounds=(1, 2)), "D": drafters(DraftReport(), bounds=(4, 5))}
     assert PoolsPolicy()(seen)[0] == {"T": 2, "D": 4}
 
 
 def test_silence_changes_nothing() -> None:
     """A controller that has lost its reports must not shrink a busy pool."""
-    seen = {"T": observed(TARGETS, size=3), "D": observed(DRAFTERS, size=2, bounds=(0, 4))}
+    seen = {"T": targets(size=3), "D": drafters(size=2, bounds=(0, 4))}
     assert PoolsPolicy()(seen)[0] == {"T": 3, "D": 2}
 
 
 def test_a_coupled_draft_pool_follows_the_size_that_the_target_pool_gets() -> None:
-    seen = {"T": observed(TARGETS, BUSY), "D": observed(COUPLED, DraftReport(), bounds=(0, 9))}
+    seen = {"T": targets(BUSY, drafts=COUPLED), "D": drafters(DraftReport(), bounds=(0, 9))}
     assert PoolsPolicy()(seen)[0] == {"T": 3, "D": 6}
 
 
 def test_what_is_remembered_comes_back() -> None:
     slow = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, up_delay_s=10, down_delay_s=300)
     policy = PoolsPolicy()
-    first = observed(slow, BUSY)
+    first = targets(BUSY, scaling=slow)
     sizes, states = policy({"T": first})
     assert sizes == {"T": 1}
-    later = observed(slow, BUSY, now=10)
+    later = targets(BUSY, scaling=slow, now=10)
     later.policy_state = states["T"]
     assert policy({"T": later})[0] == {"T": 3}
 
 
 def test_alone_the_target_pool_scales_and_the_draft_pool_stays() -> None:
     """What is asked of drafters is told by targets."""
-    assert PoolAlone(target=asdict(TARGETS))(observed(TARGETS, BUSY))[0] == 3
-    for scaling in (DRAFTERS, COUPLED):
-        assert PoolAlone(draft=asdict(scaling))(observed(scaling, DraftReport(shared=1.0, late=1.0), size=2))[0] == 2
+    assert PoolAlone()(targets(BUSY))[0] == 3
+    assert PoolAlone()(drafters(DraftReport(shared=1.0, late=1.0), size=2))[0] == 2
 
 
 def test_a_policy_of_no_pool_is_refused() -> None:
-    with pytest.raises(AssertionError, match="router"):
-        PoolAlone(router={})
+    with pytest.raises(AssertionError, match="Router"):
+        PoolAlone()(observed("Router"))
+
+
+def test_settings_are_those_that_are_told_now() -> None:
+    """Replicas are told others while they run."""
+    policy = PoolsPolicy()
+    few = TargetScaling(sessions_per_replica=24, max_sessions=32, first_token_s=2.0, **AT_ONCE)
+    assert policy({"T": targets(BUSY)})[0] == {"T": 3}
+    assert policy({"T": targets(BUSY, scaling=few)})[0] == {"T": 1}
+
+
+def test_while_replicas_tell_different_settings_those_of_one_count() -> None:
+    small = TargetScaling(sessions_per_replica=1, max_sessions=2, first_token_s=7.0, **AT_ONCE)
+    told = [as_numbers({TARGET: asdict(one), DRAFT: asdict(DRAFTERS)}) for one in (TARGETS, small)]
+    seen = observed("Target", *({**asdict(BUSY), **one} for one in told), bounds=(1, 99))
+    assert PoolsPolicy()({"T": seen})[0] == {"T": 48}
+
+
+def test_bounds_that_have_become_narrower_hold_in_silence_too() -> None:
+    assert PoolsPolicy()({"T": targets(size=3, bounds=(1, 2))})[0] == {"T": 2}

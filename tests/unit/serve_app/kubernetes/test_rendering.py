@@ -13,7 +13,7 @@ from cluster.placement import AUTOSCALING_POLICY
 from cluster.trust.roles import PeerRole
 from serve_app.cli.main import app
 from serve_app.kubernetes.pool_groups import worker_groups
-from serve_app.kubernetes.ray_service import arguments, serve_config
+from serve_app.kubernetes.ray_service import in_pods, serve_config
 from serve_app.kubernetes.rendering import check, rendered
 from serve_app.kubernetes.weights_volume import downloads
 from tests.unit.k8s.overlays import K8S, OVERLAYS, load, overlay_config
@@ -134,9 +134,9 @@ def test_a_pod_has_the_gpus_and_cpus_of_its_replicas() -> None:
     assert [(group.least, group.most) for group in groups] == [(1, 1), (2, 6), (1, 1)]
 
 
-def test_the_arguments_are_the_configuration_with_its_labels_and_without_what_a_pod_has_no_use_for() -> None:
+def test_in_pods_the_configuration_has_its_labels_and_nothing_that_a_pod_has_no_use_for() -> None:
     given = config(server={"routers": 3, "host": "0.0.0.0"}, target={"max_sessions": 5})
-    again = validated(arguments(given))
+    again = in_pods(given)
     assert again.target.resources_per_rank.labels == {"pool": "target"}
     assert again.draft.resources.labels == {"pool": "draft"}
     assert (again.server.routers, again.server.host, again.target.max_sessions) == (3, "127.0.0.1", 5)

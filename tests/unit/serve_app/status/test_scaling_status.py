@@ -4,23 +4,24 @@ from dataclasses import asdict
 
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.config import DraftPool, DraftReplicas, TargetPool, TargetReplicas
-from cluster.placement import draft_scaling_options, target_scaling_options
-from serve_app.status.scaling_status import pools_table
+from cluster.placement import bounds, scaling_settings
+from serve_app.status.scaling_status import pools_table, told_bounds
 
 TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
 DRAFTERS = DraftPool(method="prompt_lookup", max_sessions=4, replicas=DraftReplicas(min=0, max=2))
-ROUTER = {
-    "pools": {
-        "target": target_scaling_options(TARGETS)["autoscaling_config"],
-        "draft": draft_scaling_options(DRAFTERS)["autoscaling_config"],
-    }
+SCALING = scaling_settings(TARGETS, DRAFTERS)
+OPTIONS = {
+    "Target": {"autoscaling_config": bounds(TARGETS.replicas)},
+    "Drafter": {"autoscaling_config": bounds(DRAFTERS.replicas)},
+    "Router": {"num_replicas": 1},
 }
+BOUNDS = told_bounds({"deployments": {name: {"deployment_config": one} for name, one in OPTIONS.items()}})
 
 
 def test_each_pool_says_what_it_needs_and_why() -> None:
-    target = {"report": asdict(TargetReport(running=16, queued=1, drafted=4, undrafted=12))}
+    target = {"report": asdict(TargetReport(running=16, queued=1, drafted=4, undrafted=12)), "scaling": SCALING}
     drafter = {"report": asdict(DraftReport(shared=0.1))}
-    made = pools_table([target], [drafter], [ROUTER])
+    made = pools_table([target], [drafter], BOUNDS)
     pools, replicas, bounds, needed, why = ([str(cell) for cell in column.cells] for column in made.columns)
     assert pools == ["targets", "drafters"]
     assert replicas == ["1", "1"]
@@ -31,5 +32,5 @@ def test_each_pool_says_what_it_needs_and_why() -> None:
 
 
 def test_an_empty_draft_pool_is_shown_too() -> None:
-    made = pools_table([{"report": asdict(TargetReport())}], [], [ROUTER])
+    made = pools_table([{"report": asdict(TargetReport()), "scaling": SCALING}], [], BOUNDS)
     assert [str(cell) for cell in made.columns[3].cells] == ["1", "0"]
