@@ -384,15 +384,15 @@ class SlipstreamConfig(_Frozen):
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        """A vLLM target decides by its own draws, and sends no hidden states."""
+        """A vLLM target decides by its own draws, and keeps hidden states beside its cache if anybody reads them."""
         if self.target.engine != "vllm":
             return self
         if self.speculation.acceptance == "ratio":
             raise ValueError("speculation.acceptance is ratio, a vLLM target decides by its own draws: use coupled")
-        if self.draft.model_method in STATE_READERS:
+        if self.draft.model_method in STATE_READERS and not self.draft.states.keep:
             raise ValueError(
-                f"draft.method {self.draft.method} reads the target's hidden states, which a vLLM target does not send;"
-                " use a method that reads none, or target.engine slipstream"
+                "draft.states.keep is false, a vLLM target keeps hidden states or sends none, for it cannot be told to"
+                " compute them again: leave it out"
             )
         return self
 

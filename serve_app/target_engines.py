@@ -75,10 +75,17 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
 
 async def _start_vllm(config: SlipstreamConfig, folder: Path, vocabulary: int) -> StartedEngine:
     use_cpu(config.target.resources_per_rank)
-    engine = await VllmEngine.start(config, str(folder), vocabulary)
+    capture = capture_spec(config.draft, folder, config.model.dtype)
+    engine = await VllmEngine.start(config, str(folder), vocabulary, capture)
     memory = engine.memory
     limits = _limits(
-        config, vocabulary, pages=memory.pages, page_size=memory.page_size, trees=False, own_draws_only=True
+        config,
+        vocabulary,
+        pages=memory.pages,
+        page_size=memory.page_size,
+        trees=False,
+        own_draws_only=True,
+        states=capture.format if capture is not None else None,
     )
     return StartedEngine(engine, limits, memory)
 

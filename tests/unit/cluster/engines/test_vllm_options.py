@@ -57,7 +57,10 @@ def test_on_cpus_the_cache_needs_a_size() -> None:
     ("sections", "why"),
     [
         ({"speculation": {"acceptance": "ratio"}}, "speculation.acceptance is ratio"),
-        ({"draft": {"method": "eagle", "model": "org/head"}}, "draft.method eagle reads the target's hidden states"),
+        (
+            {"draft": {"method": "eagle", "model": "org/head", "states": {"keep": False}}},
+            "draft.states.keep is false",
+        ),
     ],
 )
 def test_what_only_the_own_engine_tells_is_not_asked_of_vllm(sections: dict[str, Any], why: str) -> None:
