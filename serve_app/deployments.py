@@ -66,7 +66,7 @@ from serve_app.replica_counters import (
     target_counts,
 )
 from serve_app.serve_logging import log_under_serve
-from serve_app.target_engines import start_engine
+from serve_app.target_engines import engine_of, start_engine
 
 log = logging.getLogger("ray.serve")
 
@@ -95,7 +95,8 @@ class TargetDeployment:
         self._tracing = ServiceTracing(config.tracing, "target")
         folder = local_folder(config.model.target)
         tokens = vocabulary(folder)
-        started = await start_engine(config, folder, tokens)
+        self._engine_name = engine_of(config.target, serve.get_replica_context().rank.rank)
+        started = await start_engine(config, folder, tokens, self._engine_name)
         self._engine = started.engine
         self._replica = TargetReplica(
             self._engine,
@@ -166,6 +167,7 @@ class TargetDeployment:
         """What this replica holds and has dropped, for status and tests."""
         return {
             "pid": os.getpid(),
+            "engine": self._engine_name,
             "rank_pids": self._engine.pids,
             "loading": [asdict(report.load) for report in self._engine.reports],
             "attention": [asdict(report.attention) for report in self._engine.reports],

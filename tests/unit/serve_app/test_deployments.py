@@ -2,10 +2,11 @@
 
 import pytest
 
-from cluster.config import SpeculationConfig, validated
+from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from serve_app.app import application
 from serve_app.deployments import pacing_of
+from serve_app.target_engines import engine_of
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,16 @@ def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, to
     for one in replicas:
         encoding = None if one.logging_config is None else {"encoding": one.logging_config["encoding"]}
         assert encoding == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_replicas"),
+    [
+        ("slipstream", ["slipstream", "slipstream", "slipstream"]),
+        ("vllm", ["vllm", "vllm", "vllm"]),
+        ("mixed", ["slipstream", "vllm", "slipstream"]),
+    ],
+)
+def test_replicas_compute_with_the_engine_of_their_pool(engine: str, of_replicas: list[str]) -> None:
+    pool = TargetPool(engine=engine, cache_per_rank=CacheConfig(gib=1), replicas=TargetReplicas(max=3))
+    assert [engine_of(pool, replica) for replica in range(3)] == of_replicas
