@@ -7,6 +7,7 @@ missing, a stale or another place's state it is as good as random. It knows noth
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,32 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and its answer."""
+
+    tokens: list[int]
+    prompt_len: int
+
+
 RIDGE = 1e-6  # of the mean square of what is read
 NARROW = 64  # a layer that adds nothing need not be wide
 
 
 @torch.inference_mode()
-def right_head(target: Path, texts: Sequence[Sequence[int]], layers: Sequence[int], folder: Path) -> Path:
-    """Written in SafeAILab's layout; right about what follows all but the last token of the texts."""
+def right_head(target: Path, texts: Sequence[Text], layers: Sequence[int], folder: Path) -> Path:
+    """Written in SafeAILab's layout; right about the second token after each place of what the texts answer."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     read: list[Tensor] = []
     made: list[Tensor] = []
     for text in texts:
-        streams = model.model(input_ids=torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-        read.append(torch.cat([streams[layer][0, :-1] for layer in layers], dim=-1))
-        made.append(streams[-1][0, 1:])
+        streams = model.model(input_ids=torch.tensor([text.tokens]), output_hidden_states=True).hidden_states
+        last = text.prompt_len - 1
+        read.append(torch.cat([streams[layer][0, last:-1] for layer in layers], dim=-1))
+        made.append(streams[-1][0, last + 1 :])
     sizes = model.config
     assert sum(map(len, read)) < len(layers) * sizes.hidden_size, "too many places for one projection"
     config = {
