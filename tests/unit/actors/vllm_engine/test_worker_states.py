@@ -1,4 +1,4 @@
-"""Hidden states in vLLM's leading worker, of a runner that is stated here: what is told is kept at the cache's places."""
+"""Hidden states in vLLM's leading worker, of a runner that is stated here: they lie at the places of the cache."""
 
 from functools import partial
 from types import SimpleNamespace
