@@ -12,28 +12,13 @@ from tests.vllm import second_runner
 from tests.vllm.cases import on_own_engine, open_all
 from tests.vllm.scripted import Life, Scripts
 
+if second_runner.IS_ASKED_FOR:
+    second_runner.interpret_kernels()
 pytest.importorskip("vllm", reason="vLLM is not installed here; run `make test-vllm`")
 
 for name, setting in {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}.items():
     os.environ.setdefault(name, setting)
 torch.set_num_threads(1)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--second-runner", action="store_true", help="vLLM's second model runner, in Triton's interpreter")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("--second-runner"):
-        return
-    if not second_runner.is_there():
-        pytest.exit("--second-runner needs Triton, for its interpreter", returncode=0)
-    second_runner.interpret_kernels()
-
-
-@pytest.fixture(scope="session")
-def is_second_runner(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--second-runner"))
 
 
 @pytest.fixture(scope="session")

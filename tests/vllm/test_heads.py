@@ -1,6 +1,6 @@
 """A head that reads the states of a vLLM target is as right as it is of any target, and changes no text.
 
-Its second model runner alone tells states: `pytest tests/vllm/test_heads.py --second-runner`.
+Its second model runner alone tells states: `TRITON_INTERPRET=1 pytest tests/vllm/test_heads.py`.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from serve_app.router import Identity, Router, RouterLimits
 from tests.vllm.cases import config, limits, on_own_engine
 from tests.vllm.right_head import Text, right_head
 from tests.vllm.scripted import CONTEXT, VOCABULARY, Scripts, request
+from tests.vllm.second_runner import IS_ASKED_FOR
 
 IDENTITY = Identity("tiny-vocabulary", "tiny-target")
 READ = (0, 1)  # the embeddings, and the output of the first layer
@@ -60,9 +61,9 @@ def asked(tiny_llama: Path, texts: dict[str, Text], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def core(is_second_runner: bool, tiny_llama: Path, asked: SlipstreamConfig) -> Iterator[object]:
-    if not is_second_runner:
-        pytest.skip("--second-runner is not asked for")
+def core(tiny_llama: Path, asked: SlipstreamConfig) -> Iterator[object]:
+    if not IS_ASKED_FOR:
+        pytest.skip("the second runner is not asked for")
     from actors.vllm_engine.vllm_core import start_core
 
     capture = capture_spec(asked.draft, tiny_llama, "float32")

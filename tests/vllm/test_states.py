@@ -1,6 +1,6 @@
 """Hidden states in vLLM's pages are those of the text, whatever blocks came and whoever lost pages.
 
-Its second model runner alone tells them: `pytest tests/vllm/test_states.py --second-runner`.
+Its second model runner alone tells them: `TRITON_INTERPRET=1 pytest tests/vllm/test_states.py`.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from protos.messages import Sampling
 from protos.states import StateDtype, StatesFormat
 from tests.vllm.cases import config, on_own_engine, on_vllm
 from tests.vllm.scripted import LONGEST, VOCABULARY, ScriptedTarget, Scripts, request
+from tests.vllm.second_runner import IS_ASKED_FOR
 
 LAYERS = (0, 1, 2)  # the embeddings, the output of a layer, and what the last norm makes
 HIDDEN = 64
@@ -35,14 +36,10 @@ ROUNDED = 2.0**-7  # of bfloat16, with room for how sums are ordered
 
 
 @pytest.fixture(scope="module")
-def _second(is_second_runner: bool) -> None:
-    if not is_second_runner:
-        pytest.skip("--second-runner is not asked for")
-
-
-@pytest.fixture(scope="module")
-def core(_second: None, tiny_llama: Path) -> Iterator[object]:
+def core(tiny_llama: Path) -> Iterator[object]:
     """Few pages, so that sessions lose theirs."""
+    if not IS_ASKED_FOR:
+        pytest.skip("the second runner is not asked for")
     from actors.vllm_engine.vllm_core import start_core
 
     started = start_core(config(tiny_llama, num_gpu_blocks_override=11), str(tiny_llama), VOCABULARY, capture=SPEC)
@@ -104,9 +101,8 @@ def test_what_lies_in_pages_is_of_the_text(
     assert core.is_idle
 
 
-def test_the_first_runner_tells_none_and_says_so(tiny_llama: Path, is_second_runner: bool) -> None:
-    if is_second_runner:
-        pytest.skip("this is the second one")
+@pytest.mark.skipif(IS_ASKED_FOR, reason="this is the second one")
+def test_the_first_runner_tells_none_and_says_so(tiny_llama: Path) -> None:
     from actors.vllm_engine.vllm_core import start_core
 
     with pytest.raises(ModelError, match="first model runner does not tell"):
