@@ -125,7 +125,7 @@ async def _target(config: SlipstreamConfig) -> TargetReplica:
     folder = Path(config.model.target)
     pacing = Adaptive()
     if config.target.engine == "vllm":
-        started = await start_engine(config, folder, vocabulary(folder))
+        started = await start_engine(config, folder, vocabulary(folder), config.target.engine)
         return _replica(started.engine, started.limits, pacing, started.engine.step_cost, memory=started.memory)
     import torch
 

@@ -154,10 +154,10 @@ def _check_places(replicas: Replicas, max_sessions: int) -> None:
 class TargetPool(_Frozen):
     """The pool of tensor-parallel target replicas."""
 
-    engine: Literal["slipstream", "vllm"] = Field(
+    engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
         description="vllm: forwards, pages and prompts are vLLM's, an extra to install; drafts are chains then,"
-        " and acceptance is coupled",
+        " and acceptance is coupled. mixed: every second replica is vLLM's",
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's own, by the names of its EngineArgs, as quantization"
@@ -193,10 +193,12 @@ class TargetPool(_Frozen):
             raise ValueError("; ".join(faults))
         if self.engine == "vllm" and self.cache_per_rank.page_size != CacheConfig().page_size:
             raise ValueError("cache_per_rank.page_size is vllm.block_size where vLLM keeps the pages; leave it out")
-        if self.engine == "vllm" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
+        if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(
                 "cache_per_rank.gib is missing: vLLM would take nine tenths of a host's memory; say how much it may"
             )
+        if self.engine == "mixed" and self.replicas.max < 2:
+            raise ValueError("engine is mixed, but replicas.max is 1: a mixed pool has a replica of each engine")
         return self
 
 
@@ -388,15 +390,15 @@ class SlipstreamConfig(_Frozen):
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        """A vLLM target decides by its own draws, and sends no hidden states."""
-        if self.target.engine != "vllm":
+        """A vLLM target decides by its own draws, and keeps hidden states beside its cache if anybody reads them."""
+        if self.target.engine == "slipstream":
             return self
         if self.speculation.acceptance == "ratio":
             raise ValueError("speculation.acceptance is ratio, a vLLM target decides by its own draws: use coupled")
-        if self.draft.model_method in STATE_READERS:
+        if self.draft.model_method in STATE_READERS and not self.draft.states.keep:
             raise ValueError(
-                f"draft.method {self.draft.method} reads the target's hidden states, which a vLLM target does not send;"
-                " use a method that reads none, or target.engine slipstream"
+                "draft.states.keep is false, a vLLM target keeps hidden states or sends none, for it cannot be told to"
+                " compute them again: leave it out"
             )
         return self
 

@@ -70,7 +70,7 @@ from serve_app.replica_counters import (
 )
 from serve_app.serve_logging import log_under_serve
 from serve_app.start_limit import started_within
-from serve_app.target_engines import start_engine
+from serve_app.target_engines import engine_of, start_engine
 
 log = logging.getLogger("ray.serve")
 
@@ -101,7 +101,8 @@ class TargetDeployment:
         self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
         folder = local_folder(config.model.target)
         tokens = vocabulary(folder)
-        starting = start_engine(config, folder, tokens)
+        self._engine_name = engine_of(config.target, serve.get_replica_context().rank.rank)
+        starting = start_engine(config, folder, tokens, self._engine_name)
         started = await started_within(config.target.start_timeout_s, "target.start_timeout_s", starting)
         self._engine = started.engine
         self._ending.push_async_callback(self._engine.close)
@@ -180,6 +181,7 @@ class TargetDeployment:
         """What this replica holds and has dropped, for status and tests."""
         return {
             "pid": os.getpid(),
+            "engine": self._engine_name,
             "rank_pids": self._engine.pids,
             "loading": [asdict(report.load) for report in self._engine.reports],
             "attention": [asdict(report.attention) for report in self._engine.reports],

@@ -13,7 +13,7 @@ from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.methods.registry import capture_spec
 from actors.models.checkpoint import check_tensor_parallel
 from actors.vllm_engine.vllm_engine import VllmEngine
-from cluster.config import SlipstreamConfig
+from cluster.config import SlipstreamConfig, TargetPool
 from cluster.costs import ForwardCost
 from cluster.engines.session_memory import SessionMemory
 from cluster.verification.bounds import VerificationLimits
@@ -38,10 +38,17 @@ class StartedEngine:
     memory: SessionMemory | None = None  # None: the scheduler's own
 
 
-async def start_engine(config: SlipstreamConfig, folder: Path, tokens: Mapping[int, str]) -> StartedEngine:
+def engine_of(pool: TargetPool, replica: int) -> str:
+    """Of a pool's replica with this number; numbers count from 0, and the next replica has that of one that is gone."""
+    if pool.engine == "mixed":
+        return ("slipstream", "vllm")[replica % 2]
+    return pool.engine
+
+
+async def start_engine(config: SlipstreamConfig, folder: Path, tokens: Mapping[int, str], engine: str) -> StartedEngine:
     """Loads the target; raises ModelError for what cannot be served, EngineError for what fails."""
     check_tensor_parallel(folder, config.target.tensor_parallel)
-    start = _start_vllm if config.target.engine == "vllm" else _start_ranks
+    start = _start_vllm if engine == "vllm" else _start_ranks
     return await start(config, folder, max(tokens) + 1)
 
 
@@ -75,10 +82,17 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
 
 async def _start_vllm(config: SlipstreamConfig, folder: Path, vocabulary: int) -> StartedEngine:
     use_cpu(config.target.resources_per_rank)
-    engine = await VllmEngine.start(config, str(folder), vocabulary)
+    capture = capture_spec(config.draft, folder, config.model.dtype)
+    engine = await VllmEngine.start(config, str(folder), vocabulary, capture)
     memory = engine.memory
     limits = _limits(
-        config, vocabulary, pages=memory.pages, page_size=memory.page_size, trees=False, own_draws_only=True
+        config,
+        vocabulary,
+        pages=memory.pages,
+        page_size=memory.page_size,
+        trees=False,
+        own_draws_only=True,
+        states=capture.format if capture is not None else None,
     )
     return StartedEngine(engine, limits, memory)
 

@@ -4,7 +4,7 @@ Knows what each session was fed; does not know why a row is in a step, nor who o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from actors.sampling.margin import margin
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from actors.sampling.scoring import decided_scores, score
-from cluster.verification.step import Outcome, Row, StateRead, StepPlan
+from cluster.verification.step import Outcome, Row, StateRead, StepPlan, riding
 from protos.messages import Open
 from protos.scores import TokenScore
 
@@ -143,25 +143,7 @@ class StepExecutor:
                     prompt_scores=session.take_prompt_scores(),
                 )
             )
-        return self._with_states(rows, outcomes)
-
-    def _with_states(self, rows: list[Row], outcomes: list[Outcome]) -> list[Outcome]:
-        """With those that are to ride with the verdicts, all read at once."""
-        if not any(row.state_places for row in rows):
-            return outcomes
-        places = [
-            row.states_along(outcome.path) if row.state_places else []
-            for row, outcome in zip(rows, outcomes, strict=True)
-        ]
-        states = self._runner.read_states([place for each in places for place in each])
-        row_bytes = len(states) // max(1, sum(map(len, places)))
-        found = []
-        at = 0
-        for outcome, each in zip(outcomes, places, strict=True):
-            end = at + row_bytes * len(each)
-            found.append(replace(outcome, states=states[at:end]))
-            at = end
-        return found
+        return riding(rows, outcomes, self._runner.read_states)
 
     def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
         """Of an audit that names a rival."""

@@ -4,13 +4,14 @@ What vLLM keeps: pages, prefix sharing, prompts in pieces, preemption. Written f
 names: `scheduler_cls` is a field of its configuration, but vLLM promises nothing of what it inherits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from actors.vllm_engine.fed_rows import fed_row, outcome_of
-from cluster.verification.step import Outcome, Row
+from cluster.verification.step import Outcome, Row, places_of
 
 
 class BlockScheduler(Scheduler):  # type: ignore[misc]
@@ -31,6 +32,16 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         self.outcomes = []
 
     @property
+    def computed(self) -> dict[str, int]:
+        """By request: how many of its tokens lie in its pages."""
+        return {name: int(request.num_computed_tokens) for name, request in self.requests.items()}
+
+    def places(self, name: str, positions: Sequence[int]) -> tuple[int, ...]:
+        """Where a request's positions lie in the cache; of its first kind of layers, which attend to all of them."""
+        size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        return tuple(places_of(positions, self.kv_cache_manager.get_block_ids(name)[0], size))
+
+    @property
     def held_pages(self) -> int:
         pool = self.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - pool.get_num_free_blocks())
@@ -47,7 +58,8 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             request = self.requests[name]
             drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
             start = request.num_computed_tokens - scheduled
-            self.fed[planned.session] = fed_row(planned, request.all_token_ids, start, scheduled, drafted)
+            row = fed_row(planned, request.all_token_ids, start, scheduled, drafted)
+            self.fed[planned.session] = replace(row, state_places=self.places(name, row.state_places))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -13,14 +13,17 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
     """What was fed of a planned row: `scheduled` tokens from position `start` on, the last `drafted` of them its draft.
 
     `tokens` are all that is decided of the session. vLLM feeds prompts in pieces of its own, and computes again what
-    preemption has lost.
+    preemption has lost. Hidden states are wanted of what the planned row has, as far as it was fed.
     """
     known = scheduled - drafted
     end = start + known
     assert end <= len(tokens), f"{planned.session} was fed {end} tokens, {len(tokens)} are decided"
     assert not drafted or end == len(tokens), f"{planned.session} was fed a draft in the middle of its text"
     draft = planned.draft.first(drafted) if drafted else NO_TREE
-    return Row(planned.session, (*tokens[start:end], *draft.tokens), start, end == len(tokens), (), draft)
+    decides = end == len(tokens)
+    wanted = planned.state_places[: len(planned.state_places) - planned.drafted + drafted] if decides else ()
+    fed = (*tokens[start:end], *draft.tokens)
+    return Row(planned.session, fed, start, decides, planned.pages, draft, wanted)
 
 
 def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:

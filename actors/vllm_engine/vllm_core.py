@@ -5,7 +5,7 @@ Long waits and event loops are `vllm_engine.py`'s. Written for the vLLM that `ar
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -18,12 +18,14 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
+from actors.engine.capture import CaptureSpec
 from actors.vllm_engine.arguments import VERSION, engine_arguments
 from actors.vllm_engine.session_draws import Told, extra_args
+from actors.vllm_engine.states_executor import with_states
 from cluster.config import SlipstreamConfig
 from cluster.engines.session_memory import EnginePages
 from cluster.errors import EngineError, ModelError
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import Outcome, StateRead, StepPlan, riding
 from protos.messages import Open
 
 
@@ -31,24 +33,44 @@ class VllmCore:
     """Computes step plans, one at a time and on one thread; `memory` says what each has fed."""
 
     def __init__(
-        self, config: SlipstreamConfig, folder: str, vocabulary: int, failed: Callable[[], None] | None = None
+        self,
+        config: SlipstreamConfig,
+        folder: str,
+        vocabulary: int,
+        failed: Callable[[], None] | None = None,
+        capture: CaptureSpec | None = None,
     ) -> None:
-        """Loads the model. Raises ModelError for arguments that vLLM does not take, and for another vLLM."""
+        """Loads the model. Raises ModelError for arguments that vLLM does not take, and for another vLLM.
+
+        `capture` says which hidden states are kept beside its cache.
+        """
         if vllm.__version__.partition("+")[0] != VERSION:
             raise ModelError(f"vLLM {vllm.__version__} is installed, expected {VERSION}: install the extra [vllm]")
         first_runner = not (HAS_TRITON and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0")
+        if first_runner and capture is not None:
+            raise ModelError(
+                f"draft.method {config.draft.method} reads the target's hidden states, which vLLM's first model runner"
+                " does not tell: its second one needs Triton, and VLLM_USE_V2_MODEL_RUNNER not to be 0; without, use a"
+                " method that reads none, or target.engine slipstream"
+            )
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(not first_runner))
         try:
             args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner))
             settings = args.create_engine_config()
         except (TypeError, ValueError) as error:
             raise ModelError(f"vLLM does not take these arguments: {error}; see target.vllm") from error
-        self._core = EngineCore(settings, Executor.get_class(settings), False, failed)
+        executor = Executor.get_class(settings)
+        kind = executor if capture is None else with_states(executor, capture)
+        self._core = EngineCore(settings, kind, False, failed)
         found = self._core.collective_rpc("draw_as_slipstream", args=(vocabulary, folder))
         self.runner = str(found[0])
         self._scheduler: Any = self._core.scheduler
         cache = settings.cache_config
         self.memory = EnginePages(int(cache.num_gpu_blocks), int(cache.block_size))
+        self._keeps_states = capture is not None
+        if self._keeps_states:
+            layer = self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names[0]
+            self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
         self._names: dict[str, str] = {}  # vLLM's, by session
         self._asking: set[str] = set()  # sessions that are told more than tokens
         self._numbers = count()  # of requests
@@ -65,9 +87,15 @@ class VllmCore:
         self._scheduler.begin({self._names[row.session]: row for row in plan.rows})
         _, computed = self._core.step()
         self._core.post_step(computed)
-        self.memory.step_made(self._scheduler.fed, self._scheduler.held_pages)
-        outcomes: list[Outcome] = self._scheduler.outcomes
+        fed = self._scheduler.fed
+        self.memory.step_made(fed, self._scheduler.held_pages, self._computed())
+        rows = [fed[outcome.session] for outcome in self._scheduler.outcomes]
+        outcomes = riding(rows, self._scheduler.outcomes, self._states_at)
         return self._with_what_is_told(outcomes)
+
+    def read(self, asked: StateRead) -> bytes:
+        """Hidden states of positions that the session's pages have."""
+        return self._states_at(self._scheduler.places(self._names[asked.session], asked.places))
 
     def begin_grammar(self, grammar: str) -> None:
         """Has it compiled in the workers, for a session to come."""
@@ -85,6 +113,17 @@ class VllmCore:
     def preempted(self) -> int:
         """Requests that are to be computed again from their beginning."""
         return sum(request.num_preemptions for request in self._scheduler.requests.values())
+
+    def _states_at(self, places: Sequence[int]) -> bytes:
+        states: bytes = self._core.collective_rpc("read_states", args=(places,))[0]
+        return states
+
+    def _computed(self) -> dict[str, int]:
+        """By session, for whoever reads states: how many tokens lie in its pages."""
+        if not self._keeps_states:
+            return {}
+        computed = self._scheduler.computed
+        return {session: computed[name] for session, name in self._names.items()}
 
     def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
@@ -127,11 +166,15 @@ def _cache_salt(request: Open) -> str | None:
 
 
 def start_core(
-    config: SlipstreamConfig, folder: str, vocabulary: int, failed: Callable[[], None] | None = None
+    config: SlipstreamConfig,
+    folder: str,
+    vocabulary: int,
+    failed: Callable[[], None] | None = None,
+    capture: CaptureSpec | None = None,
 ) -> VllmCore:
     """The same, with whatever vLLM raises at its start as an EngineError."""
     try:
-        return VllmCore(config, folder, vocabulary, failed)
+        return VllmCore(config, folder, vocabulary, failed, capture)
     except ModelError:
         raise
     except Exception as error:  # vLLM has no class of its own for what fails at its start

@@ -5,9 +5,11 @@ import importlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from actors.engine.capture import CaptureSpec
 from actors.engine.tensor_parallel import RankReport
 from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
 from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
@@ -20,6 +22,7 @@ from cluster.engines.session_memory import EnginePages
 from cluster.errors import EngineError, ModelError
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
+Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
 
@@ -36,16 +39,25 @@ class VllmEngine:
         self.pids: tuple[int, ...] = ()
 
     @classmethod
-    async def start(cls, config: SlipstreamConfig, folder: str, vocabulary: int) -> "VllmEngine":
+    async def start(
+        cls, config: SlipstreamConfig, folder: str, vocabulary: int, capture: CaptureSpec | None = None
+    ) -> "VllmEngine":
         """Loads the model, tests what it says of blocks, and measures steps.
 
         Raises ModelError where vLLM is not installed or takes other arguments, EngineError where it fails.
         """
         engine = cls(ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm"))
-        await engine._on_thread(engine._load, config, folder, vocabulary, asyncio.get_running_loop())
+        await engine._on_thread(engine._load, config, folder, vocabulary, capture, asyncio.get_running_loop())
         return engine
 
-    def _load(self, config: SlipstreamConfig, folder: str, vocabulary: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _load(
+        self,
+        config: SlipstreamConfig,
+        folder: str,
+        vocabulary: int,
+        capture: CaptureSpec | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         for name, setting in ENVIRONMENT.items():
             os.environ.setdefault(name, setting)
         try:
@@ -54,7 +66,8 @@ class VllmEngine:
             raise ModelError(
                 f"target.engine is vllm, but it is not there: {error}; install the extra [vllm]"
             ) from error
-        self._core = module.start_core(config, folder, vocabulary, lambda: loop.call_soon_threadsafe(self._fail))
+        failed = partial(loop.call_soon_threadsafe, self._fail)
+        self._core = module.start_core(config, folder, vocabulary, failed, capture)
         self._grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
         longest = config.speculation.max_draft_tokens
         check_engine(self._core.step, self.memory.fed, vocabulary, longest)
@@ -72,18 +85,18 @@ class VllmEngine:
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Raises EngineError when vLLM is no longer usable."""
-        outcomes: list[Outcome] = await self._on_thread(self._step, plan)
+        outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
         return outcomes
 
-    def _step(self, plan: StepPlan) -> list[Outcome]:
+    def _computed(self, what: str, compute: Callable[[Asked], Found], asked: Asked) -> Found:
         try:
-            outcomes: list[Outcome] = self._core.step(plan)
-        except Exception as error:  # whatever a step of vLLM raises, it cannot make another
-            raise EngineError(f"a step of vLLM failed: {type(error).__name__}: {error}") from error
-        return outcomes
+            return compute(asked)
+        except Exception as error:  # whatever vLLM raises then, it can make no further step
+            raise EngineError(f"{what} of vLLM failed: {type(error).__name__}: {error}") from error
 
     async def read(self, asked: StateRead) -> bytes:
-        raise NotImplementedError("a vLLM target sends no hidden states")
+        states: bytes = await self._on_thread(self._computed, "reading hidden states", self._core.read, asked)
+        return states
 
     async def prepare(self, grammar: str) -> str | None:
         """Workers compile it beside the steps too, each for itself: what is wrong with it is found here."""

@@ -5,18 +5,20 @@
 `noise_processor.py`, and keeps drafts on the device, where they are written before each forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from actors.engine.capture import CaptureSpec
 from actors.grammars.grammar_compiler import grammars_of
 from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.sampling.logits.makers import MAKERS
 from actors.sampling.logits.processor import Maker
 from actors.sampling.rejection_sampler import PendingBlock
 from actors.vllm_engine.session_draws import SessionDraws, Told, decide_all, request_in
+from actors.vllm_engine.worker_states import WorkerStates
 
 NOTHING = -1  # in vLLM's table of sampled tokens
 
@@ -41,10 +43,16 @@ class NoSpeculator:
     num_extra_query_per_req = 0
     pcp_manager = None
 
-    def __init__(self, req_states: Any) -> None:
+    def __init__(self, req_states: Any, states: WorkerStates | None) -> None:
         self._req_states = req_states
+        self._states = states
 
-    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def propose(
+        self, input_batch: Any, metadata: Any, slots: Any, final: Any, inner: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Called after each step; `slots` are the places of what was fed, `final` and `inner` its hidden states."""
+        if self._states is not None:
+            self._states.captured(input_batch, slots, final, inner)
         drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
         return drafts
 
@@ -55,6 +63,21 @@ class DrawingWorker:
     """What a worker learns by being one of ours as well."""
 
     model_runner: Any
+    rank: int
+    _slipstream_states: WorkerStates | None = None  # of the leading worker, where drafters read any
+
+    def begin_states(self, spec: CaptureSpec) -> None:
+        """As soon as the model is loaded."""
+        if self.rank == 0:
+            self._slipstream_states = WorkerStates(spec, self.model_runner)
+
+    def keep_states(self, layer: str, pages: int, page_size: int) -> None:
+        """Once it is known how large the cache is."""
+        if self._slipstream_states is not None:
+            self._slipstream_states.keep(layer, pages, page_size)
+
+    def read_states(self, places: Sequence[int]) -> bytes:
+        return self._slipstream_states.read(places) if self._slipstream_states is not None else b""
 
     def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
         """Installs the draws; ids from `vocabulary` on are the model's padding. Returns which runner it found."""
@@ -65,7 +88,7 @@ class DrawingWorker:
             self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, makers)
             runner._sample = self._slipstream_draws.sample
             return "v1"
-        take_drafts_from_scheduler(runner)
+        take_drafts_from_scheduler(runner, self._slipstream_states)
         self._slipstream_draws = next(found for found in runner.sampler.logits_processors if hasattr(found, "told"))
         self._slipstream_draws.makers = makers
         return "v2"
@@ -124,9 +147,9 @@ def _text(state: Any) -> list[int]:
     return [*state.prompt_token_ids, *state.output_token_ids]
 
 
-def take_drafts_from_scheduler(runner: Any) -> None:
+def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None) -> None:
     """The second runner keeps drafts in a table on the device and looks at no others."""
-    runner.speculator = NoSpeculator(runner.req_states)
+    runner.speculator = NoSpeculator(runner.req_states, states)
     runner.execute_model = _with_drafts(runner, runner.execute_model)
 
 

@@ -45,6 +45,10 @@ class SessionMemory(Protocol):
 
     def close(self, session: str) -> None: ...
 
+    def held(self, session: str, length: int) -> int:
+        """How many of a session's first tokens, of which `length` were fed, it holds now."""
+        ...
+
     def fed(self, planned: AnyRow) -> AnyRow | None:
         """What a step fed of a row that was planned for it; None: nothing, it is still to come."""
         ...
@@ -55,6 +59,9 @@ class SessionMemory(Protocol):
 class OwnPages(PageAllocator):
     """The scheduler's own: every row is fed as it was planned."""
 
+    def held(self, session: str, length: int) -> int:
+        return length
+
     def fed(self, planned: AnyRow) -> AnyRow | None:
         return planned
 
@@ -62,19 +69,22 @@ class OwnPages(PageAllocator):
 class EnginePages:
     """An engine's: it seats, preempts and shares by itself, so nothing is ever missing here.
 
-    The engine notes each step that it made.
+    The engine notes each step that it made. Wherever a session's pages lie, here they are numbered from its first one.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.pages = pages
+        self._numbers = tuple(range(pages))
         self._held = 0
         self._fed: Mapping[str, Any] = MappingProxyType({})
+        self._computed: Mapping[str, int] = MappingProxyType({})
 
-    def step_made(self, fed: Mapping[str, Any], held: int) -> None:
-        """Rows of the latest step by session, and the pages that sessions hold after it."""
+    def step_made(self, fed: Mapping[str, Any], held: int, computed: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Rows of the latest step by session, the pages that sessions hold after it, and tokens in each one's pages."""
         self._fed = fed
         self._held = held
+        self._computed = computed
 
     @property
     def available(self) -> int:
@@ -84,7 +94,7 @@ class EnginePages:
         return -(-length // self.page_size)
 
     def table(self, session: str) -> tuple[int, ...]:
-        return ()
+        return self._numbers
 
     def missing(self, session: str, length: int) -> int:
         return 0
@@ -103,6 +113,9 @@ class EnginePages:
 
     def close(self, session: str) -> None:
         pass
+
+    def held(self, session: str, length: int) -> int:
+        return min(length, self._computed.get(session, 0))
 
     def fed(self, planned: AnyRow) -> AnyRow | None:
         return self._fed.get(planned.session)

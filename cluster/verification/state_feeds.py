@@ -166,7 +166,7 @@ class StateFeeds:
     def _readable_to(self, session: TargetSession, feed: StateFeed) -> int:
         if self.fresh is not None:
             return self.fresh.end(session.open.session, feed.sent)
-        end = session.cached_len
+        end = self._pages.held(session.open.session, session.cached_len)
         return end if session.displaced_from is None else min(end, session.displaced_from)
 
     def _rows_on_way(self) -> Counter[str]:

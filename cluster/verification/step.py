@@ -3,7 +3,8 @@
 One message each way a step. Knows nothing of torch: the engine turns it into tensors.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.page_allocator import PageCopy, PlaceMove
@@ -135,3 +136,24 @@ class Outcome:
         """What was decided: the accepted tokens, and the next one."""
         tokens = row.draft.tokens
         return (*[tokens[node] for node in self.path], self.next_token)
+
+
+def riding(rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[list[int]], bytes]) -> list[Outcome]:
+    """With the hidden states that are to ride with the verdicts, all read at once by their places.
+
+    There is an outcome for each of the rows, in their order.
+    """
+    if not any(row.state_places for row in rows):
+        return list(outcomes)
+    places = [
+        row.states_along(outcome.path) if row.state_places else [] for row, outcome in zip(rows, outcomes, strict=True)
+    ]
+    states = read([place for each in places for place in each])
+    row_bytes = len(states) // max(1, sum(map(len, places)))
+    found = []
+    at = 0
+    for outcome, each in zip(outcomes, places, strict=True):
+        end = at + row_bytes * len(each)
+        found.append(replace(outcome, states=states[at:end]))
+        at = end
+    return found

@@ -1,7 +1,9 @@
 """Requests of every kind that a vLLM target takes, for the tiny model, and the own engine beside it to compare."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from cluster.config import SlipstreamConfig, validated
 from cluster.verification.bounds import VerificationLimits
 from protos.messages import Open, Sampling, TokenRules
 from protos.scores import Scoring
+from protos.states import StatesFormat
 from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, Life, ScriptedTarget, request
 
 SAMPLINGS = {
@@ -53,7 +56,10 @@ def asked(session: str, prompt: list[int], new_tokens: int = 40) -> Open:
     return request(session, SAMPLINGS[name], prompt, new_tokens, **MORE.get(name, {}))
 
 
-def config(folder: Path, ranks: int = 1, **vllm: object) -> SlipstreamConfig:
+LOOKUP: Mapping[str, Any] = MappingProxyType({"method": "prompt_lookup"})
+
+
+def config(folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, **vllm: object) -> SlipstreamConfig:
     arguments = {"enforce_eager": True, "block_size": 32, **vllm}
     return validated(
         {
@@ -66,13 +72,13 @@ def config(folder: Path, ranks: int = 1, **vllm: object) -> SlipstreamConfig:
                 "cache_per_rank": {"gib": 0.1},
                 "vllm": arguments,
             },
-            "draft": {"method": "prompt_lookup"},
+            "draft": dict(draft),
             "speculation": {"max_draft_tokens": LONGEST},
         }
     )
 
 
-def limits(pages: int, page_size: int) -> VerificationLimits:
+def limits(pages: int, page_size: int, states: StatesFormat | None = None) -> VerificationLimits:
     return VerificationLimits(
         vocabulary=VOCABULARY,
         max_context=CONTEXT,
@@ -82,6 +88,7 @@ def limits(pages: int, page_size: int) -> VerificationLimits:
         page_size=page_size,
         trees=False,
         own_draws_only=True,
+        states=states,
     )
 
 

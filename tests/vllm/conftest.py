@@ -8,9 +8,12 @@ import torch
 
 from actors.vllm_engine.arguments import ENVIRONMENT
 from tests.byte_tokenizer import byte_tokenizer
+from tests.vllm import second_runner
 from tests.vllm.cases import on_own_engine, open_all
 from tests.vllm.scripted import Life, Scripts
 
+if second_runner.IS_ASKED_FOR:
+    second_runner.interpret_kernels()
 pytest.importorskip("vllm", reason="vLLM is not installed here; run `make test-vllm`")
 
 for name, setting in {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}.items():

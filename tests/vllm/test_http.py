@@ -58,7 +58,7 @@ async def healthy() -> HealthReport:
 async def served(config: SlipstreamConfig) -> AsyncIterator[tuple[AsyncOpenAI, TargetReplica]]:
     folder = local_folder(config.model.target)
     tokens = vocabulary(folder)
-    started = await start_engine(config, folder, tokens)
+    started = await start_engine(config, folder, tokens, config.target.engine)
     replica = TargetReplica(
         started.engine,
         started.limits,

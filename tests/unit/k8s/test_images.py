@@ -10,13 +10,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from actors.vllm_engine.arguments import VERSION
 from serve_app.kubernetes.pod_templates import USER
 from serve_app.kubernetes.ray_service import RAY_VERSION
 from tests.unit.k8s.overlays import K8S, PROJECT, ROOT
 
 IMAGES = K8S / "images"
 DOCKERFILE = (IMAGES / "Dockerfile").read_text()
-VARIANTS = ("cpu", "gpu")
+VARIANTS = ("cpu", "gpu", "vllm")
+HEAVY = ("torch", "triton", "nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "cuda-toolkit")
+PINNED_BY_VLLM = {"apache-tvm-ffi"}  # by its build for GPUs, otherwise than by the one for CPUs
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
@@ -63,10 +66,12 @@ def test_the_packages_satisfy_the_project(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_packages_are_those_that_the_project_is_tested_with(variant: str) -> None:
-    pins = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    tested = ROOT / ("constraints-vllm.txt" if variant == "vllm" else "constraints.txt")
+    pins = [line.split("==") for line in tested.read_text().splitlines() if "==" in line]
     found = locked(variant)
     ours = {name.replace("_", "-").lower(): Version(version) for name, version in pins}
-    assert {name for name in found.keys() & ours.keys() if Version(found[name][0].public) != ours[name]} == set()
+    others = {name for name in found.keys() & ours.keys() if Version(found[name][0].public) != ours[name]}
+    assert others == (PINNED_BY_VLLM if variant == "vllm" else set())
 
 
 def test_the_cpus_image_has_torch_without_cuda_and_the_gpus_image_what_its_attention_needs() -> None:
@@ -82,9 +87,24 @@ def test_the_cpus_image_has_torch_without_cuda_and_the_gpus_image_what_its_atten
     assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
 
 
+def test_the_image_of_vllm_has_the_version_that_the_adapter_is_for_and_what_overrides_say() -> None:
+    found = locked("vllm")
+    (pinned,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["vllm"])
+    assert found["vllm"][0] == Version(VERSION)
+    assert found["vllm"][0] in pinned.specifier
+    heavy = {name: version for name, (version, _) in locked("gpu").items() if name.startswith(HEAVY)}
+    assert heavy == {name: found[name][0] for name in heavy}, "what weighs gigabytes lies in the layer below"
+    written = [line for line in (ROOT / "overrides-vllm.txt").read_text().splitlines() if not line.startswith("#")]
+    overrides = {one.name: one.specifier for one in map(Requirement, written)}
+    needed = {one.name: one.specifier for one in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert overrides == {name: needed[name] for name in overrides}
+    (forgiving,) = [line for line in lines() if "sed " in line]
+    assert f"({'|'.join(overrides)})" in forgiving, "pip check is to forgive what overrides say, and nothing else"
+
+
 def test_pip_installs_nothing_without_a_hash() -> None:
     installs = [line for line in lines() if "pip install" in line]
-    assert len(installs) == 3
+    assert len(installs) == 4
     for line in installs:
         assert "--require-hashes" in line or "--no-deps --no-build-isolation . " in line
 
@@ -92,7 +112,8 @@ def test_pip_installs_nothing_without_a_hash() -> None:
 def test_the_base_is_named_by_a_digest_that_must_be_given() -> None:
     bases = [line for line in lines() if line.startswith("FROM ")]
     assert bases[0] == "FROM python:3.11-slim-bookworm@${PYTHON_DIGEST} AS base"
-    assert bases[1:] == ["FROM base AS cpu-packages", "FROM base AS gpu-packages", "FROM ${VARIANT}-packages"]
+    packages = ["FROM base AS cpu-packages", "FROM base AS gpu-packages", "FROM gpu-packages AS vllm-packages"]
+    assert bases[1:] == [*packages, "FROM ${VARIANT}-packages"]
     assert [line for line in lines() if line.startswith("ARG ")] == ["ARG VARIANT", "ARG PYTHON_DIGEST"], "no defaults"
 
 

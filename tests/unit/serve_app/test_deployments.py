@@ -5,12 +5,13 @@ from unittest.mock import AsyncMock, MagicMock, patch
 
 import pytest
 
-from cluster.config import SpeculationConfig, validated
+from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from serve_app import deployments
 from serve_app.app import application
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
+from serve_app.target_engines import engine_of
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,19 @@ def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, to
         assert encoding == told
 
 
+@pytest.mark.parametrize(
+    ("engine", "of_replicas"),
+    [
+        ("slipstream", ["slipstream", "slipstream", "slipstream"]),
+        ("vllm", ["vllm", "vllm", "vllm"]),
+        ("mixed", ["slipstream", "vllm", "slipstream"]),
+    ],
+)
+def test_replicas_compute_with_the_engine_of_their_pool(engine: str, of_replicas: list[str]) -> None:
+    pool = TargetPool(engine=engine, cache_per_rank=CacheConfig(gib=1), replicas=TargetReplicas(max=3))
+    assert [engine_of(pool, replica) for replica in range(3)] == of_replicas
+
+
 CONFIG = validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}})
 POOLS = (MagicMock(), MagicMock())
 ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Python calls `__del__` again
@@ -75,6 +89,7 @@ async def test_what_was_started_is_ended_where_a_later_part_failed() -> None:
     with (
         patch.multiple(
             deployments,
+            serve=MagicMock(),
             local_folder=MagicMock(),
             vocabulary=MagicMock(),
             vocabulary_fingerprint=MagicMock(),

@@ -1,16 +1,19 @@
 """An engine that keeps its pages itself: what it fed counts, not what was planned."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from cluster.engines.session_memory import EnginePages
 from cluster.pacing.policy import LockStep
 from cluster.verification.bounds import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
-from cluster.verification.step import Outcome, Row
+from cluster.verification.step import Outcome, Row, StateRead
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Block, Open, RefusalReason, Sampling, Verdict
+from protos.messages import Acceptance, Attach, Block, Open, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 from protos.scores import Scoring
+from protos.states import StateDtype, StatesFormat
 
 LIMITS = VerificationLimits(
     vocabulary=100, max_context=64, max_sessions=4, max_step_tokens=64, pages=8, page_size=8, own_draws_only=True
@@ -39,14 +42,20 @@ def asked(session: str = "a", **changes: object) -> Open:
 class Scene:
     """One target whose engine says what it fed."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: StatesFormat | None = None) -> None:
         self.memory = EnginePages(LIMITS.pages, LIMITS.page_size)
-        self.scheduler = VerificationScheduler(LIMITS, LockStep(), memory=self.memory)
+        self.scheduler = VerificationScheduler(replace(LIMITS, states=states), LockStep(), memory=self.memory)
         self.prefix = Prefix(3, PROMPT)
         self.now = 0.0
 
-    def step(self, fed: Mapping[str, Row], *outcomes: Outcome, held: int = 1) -> list[Verdict]:
-        self.memory.step_made(fed, held)
+    def step(
+        self,
+        fed: Mapping[str, Row],
+        *outcomes: Outcome,
+        held: int = 1,
+        computed: Mapping[str, int] = MappingProxyType({}),
+    ) -> list[Verdict]:
+        self.memory.step_made(fed, held, computed)
         self.now += 1.0
         sends = self.scheduler.apply(outcomes, 0.01, self.now)
         verdicts = [message for _, message in sends if isinstance(message, Verdict)]
@@ -129,6 +138,23 @@ def test_what_was_cached_shows_in_the_first_step_and_is_told() -> None:
     scene.step({"a": Row("a", PROMPT[2:], 2, decide=False, pages=())})
     (verdict,) = scene.step(scene.planned(), Outcome("a", (), 9))
     assert verdict.prefix_cached == 4
+
+
+def test_states_are_wanted_by_position_and_read_as_far_as_the_engine_holds_the_text() -> None:
+    """vLLM takes a session's pages for another's, and the scheduler hears of it after the step."""
+    scene = Scene(StatesFormat(2, StateDtype.BFLOAT16))
+    scene.scheduler.receive("router#1", asked(), 0.0)
+    scene.scheduler.receive("drafter#1", Attach("a", len(PROMPT), scene.prefix.hash, states_from=0), 0.0)
+    assert scene.planned()["a"].state_places == (0, 1, 2, 3, 4)
+    scene.step({"a": Row("a", PROMPT[:3], 0, decide=False, pages=())}, computed={"a": 3})
+    feeds = scene.scheduler.feeds
+    assert feeds.next_read() == StateRead("a", 0, (0, 1, 2))
+    scene.planned()
+    scene.step({}, computed={"a": 0})
+    assert feeds.next_read() is None
+    scene.planned()
+    scene.step({"a": Row("a", PROMPT[:2], 0, decide=False, pages=())}, computed={"a": 2})
+    assert feeds.next_read() == StateRead("a", 0, (0, 1))
 
 
 def test_ratio_and_scores_of_a_prompt_are_refused_with_a_word() -> None:

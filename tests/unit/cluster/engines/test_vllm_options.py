@@ -53,11 +53,25 @@ def test_on_cpus_the_cache_needs_a_size() -> None:
     assert with_target(cache_per_rank={}, resources_per_rank={"num_gpus": 1}).target.cache_per_rank.gib is None
 
 
+def test_a_mixed_pool_has_a_replica_of_each_engine_and_asks_what_both_can() -> None:
+    two = {"engine": "mixed", "replicas": {"max": 2}}
+    assert with_target(**two).target.vllm == {}
+    with pytest.raises(ConfigError, match=r"replicas\.max is 1"):
+        with_target(engine="mixed")
+    with pytest.raises(ConfigError, match="gib is missing"):
+        with_target(**two, cache_per_rank={})
+    with pytest.raises(ConfigError, match="acceptance is ratio"):
+        validated({**SMALLEST, "target": {**SMALLEST["target"], **two}, "speculation": {"acceptance": "ratio"}})
+
+
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
         ({"speculation": {"acceptance": "ratio"}}, "speculation.acceptance is ratio"),
-        ({"draft": {"method": "eagle", "model": "org/head"}}, "draft.method eagle reads the target's hidden states"),
+        (
+            {"draft": {"method": "eagle", "model": "org/head", "states": {"keep": False}}},
+            "draft.states.keep is false",
+        ),
     ],
 )
 def test_what_only_the_own_engine_tells_is_not_asked_of_vllm(sections: dict[str, Any], why: str) -> None:
