@@ -11,7 +11,6 @@ CPUs take on disk instead: the files of each package of `k8s/images/requirements
 import argparse
 import asyncio
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -60,7 +59,7 @@ def served() -> Iterator[tuple[str, float, psutil.Process]]:
     try:
         yield f"http://127.0.0.1:{port}", began, psutil.Process(process.pid)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # as Ctrl-C; that one is ignored in what a script starts in the background
         process.wait()
 
 
