@@ -59,7 +59,9 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
             start = request.num_computed_tokens - scheduled
             row = fed_row(planned, request.all_token_ids, start, scheduled, drafted)
-            self.fed[planned.session] = replace(row, state_places=self.places(name, row.state_places))
+            if row.state_places:
+                row = replace(row, state_places=self.places(name, row.state_places))
+            self.fed[planned.session] = row
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -1,7 +1,6 @@
 """Hidden states in vLLM's leading worker: which streams its model tells, and what is kept of them beside the cache.
 
-vLLM's second model runner hands both to whoever drafts in its process, after each step. Only the parts of vLLM that
-`begin` and `captured` name are private.
+vLLM's second model runner hands them, with the places of what it fed, to whoever drafts in its process after each step.
 """
 
 from collections.abc import Mapping, Sequence
