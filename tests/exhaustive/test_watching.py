@@ -1,4 +1,7 @@
-"""What is seen of a deployment on Ray: metrics of all processes at one router, Ray's own port, one trace, the log."""
+"""What is seen of a deployment on Ray: metrics of all processes at one router, Ray's own port, one trace, the log.
+
+Not part of the default suite: `make test-exhaustive`.
+"""
 
 import json
 import socket
