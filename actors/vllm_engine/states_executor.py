@@ -13,7 +13,7 @@ from cluster.errors import ModelError
 def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
     """The same kind of executor."""
 
-    class StatesExecutor(executor):  # type: ignore[misc, valid-type]
+    class StatesExecutor(executor):  # type: ignore[misc]
         """The leading worker has less room for keys and values."""
 
         def _init_executor(self) -> None:
