@@ -122,8 +122,8 @@ class VllmCore:
         """By session, for whoever reads states: how many tokens lie in its pages."""
         if not self._keeps_states:
             return {}
-        computed = self._scheduler.computed
-        return {session: computed[name] for session, name in self._names.items()}
+        computed = self._scheduler.computed  # not of those that came to their longest text, whose pages are free
+        return {session: computed.get(name, 0) for session, name in self._names.items()}
 
     def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):

@@ -38,9 +38,9 @@ def right_head(target: Path, texts: Sequence[Text], layers: Sequence[int], folde
     made: list[Tensor] = []
     for text in texts:
         streams = model.model(input_ids=torch.tensor([text.tokens]), output_hidden_states=True).hidden_states
-        last = text.prompt_len - 1
-        read.append(torch.cat([streams[layer][0, last:-1] for layer in layers], dim=-1))
-        made.append(streams[-1][0, last + 1 :])
+        first = text.prompt_len - 2  # after it, and the prompt's last token, comes the answer
+        read.append(torch.cat([streams[layer][0, first:-1] for layer in layers], dim=-1))
+        made.append(streams[-1][0, first + 1 :])
     sizes = model.config
     assert sum(map(len, read)) < len(layers) * sizes.hidden_size, "too many places for one projection"
     config = {
