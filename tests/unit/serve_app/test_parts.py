@@ -48,6 +48,11 @@ def told_anew(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
     return {name for name in POOLS if old[name].get("user_config") != new[name].get("user_config")}
 
 
+def named(given: object) -> str:
+    """Of a test: the same in each process, whose sets have orders of their own."""
+    return "+".join(sorted(given)) or "nobody" if isinstance(given, set) else str(given)
+
+
 @pytest.mark.parametrize(
     ("change", "who", "told"),
     [
@@ -68,7 +73,7 @@ def told_anew(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
         ({"target": {"max_sessions": 16}}, POOLS, {"Target"}),
         ({"speculation": {"max_draft_tokens": 2}}, POOLS, NOBODY),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_change_replaces_those_whom_it_concerns(change: dict[str, Any], who: set[str], told: set[str]) -> None:
     before, after = validated(CONFIG), validated(merged(CONFIG, change))
@@ -102,7 +107,7 @@ def test_options_of_methods_that_read_nothing_of_the_target_concern_drafters(
         ({"draft": {"model": "owner/other"}}, POOLS),
         ({"draft": {"eagle": {"states": [1, 3]}}}, POOLS),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_head_that_reads_the_target_concerns_the_target(change: dict[str, Any], who: set[str]) -> None:
     data = merged({"model": {"target": "owner/target"}}, EAGLE)
