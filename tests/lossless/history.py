@@ -62,6 +62,9 @@ class HistoryRunner:
         wanted = [seen for row in rows for seen in self._seen(row)]
         return ForwardOutput(torch.stack(wanted) if wanted else torch.empty(0, self.vocabulary), None)
 
+    def read_states(self, places: Sequence[int]) -> bytes:
+        raise AssertionError("a history has no hidden states, and nobody reads any")
+
     def _seen(self, row: FeedRow) -> list[Tensor]:
         """Logits at the last places of the row; a node of a tree sees its own path alone."""
         whole = self._memory.read(row.end, row.pages)
