@@ -38,6 +38,9 @@ class DamagedRunner:
                     layer[row.pages[0] * PAGE_SIZE :][:PAGE_SIZE] = 0
         return self._runner.forward(rows, copies, moves=moves)
 
+    def read_states(self, places: Sequence[int]) -> bytes:
+        return self._runner.read_states(places)
+
 
 def a_runner() -> ModelRunner:
     """The same model each time, with a cache of its own."""
