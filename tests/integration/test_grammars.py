@@ -36,7 +36,6 @@ async def test_speculation_changes_no_token_of_many_sessions_at_once():
     seeds = range(6)
     plain = [await plainly(LISTS, seed=seed) for seed in seeds]
     async with cluster(grammars=GRAMMARS, lock_step=True) as c:
-        c.hurry()
         found = await asyncio.gather(*(c.tokens(c.generation(**asked(LISTS, seed=seed))) for seed in seeds))
         assert found == plain
         assert sum(target.scheduler.accepted_tokens for target in c.targets.values()) > 0
