@@ -20,11 +20,10 @@ from serve_app.cli.main import app
 from serve_app.planning.break_even import Point, crossing, limits
 from serve_app.planning.formulas import InProcess, best_in_process, plain_sessions, steady_sessions
 from serve_app.planning.plan import Advice, advise, run_count
-from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, theory_tables, verdict
+from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, verdict
 from serve_app.planning.plan_request import PlanRequest, StatedCosts
 from serve_app.planning.processes import AtOnce, Watched, processes
 from serve_app.planning.question import PLAIN, CandidateFleet, PlanQuestion, Prices, candidates, cost_per_million
-from serve_app.planning.theory import ACCEPTANCES, BLOCK_LENS, TOLERANCE, lessons
 from serve_app.planning.trial import PlanAnswer, choose, is_promising, sessions_of_one, setting, sketch
 from serve_app.planning.trial import answer as fleet_answer
 from serve_app.svg import curves
@@ -173,20 +172,6 @@ CROWDED = CostModel(
 TOO_MUCH = replace(SMALL, costs=CROWDED, arrivals=Poisson(5.0))  # 160 tokens/s of a target that does less than 100
 
 
-def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
-    advice = advise(TOO_MUCH)
-    assert not any(one.keeps_up for one in (*advice.answers, advice.in_process))
-    assert advice.best.tokens_per_s >= 0.98 * max(one.tokens_per_s for one in advice.answers), "latencies mean nothing"
-    text = " ".join(shown(advice_report(TOO_MUCH, advice)).split())
-    assert "No fleet keeps up with 5 requests a second on each target, 160 tokens/s" in text
-    assert "grows: does not keep up" in text
-    assert "Take" not in text
-    assert advice.limits is None, "there is no number of sessions at once"
-    assert "Where the gain ends" not in text
-    assert not any(one["keeps_up"] for one in advice_data(TOO_MUCH, advice)["answers"])
-    assert "tokens/s of one target" in advice_picture(TOO_MUCH, advice)
-
-
 def test_whoever_keeps_up_is_advised_though_others_were_watched_for_less_long():
     """Latencies of those that do not keep up are as long as the run."""
     slow = answer(1, 50.0)
@@ -227,22 +212,6 @@ def test_what_loses_with_a_drafter_of_its_own_is_not_tried_with_a_shared_one():
     advise(replace(SMALL, block_lens=(1, 4)), pool)
     assert {fleet.block_len for fleet in pool.short if fleet.fleet == (1, 1)} == {1, 4}
     assert {fleet.block_len for fleet in pool.short if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
-
-
-@pytest.mark.parametrize("arrivals", [ClosedLoop(2), Poisson(1.0)])
-def test_what_loses_in_short_runs_is_not_tried_in_whole_ones_and_the_advice_is_the_same(arrivals):
-    question = replace(SMALL, arrivals=arrivals, block_lens=(1, 4))
-    pool = Noted()
-    advice = advise(question, pool)
-    assert advice.best.candidate == advise(question, whole=True).best.candidate
-    assert advice.plain.candidate == PLAIN, "it is what all else is compared with, however slow"
-    assert [one.candidate for one in advice.answers] == pool.whole
-    assert set(pool.whole) < set(pool.short)
-    assert {fleet.block_len for fleet in pool.whole} == {0, 4}
-
-
-def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
-    assert len(advise(TOO_MUCH).answers) == len(list(candidates(TOO_MUCH)))
 
 
 def test_a_shared_drafter_may_be_best_where_drafters_are_dear():
@@ -321,22 +290,6 @@ def test_curves_put_higher_values_higher_up():
     assert x0 < x1
     assert y1 < middle < y0
     assert middle == pytest.approx((y0 + y1) / 2, abs=0.02)
-
-
-# ---------------------------------------------------------------- theory
-
-
-def test_formula_and_simulation_agree():
-    found = lessons()
-    assert [(lesson.acceptance, lesson.block_len) for lesson in found] == [
-        (g, k) for g in ACCEPTANCES for k in BLOCK_LENS
-    ]
-    for lesson in found:
-        assert lesson.simulated_tokens == pytest.approx(lesson.tokens, rel=TOLERANCE)
-        assert lesson.simulated_gain == pytest.approx(lesson.gain, rel=TOLERANCE)
-        assert lesson.gain_there == pytest.approx(1.0, rel=TOLERANCE)
-    text = shown(theory_tables(found))
-    assert "5.695" in text, "0.9, 7 by the formula"
 
 
 # ---------------------------------------------------------------- what is asked
