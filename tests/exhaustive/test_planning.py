@@ -7,12 +7,80 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.costs import DraftCost, ForwardCost
+from cluster.planning.expectation import RoundCosts, break_even_draft_s, expected_tokens, lock_step
+from cluster.simulation.oracle import DraftQuality
+from cluster.simulation.setting import Mode
 from cluster.simulation.workload import ClosedLoop, Poisson
-from serve_app.planning.plan import advise
-from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, theory_tables
-from serve_app.planning.question import PLAIN, candidates
+from serve_app.planning.break_even import limits
+from serve_app.planning.plan import Advice, advise
+from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, theory_tables, verdict
+from serve_app.planning.processes import AtOnce, processes
+from serve_app.planning.question import PLAIN, CandidateFleet, candidates
 from serve_app.planning.theory import ACCEPTANCES, BLOCK_LENS, TOLERANCE, lessons
-from tests.unit.serve_app.planning.test_plan import SMALL, TOO_MUCH, Noted, shown
+from serve_app.planning.trial import answer as fleet_answer
+from tests.unit.serve_app.planning.test_plan import COSTS, LOCK_STEP, SMALL, TOO_MUCH, Noted, shown
+
+
+def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
+    found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1, AtOnce())
+    costs = RoundCosts(plain_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
+    assert found.acceptance is not None
+    assert expected_tokens(found.acceptance, 4) == pytest.approx(lock_step(costs) / costs.plain_s, abs=0.03)
+    assert found.draft_s == pytest.approx(break_even_draft_s((1 - 0.9**5) / 0.1, costs), rel=0.05)
+
+
+def test_where_targets_share_a_drafter_the_gain_ends_earlier():
+    """The drafter is busy for longer than a target's step: with four of them a round is four passes, or nearly."""
+    costs = COSTS.model_copy(update={"draft": DraftCost(forward=ForwardCost.linear(0.001, per_row_s=0.0005))})
+    question = replace(SMALL, costs=costs, arrivals=ClosedLoop(4), ratios=((4, 1),))
+    advice = advise(question)
+    assert advice.limits is not None
+    assert advice.limits.candidate == CandidateFleet(4, 1, 4, Mode.LOCK_STEP)
+    alone = limits(question, LOCK_STEP, 4, AtOnce())
+    assert advice.limits.acceptance is not None
+    assert alone.acceptance is not None
+    assert advice.limits.acceptance > alone.acceptance + 0.1
+    assert advice.limits.draft_s < 0.9 * alone.draft_s
+    there = replace(question, draft=DraftQuality((advice.limits.acceptance,)))
+    assert fleet_answer(there, advice.limits.candidate).gain(advice.plain) == pytest.approx(1.0, rel=0.05)
+    assert "lock-step: 4 : 1, K = 4, 4 sessions" in " ".join(shown(advice_report(question, advice)).split())
+    found = advice_data(question, advice)["limits"]
+    assert (found["candidate"]["targets"], found["candidate"]["mode"], found["at_once"]) == (4, "lock-step", 4)
+
+
+def test_processes_come_to_the_same_advice():
+    assert advise(SMALL) == _in_processes()
+
+
+def _in_processes() -> Advice:
+    with processes() as pool:
+        return advise(SMALL, pool)
+
+
+def test_under_a_given_rate_latency_decides():
+    question = replace(SMALL, arrivals=Poisson(1.0))
+    advice = advise(question)
+    assert advice.best.latency_s < advice.plain.latency_s / 1.5
+    gain = advice.plain.latency_s / advice.best.latency_s
+    assert f"{gain:.2f}x the speed of an answer by plain decoding" in verdict(question, advice)
+    assert 0 < advice.at_once < 2
+    assert advice.in_process.latency_s < advice.plain.latency_s
+
+
+def test_what_does_not_keep_up_has_no_latency_to_show():
+    question = replace(SMALL, arrivals=Poisson(1.0))
+    advice = advise(question, whole=True)
+    plain = replace(advice.plain, keeps_up=False)
+    others = [replace(one, keeps_up=one.candidate.mode is not Mode.LOCK_STEP) for one in advice.answers[1:]]
+    some = replace(advice, answers=(plain, *others), plain=plain)
+    assert "plain decoding does not keep up" in verdict(question, some)
+    assert "grows" in shown(advice_report(question, some))
+    assert "grows" not in shown(advice_report(question, advice))
+    picture = advice_picture(question, some)
+    assert "adaptive" in picture
+    assert "lock-step" not in picture
+    assert "plain" not in picture
 
 
 def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():

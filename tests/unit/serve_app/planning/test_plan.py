@@ -12,17 +12,16 @@ from typer.testing import CliRunner
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
-from cluster.planning.expectation import RoundCosts, break_even_draft_s, expected_tokens, lock_step
 from cluster.simulation.oracle import DraftQuality
 from cluster.simulation.setting import Mode
 from cluster.simulation.workload import ClosedLoop, Poisson
 from serve_app.cli.main import app
 from serve_app.planning.break_even import Point, crossing, limits
 from serve_app.planning.formulas import InProcess, best_in_process, plain_sessions, steady_sessions
-from serve_app.planning.plan import Advice, advise, run_count
+from serve_app.planning.plan import advise, run_count
 from serve_app.planning.plan_report import advice_data, advice_picture, advice_report, verdict
 from serve_app.planning.plan_request import PlanRequest, StatedCosts
-from serve_app.planning.processes import AtOnce, Watched, processes
+from serve_app.planning.processes import AtOnce, Watched
 from serve_app.planning.question import PLAIN, CandidateFleet, PlanQuestion, Prices, candidates, cost_per_million
 from serve_app.planning.trial import PlanAnswer, choose, is_promising, sessions_of_one, setting, sketch
 from serve_app.planning.trial import answer as fleet_answer
@@ -73,33 +72,6 @@ def test_drafts_that_cost_more_than_they_bring_are_not_advised():
 LOCK_STEP = CandidateFleet(1, 1, 4, Mode.LOCK_STEP)
 
 
-def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
-    found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1, AtOnce())
-    costs = RoundCosts(plain_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
-    assert found.acceptance is not None
-    assert expected_tokens(found.acceptance, 4) == pytest.approx(lock_step(costs) / costs.plain_s, abs=0.03)
-    assert found.draft_s == pytest.approx(break_even_draft_s((1 - 0.9**5) / 0.1, costs), rel=0.05)
-
-
-def test_where_targets_share_a_drafter_the_gain_ends_earlier():
-    """The drafter is busy for longer than a target's step: with four of them a round is four passes, or nearly."""
-    costs = COSTS.model_copy(update={"draft": DraftCost(forward=ForwardCost.linear(0.001, per_row_s=0.0005))})
-    question = replace(SMALL, costs=costs, arrivals=ClosedLoop(4), ratios=((4, 1),))
-    advice = advise(question)
-    assert advice.limits is not None
-    assert advice.limits.candidate == CandidateFleet(4, 1, 4, Mode.LOCK_STEP)
-    alone = limits(question, LOCK_STEP, 4, AtOnce())
-    assert advice.limits.acceptance is not None
-    assert alone.acceptance is not None
-    assert advice.limits.acceptance > alone.acceptance + 0.1
-    assert advice.limits.draft_s < 0.9 * alone.draft_s
-    there = replace(question, draft=DraftQuality((advice.limits.acceptance,)))
-    assert fleet_answer(there, advice.limits.candidate).gain(advice.plain) == pytest.approx(1.0, rel=0.05)
-    assert "lock-step: 4 : 1, K = 4, 4 sessions" in " ".join(shown(advice_report(question, advice)).split())
-    found = advice_data(question, advice)["limits"]
-    assert (found["candidate"]["targets"], found["candidate"]["mode"], found["at_once"]) == (4, "lock-step", 4)
-
-
 def test_where_nothing_that_drafts_is_advised_the_gain_is_that_of_a_drafter_for_each_target():
     advice = advise(replace(SMALL, draft=DraftQuality((0.0,), runner_up=0.0), ratios=((4, 1),)))
     assert advice.limits is not None
@@ -120,30 +92,11 @@ def test_where_a_function_is_nothing_is_found_in_few_steps(power: float, sign: i
     assert len(asked) <= 7
 
 
-def test_processes_come_to_the_same_advice():
-    assert advise(SMALL) == _in_processes()
-
-
-def _in_processes() -> Advice:
-    with processes() as pool:
-        return advise(SMALL, pool)
-
-
 def test_no_drafting_is_short_enough_where_verification_alone_costs_what_it_brings():
     dear = COSTS.model_copy(update={"target": ForwardCost.linear(0.001, per_token_s=0.019)})
     found = limits(replace(SMALL, costs=dear), LOCK_STEP, 1, AtOnce())
     assert found.draft_s == 0.0
     assert found.acceptance is None
-
-
-def test_under_a_given_rate_latency_decides():
-    question = replace(SMALL, arrivals=Poisson(1.0))
-    advice = advise(question)
-    assert advice.best.latency_s < advice.plain.latency_s / 1.5
-    gain = advice.plain.latency_s / advice.best.latency_s
-    assert f"{gain:.2f}x the speed of an answer by plain decoding" in verdict(question, advice)
-    assert 0 < advice.at_once < 2
-    assert advice.in_process.latency_s < advice.plain.latency_s
 
 
 @pytest.mark.parametrize("arrivals", [ClosedLoop(1), ClosedLoop(20), Poisson(1.0), Poisson(20.0)])
@@ -177,21 +130,6 @@ def test_whoever_keeps_up_is_advised_though_others_were_watched_for_less_long():
     slow = answer(1, 50.0)
     hopeless = replace(answer(1, 90.0), latency_s=0.5, keeps_up=False)
     assert choose([hopeless, slow], replace(SMALL, arrivals=Poisson(1.0))) is slow
-
-
-def test_what_does_not_keep_up_has_no_latency_to_show():
-    question = replace(SMALL, arrivals=Poisson(1.0))
-    advice = advise(question, whole=True)
-    plain = replace(advice.plain, keeps_up=False)
-    others = [replace(one, keeps_up=one.candidate.mode is not Mode.LOCK_STEP) for one in advice.answers[1:]]
-    some = replace(advice, answers=(plain, *others), plain=plain)
-    assert "plain decoding does not keep up" in verdict(question, some)
-    assert "grows" in shown(advice_report(question, some))
-    assert "grows" not in shown(advice_report(question, advice))
-    picture = advice_picture(question, some)
-    assert "adaptive" in picture
-    assert "lock-step" not in picture
-    assert "plain" not in picture
 
 
 class Noted(AtOnce):
