@@ -26,7 +26,7 @@ from tests.byte_tokenizer import TEMPLATE, byte_tokenizer
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 
 RESPONSE_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-CASES = 150  # of each tokenizer
+CASES = 75  # of each tokenizer
 LETTERS = ["a", "b ", "é", "ñ", "日本", "한", "नमस्ते", "\n", "{", '"']
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}
 MARKS = ["e\u0301", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", "👍🏽", "\ufffd"]
@@ -122,7 +122,7 @@ def cut(text: str, stops: list[str], keeps_stop: bool) -> str:
 
 
 @TOKENIZERS
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(text=TEXTS, rng=st.randoms(use_true_random=False), keeps_stop=st.booleans())
 async def test_a_completion_stops_before_or_after_the_first_of_many_stop_strings(
     tokenizer: Any, text: str, rng: random.Random, keeps_stop: bool
@@ -140,7 +140,7 @@ async def test_a_completion_stops_before_or_after_the_first_of_many_stop_strings
 
 
 @TOKENIZERS
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(text=TEXTS, rng=st.randoms(use_true_random=False))
 async def test_the_events_of_a_response_make_the_text_that_its_last_one_has(
     tokenizer: Any, text: str, rng: random.Random

@@ -88,7 +88,7 @@ async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once
     kind, connections, tmp_path, monkeypatch, caplog
 ):
     """Those who do are not, however often they come. Plain channels share a connection that failed."""
-    monkeypatch.setattr(handshakes, "PASSED_S", 3)
+    monkeypatch.setattr(handshakes, "PASSED_S", 2)
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
         Authority().issue(tmp_path / kind, VERIFY.caller)
@@ -97,7 +97,7 @@ async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once
         for _ in range(3):
             async with shown(c, VERIFY, tmp_path / "drafter") as stream:
                 assert await is_welcome(stream, VERIFY)
-        await asyncio.sleep(4)
+        await asyncio.sleep(2.5)
         assert target.refusals.counts == {}
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
