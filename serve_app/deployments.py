@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -91,12 +92,15 @@ class TargetDeployment:
     """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._ending = AsyncExitStack()  # of what has been started, the last first; Serve ends a failed start, too
         log_under_serve()
         self._tracing = ServiceTracing(config.tracing, "target")
+        self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
         folder = local_folder(config.model.target)
         tokens = vocabulary(folder)
         started = await start_engine(config, folder, tokens)
         self._engine = started.engine
+        self._ending.push_async_callback(self._engine.close)
         self._replica = TargetReplica(
             self._engine,
             started.limits,
@@ -118,6 +122,7 @@ class TargetDeployment:
         self._drain_s = config.target.drain_s
         self._failure: BaseException | None = None
         self._work = asyncio.create_task(self._serve())
+        self._ending.push_async_callback(self._leave)
 
     async def _serve(self) -> None:
         """Verifies until a rank or a step fails; then peers are told at once by the end of their streams."""
@@ -200,20 +205,22 @@ class TargetDeployment:
         """For the live page."""
         return target_sample(self._replica, f"target {os.getpid()}")
 
-    async def __del__(self) -> None:
-        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+    async def _leave(self) -> None:
         await _while_working(self._work, self._replica.leave(self._drain_s))
         await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._engine.close()
-        await asyncio.to_thread(self._tracing.close)
+
+    async def __del__(self) -> None:
+        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        await self._ending.aclose()
 
 
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._ending = AsyncExitStack()  # as a target's
         log_under_serve()
         use_cpu(config.draft.resources)
         target_folder = local_folder(config.model.target, with_weights=False)
@@ -236,6 +243,7 @@ class DraftDeployment:
         self._costs = await loop.run_in_executor(None, profile_drafting, method, limits)
         target_model = checkpoint_fingerprint(target_folder)
         self._tracing = ServiceTracing(config.tracing, "drafter")
+        self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
         is_background = config.draft.resources.background
         self._drafter = Drafter(
             method,
@@ -251,12 +259,14 @@ class DraftDeployment:
             # Who gets a core only while nobody wants it may wait for ever, and is as well as before.
             working_clock=time.process_time if is_background else None,
         )
+        self._ending.push_async_callback(self._drafter.close)
         self._method = config.draft.method
         self._report = DraftReport()  # the latest one to the autoscaling policy
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
         self._mirror = RayMirror(self._levels)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(self._drafter.run())
+        self._ending.push_async_callback(self._leave)
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
@@ -307,15 +317,16 @@ class DraftDeployment:
         """For the live page."""
         return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
 
-    async def __del__(self) -> None:
-        """As a target's."""
+    async def _leave(self) -> None:
         if self._drafter.stuck_s is None:
             await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
         await self._server.stop()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._drafter.close()
-        await asyncio.to_thread(self._tracing.close)
+
+    async def __del__(self) -> None:
+        """As a target's."""
+        await self._ending.aclose()
 
 
 @serve.ingress()
@@ -325,6 +336,7 @@ class RouterDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
+        self._ending = AsyncExitStack()  # as a target's
         from serve_app.audit_alarm import AuditAlarm
         from serve_app.http.access.operators import OperatorsAddress
         from serve_app.http.api import create_api
@@ -351,6 +363,8 @@ class RouterDeployment:
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
         self._tracing = ServiceTracing(config.tracing, "router")
         self._http_tracing = ServiceTracing(config.tracing, "http")
+        for tracing in (self._tracing, self._http_tracing):
+            self._ending.push_async_callback(asyncio.to_thread, tracing.close)
         self._router = Router(
             ServeMembership(targets, drafters),
             identity,
@@ -359,6 +373,7 @@ class RouterDeployment:
             credentials=credentials,
             tracer=self._tracing.sessions("route"),
         )
+        self._ending.push_async_callback(self._router.close)
         self._metrics = Metrics(
             remedies=lambda: self._router.remedies,
             handovers=lambda: self._router.handovers,
@@ -381,8 +396,10 @@ class RouterDeployment:
             self._whole,
         )
         at = config.server.operators
-        self._operators = OperatorsAddress(self._api, at.host, at.port) if at.port else None
+        if at.port:
+            self._ending.push_async_callback(OperatorsAddress(self._api, at.host, at.port).close)
         self._work = asyncio.create_task(self._router.run())
+        self._ending.push_async_callback(self._stop_working)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api
@@ -435,12 +452,10 @@ class RouterDeployment:
         """What this router did last; apart from `inspect`, whose answers are to stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
 
-    async def __del__(self) -> None:
-        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+    async def _stop_working(self) -> None:
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        if self._operators is not None:
-            await self._operators.close()
-        await self._router.close()
-        for tracing in (self._http_tracing, self._tracing):
-            await asyncio.to_thread(tracing.close)
+
+    async def __del__(self) -> None:
+        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        await self._ending.aclose()

@@ -21,6 +21,10 @@ _logger = logging.getLogger(__name__)
 
 KEPT = 64  # compiled grammars
 MAX_MESSAGE_CHARS = 1024
+PLAINLY = {  # what the library's own word means
+    "NoExtensionBias": "no text meets this: nothing can stand at its beginning, for instance because a rule or a $ref"
+    " leads only to itself; expected one that leads to a type or a text"
+}
 LIMITS = LLParserLimits(
     max_lexer_states=20_000,  # of 1 to 2 kB
     max_grammar_size=100_000,
@@ -99,5 +103,5 @@ class GrammarCompiler:
             trial.compute_bitmask()  # what no text meets shows only here
         if trial.is_error():
             why, *_ = trial.get_error().split("\n<")  # what follows is for the library's developers
-            raise GrammarError(why[:MAX_MESSAGE_CHARS])
+            raise GrammarError(PLAINLY.get(why, why)[:MAX_MESSAGE_CHARS])
         return matcher

@@ -38,6 +38,7 @@ from serve_app.http.structured.held_calls import held_calls
 from serve_app.http.text import TextCodec
 from serve_app.http.usage import metrics_of
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.messages import NamedTool
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import (
     AnswerMessage,
@@ -262,8 +263,12 @@ class ChatDialect(Dialect[ChatRequest]):
         return codec.readers.reader(prompt, [tool.model_dump() for tool in request.offered])
 
     def telling(self, request: ChatRequest) -> TellingOptions:
-        most_calls = None if request.parallel_tool_calls else 1
-        return TellingOptions(request.include_reasoning, most_calls, opening=True)
+        return TellingOptions(
+            reasoning=request.include_reasoning,
+            most_calls=None if request.parallel_tool_calls else 1,
+            opening=True,
+            end_of_calls="stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls",  # as OpenAI has it
+        )
 
     def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> ChatCompletion:
         made = tuple([_whole_chat(one, scores) for one in told])

@@ -149,7 +149,7 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
 
 
 def _grammar(request: GenerationRequest) -> AskedGrammar | None:
-    asked = asked_grammar(request.response_format, request.structured_outputs)
+    asked = asked_grammar(request.answer_format, request.structured_outputs)
     check_end(asked, ignore_eos=request.ignore_eos)
     return asked
 

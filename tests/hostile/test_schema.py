@@ -18,6 +18,7 @@ from tests.hostile.toy_server import MODEL, toy_server
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: pip install '.[hostile]'")
 rules = pytest.importorskip("schemathesis.specs.openapi.checks")
+definitions = pytest.importorskip("schemathesis.specs.openapi.definitions")
 
 CASES = {
     ("post", "/v1/chat/completions"): 616,
@@ -61,6 +62,11 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def schema(url: str) -> Any:
     return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def test_the_description_is_a_valid_one(schema: Any) -> None:
+    assert schema.raw_schema["openapi"] == "3.1.0"
+    definitions.OPENAPI_31_VALIDATOR.validate(schema.raw_schema)
 
 
 def test_every_operation_is_asked(schema: Any) -> None:
@@ -115,7 +121,7 @@ def sound(draw: DrawFn, allowed: SearchStrategy[Any], needed: dict[str, Any]) ->
 def event_schema(document: dict[str, Any], method: str, path: str) -> Draft202012Validator:
     """Of the data of a stream's events, read, but for the last of a stream that has an end."""
     content = document["paths"][path][method]["responses"]["200"]["content"]
-    data = content.get("text/event-stream", {}).get("itemSchema", {"properties": {"data": {}}})["properties"]["data"]
+    data = content.get("text/event-stream", {}).get("schema", {"properties": {"data": {}}})["properties"]["data"]
     (read,) = [one["contentSchema"] for one in (data, *data.get("anyOf", ())) if "contentSchema" in one] or [False]
     return Draft202012Validator({"allOf": [read], "components": document["components"]})
 

@@ -75,14 +75,14 @@ def told(message: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "names", "most"),
+    ("fields", "names", "most", "end"),
     [
-        ({"tool_choice": "required"}, {"f", "g"}, None),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, {"f", "g"}, 1),
-        ({"tool_choice": NAMED}, {"g"}, 1),
+        ({"tool_choice": "required"}, {"f", "g"}, None, "tool_calls"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {"f", "g"}, 1, "tool_calls"),
+        ({"tool_choice": NAMED}, {"g"}, 1, "stop"),
     ],
 )
-async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fields, names, most):
+async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fields, names, most, end):
     async with client(monkeypatch) as front:
         accepted = 0
         for seed in SEEDS:
@@ -95,7 +95,7 @@ async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fi
             for name, arguments in calls:
                 assert name in names
                 validate(json.loads(arguments), SCHEMA)
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            assert (choice.finish_reason, choice.message.content) == (end, None)
             accepted += whole.usage.completion_tokens_details.accepted_prediction_tokens
             plain = await front.chat.completions.create(**plainly(asked))
             assert told(plain.choices[0].message) == calls
@@ -104,7 +104,7 @@ async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fi
             async for chunk in await front.chat.completions.create(**asked, stream=True):
                 state.handle_chunk(chunk)
             streamed = state.get_final_completion().choices[0]
-            assert (told(streamed.message), streamed.finish_reason) == (calls, "tool_calls")
+            assert (told(streamed.message), streamed.finish_reason) == (calls, end)
         assert accepted > 0
 
 
@@ -142,6 +142,8 @@ async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model(monkeypatc
             assert plain.choices[0].message.content == whole.content
             async with front.chat.completions.stream(**asked) as stream:
                 assert (await stream.get_final_completion()).choices[0].message.parsed == whole.parsed
+            response = await front.responses.parse(model="toy", input="x", text_format=Point, extra_body={"seed": seed})
+            assert response.output_parsed == whole.parsed
 
 
 async def test_responses_call_whole_and_streamed(monkeypatch):

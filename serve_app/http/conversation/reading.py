@@ -4,10 +4,11 @@ The parser works on text as it grows, wherever it is cut: it holds back what may
 when its region closes. Pure: it starts no clock and asks nobody.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from serve_app.http.conversation.call_text import CallText, written_anew
 
 REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})  # by which templates call it
 CALLS_FIELD = "tool_calls"
@@ -41,6 +42,12 @@ class Parser(Protocol):
     def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]: ...
 
 
+class Pattern(Protocol):
+    """The part of a compiled regular expression that is used."""
+
+    def search(self, text: str, /) -> object | None: ...
+
+
 class Reader(Protocol):
     """Takes an answer's text as it grows."""
 
@@ -67,44 +74,66 @@ class ResponseReader:
     """For models whose answers have parts.
 
     A region that does not hold what the template announces is content, as the model wrote it, and reading begins anew
-    after it. So is a call where no tools are offered.
+    after it. So is a call where no tools are offered. Where calls are JSON, text is read by single characters from one
+    that begins a call on: what follows is in a string, or it is not.
     """
 
-    def __init__(self, start: Callable[[str], Parser], prompt: str, *, offers_tools: bool) -> None:
-        """`start` gives a parser for what follows a prompt."""
+    def __init__(
+        self, start: Callable[[str], Parser], prompt: str, *, offers_tools: bool, json_opening: Pattern | None
+    ) -> None:
+        """`start` gives a parser for what follows a prompt; `json_opening` is what begins a call in JSON."""
         self._start = start
         self._parser = start(prompt)
         self._offers_tools = offers_tools
+        self._json_opening = json_opening
+        self._call: CallText | None = None  # the one that has begun
         self._unread = ""  # text since the last that was given out, markers included
 
     def push(self, text: str) -> list[Saying]:
-        return self._read(text, lambda: self._parser.feed(text))
+        pieces = text if self._may_call(text) else [text]
+        return [saying for piece in pieces for saying in self._feed(piece)]
 
     def finish(self) -> list[Saying]:
         return self._read("", lambda: self._parser.finalize()[1])
 
+    def _may_call(self, text: str) -> bool:
+        opening = self._json_opening
+        return self._call is not None or (opening is not None and opening.search(self._unread + text) is not None)
+
+    def _feed(self, text: str) -> list[Saying]:
+        seen = text if self._call is None else self._call.take(text)
+        return self._read(text, lambda: self._parser.feed(seen))
+
     def _read(self, text: str, step: Callable[[], list[dict[str, Any]]]) -> list[Saying]:
         self._unread += text
+        had_begun = self._call is not None
         try:
             events = step()
         except UNREADABLE:
             self._parser = self._start("")
+            self._call = None
             return self._as_written()
-        return [saying for event in events for saying in self._said(event)]
+        return [saying for event in events for saying in self._said(event, had_begun)]
 
-    def _said(self, event: dict[str, Any]) -> list[Saying]:
+    def _said(self, event: dict[str, Any], had_begun: bool) -> list[Saying]:
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
-                self._unread = ""
+                self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # what may begin a marker is left
                 return [Reasoning(text) if field in REASONING_FIELDS else Content(text)]
+            case {"type": "region_open", "field": field} if field == CALLS_FIELD and self._json_opening is not None:
+                self._call = CallText()
+            case {"type": "region_chunk", "field": field, "text": text} if self._call is not None and not had_begun:
+                for char in text:
+                    self._call.take(char)
             case {"type": "region_close", "field": field, "value": value} if field == CALLS_FIELD:
                 return self._called(value)
-            case _:
-                return []
+        return []
 
     def _called(self, value: Any) -> list[Saying]:
+        call = self._call
+        self._call = None
         try:
-            calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+            calls = [_call(one, call) for one in (value if isinstance(value, list) else [value])]
         except UNREADABLE:
             return self._as_written()
         if not self._offers_tools:
@@ -123,11 +152,12 @@ def read_whole(reader: Reader, texts: Iterable[str]) -> list[Saying]:
     return [*(saying for text in texts for saying in reader.push(text)), *reader.finish()]
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any, text: CallText | None) -> Call:
     function = value["function"]
     name = function["name"]
     arguments = function.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError(f"a call of {name!r}, which is no function's name")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Call(name, written)
+    if isinstance(arguments, str):
+        return Call(name, arguments)
+    return Call(name, written_anew(arguments) if text is None else text.arguments(arguments))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from cluster.errors import ConfigError
-from serve_app.http.conversation.reading import REASONING_FIELDS, PlainReader, Reader, ResponseReader
+from serve_app.http.conversation.reading import CALLS_FIELD, REASONING_FIELDS, PlainReader, Reader, ResponseReader
 
 Configured = Literal["auto", "none"] | Mapping[str, Any]
 ReasoningInPrompt = Literal["none", "begun", "over"]
@@ -34,7 +34,8 @@ class ResponseReaders:
         if self.template is None:
             return PlainReader()
         start = partial(self._parser, tools=tools)
-        return ResponseReader(start, self._tokenizer.decode(list(prompt)), offers_tools=bool(tools))
+        text = self._tokenizer.decode(list(prompt))
+        return ResponseReader(start, text, offers_tools=bool(tools), json_opening=self._json_opening)
 
     def reasoning_in(self, prompt: str) -> ReasoningInPrompt:
         """What a prompt has of the answer's reasoning."""
@@ -45,6 +46,13 @@ class ResponseReaders:
         if not kinds:
             return "none"
         return "over" if kinds[-1] == "region_close" else "begun"
+
+    @property
+    def _json_opening(self) -> Any:
+        """What begins a call, where calls are JSON as it is written everywhere."""
+        assert self.template is not None, "there is a template to parse by"
+        calls = self.template.fields.get(CALLS_FIELD)
+        return calls.open_re if calls is not None and calls.content == "json" and not calls.content_args else None
 
     def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
         """A parser of what follows this text."""

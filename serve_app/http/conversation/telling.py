@@ -67,6 +67,7 @@ class TellingOptions:
     reasoning: bool = True
     most_calls: int | None = None
     opening: bool = False  # whether the first part has nothing in it
+    end_of_calls: FinishReason = "tool_calls"  # of an answer that calls and ends by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Telling:
         if gain.scored and not parts:
             parts = [Part(self.index)]
         if gain.finish is not None:
-            self.finish = "tool_calls" if self.calls and gain.finish == "stop" else gain.finish
+            self.finish = self._options.end_of_calls if self.calls and gain.finish == "stop" else gain.finish
             parts.append(Part(self.index, finish=self.finish, stop_reason=gain.stop_reason))
         opening = [Part(self.index, opening=True)] if gain.is_first and self._options.opening else []
         return opening + self._traced(parts, gain)

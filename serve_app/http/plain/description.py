@@ -26,7 +26,7 @@ from serve_app.http.wire.tokenizing import DetokenizeReply, DetokenizeRequest, T
 
 Json = dict[str, Any]
 
-OPENAPI = "3.2.0"  # the first in which the events of a stream have a schema
+OPENAPI = "3.1.0"  # which most tools know; there, the schema of a stream's type is that of each event
 REFERENCE = "#/components/schemas/{model}"
 KEY = "api_key"
 DONE = "[DONE]"  # the data of a stream's last event
@@ -127,7 +127,7 @@ def _answers(operation: Operation) -> Iterable[tuple[str, Json]]:
     else:
         yield from _as_json(*operation.answers).items()
     if operation.streams:
-        yield "text/event-stream", {"itemSchema": _event(operation.chunk)}
+        yield "text/event-stream", {"schema": _event(operation.chunk)}
 
 
 def _event(chunk: type[BaseModel] | None) -> Json:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.grammar_fields import AnswerFormat
 from serve_app.http.wire.parsing import check
 from serve_app.http.wire.responses_input import (
     CallInput,
@@ -18,6 +19,9 @@ from serve_app.http.wire.schemas import ChatRequest
 
 Spoken = dict[str, Any]
 
+IN_ANOTHER_FORM = {"tools", "tool_choice", "stream_options"}
+AS_IN_CHATS = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()) - IN_ANOTHER_FORM
+
 
 class ResponsesChat(ChatRequest):
     """A chat that was asked for as a response."""
@@ -28,6 +32,10 @@ class ResponsesChat(ChatRequest):
     asked: ResponsesRequest
 
     @property
+    def answer_format(self) -> AnswerFormat | None:
+        return self.asked.text.format
+
+    @property
     def token_limits(self) -> dict[str, int]:
         limit = self.asked.max_output_tokens
         return {} if limit is None else {"max_output_tokens": limit}
@@ -36,10 +44,7 @@ class ResponsesChat(ChatRequest):
 def as_chat(asked: ResponsesRequest, bounds: RequestBounds) -> ResponsesChat:
     """Items become messages, of which one of the assistant holds its reasoning, its text and its calls."""
     instructions = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    named = {"temperature", "top_p", "stream", "parallel_tool_calls", "seed", "top_k", "min_p", "request_id"}
-    same = asked.model_dump(
-        include=named | {"model", "metadata", "chat_template_kwargs", "speculation", "user", "store"}
-    )
+    same = asked.model_dump(mode="json", include=AS_IN_CHATS, exclude_unset=True, by_alias=True)
     choice = asked.tool_choice
     chat = {
         **same,

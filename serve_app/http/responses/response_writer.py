@@ -168,7 +168,7 @@ def begun(asked: ResponsesRequest, name: str, created: int) -> ResponseReply:
         parallel_tool_calls=asked.parallel_tool_calls,
         reasoning={"effort": asked.reasoning.effort, "summary": None},
         temperature=1.0 if asked.temperature is None else asked.temperature,
-        text={"format": {"type": "text"}},
+        text=asked.text.model_dump(by_alias=True, exclude_none=True),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         tools=tuple({"parameters": None, "strict": False} | tool.model_dump(exclude_none=True) for tool in asked.tools),
         top_p=1.0 if asked.top_p is None else asked.top_p,

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, grammar_from
 
 from cluster.errors import RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
-from serve_app.http.wire.grammar_fields import ResponseFormat, StructuredOutputs
+from serve_app.http.wire.grammar_fields import AnswerFormat, StructuredOutputs
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: a small model may like to go on with it for ever
 
@@ -22,12 +22,12 @@ class AskedGrammar:
     field: str
 
 
-def asked_grammar(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> AskedGrammar | None:
+def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> AskedGrammar | None:
     """None: the answer may be any text. Raises RequestError for what is no grammar, or a too large one."""
     by_form = None if form is None else _by_form(form)
     by_outputs = None if outputs is None else _by_outputs(outputs)
-    if by_form is not None and by_outputs is not None:
-        message = "response_format and structured_outputs both ask for a form of the answer, expected one of them"
+    if form is not None and by_form is not None and by_outputs is not None:
+        message = f"{form.field} and structured_outputs both ask for a form of the answer, expected one of them"
         raise RequestError(message, "structured_outputs")
     asked = by_form or by_outputs
     return None if asked is None else within_bounds(asked)
@@ -53,13 +53,13 @@ def json_with_options(schema: Mapping[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
 
 
-def _by_form(form: ResponseFormat) -> AskedGrammar | None:
+def _by_form(form: AnswerFormat) -> AskedGrammar | None:
     if form.type == "text":
         return None
-    if form.json_schema is None:
-        return _json({"type": "object"}, {"whitespace_pattern": WHITESPACE}, "response_format")
-    field = "response_format.json_schema.schema"
-    return _json(form.json_schema.schema_, {"whitespace_pattern": WHITESPACE}, field)
+    spacing = {"whitespace_pattern": WHITESPACE}
+    if form.asked_schema is None:
+        return _json({"type": "object"}, spacing, form.field)
+    return _json(form.asked_schema, spacing, form.schema_field)
 
 
 def _by_outputs(outputs: StructuredOutputs) -> AskedGrammar:

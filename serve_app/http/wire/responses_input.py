@@ -5,8 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from serve_app.http.wire.field_types import Count, Flag, Integer, Number, RequestPart, bounded, is_text, unserved
+from serve_app.http.wire.grammar_fields import StructuredOutputs, TextFormat
 from serve_app.http.wire.messages import CallId, FunctionName, NamedFunction
-from serve_app.http.wire.schemas import MAX_EFFORT_CHARS, MAX_MODEL_CHARS, SpeculationOptions
+from serve_app.http.wire.sampling_fields import SamplingFields
+from serve_app.http.wire.schemas import MAX_EFFORT_CHARS, MAX_MODEL_CHARS, SpeculationOptions, StopStrings
+from serve_app.http.wire.unserved_fields import UnservedFields
 
 
 class ItemPart(RequestPart):
@@ -85,7 +88,12 @@ InputItem = Annotated[
     | Annotated[CallInput, Tag("function_call")]
     | Annotated[CallOutputInput, Tag("function_call_output")]
     | Annotated[ReasoningInput, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="this is no item that is served, expected a message, function_call, function_call_output"
+        " or reasoning",
+    ),
 ]
 
 
@@ -115,17 +123,19 @@ class ReasoningOptions(RequestPart):
 
 
 class TextOptions(RequestPart):
-    format: Annotated[Any, unserved({"type": "text"})] = None
+    format: TextFormat = TextFormat(type="text")
 
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesStreamOptions(RequestPart):
+    include_usage: Flag | None = None  # of load generators; the last event always has it
+
     include_obfuscation: Annotated[Any, unserved(False)] = None
 
 
-class ResponsesRequest(RequestPart):
-    """POST /v1/responses."""
+class ResponsesRequest(SamplingFields, UnservedFields):
+    """POST /v1/responses. Fields that chats have too mean the same as there."""
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     input: Annotated[
@@ -142,6 +152,7 @@ class ResponsesRequest(RequestPart):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     stream: Flag = False
+    text: TextOptions = TextOptions()
     tools: Annotated[tuple[ResponsesTool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[ResponsesNamedTool, Tag("named")],
@@ -150,9 +161,17 @@ class ResponsesRequest(RequestPart):
     parallel_tool_calls: Flag = True
     reasoning: ReasoningOptions = ReasoningOptions()
     metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # told again in the answer
-    seed: Integer | None = None  # extensions, as in chats
+
+    # Extensions, as in chats, which bound them.
+    seed: Integer | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    stop: StopStrings = ()
+    ignore_eos: Flag | None = None
+    structured_outputs: StructuredOutputs | None = None
+    include_reasoning: Flag | None = None
     request_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     speculation: SpeculationOptions | None = None
@@ -165,16 +184,19 @@ class ResponsesRequest(RequestPart):
     service_tier: str | None = None
     store: Flag | None = None  # nothing is stored, and the answer says so
     stream_options: ResponsesStreamOptions | None = None
-    text: TextOptions = TextOptions()
-    user: str | None = None
 
     background: Annotated[Any, unserved(False)] = None
     context_management: Annotated[Any, unserved([])] = None
     conversation: Annotated[Any, unserved()] = None
-    include: Annotated[Any, unserved([])] = None
+    enable_response_messages: Annotated[Any, unserved(False)] = None
+    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # reasoning is told in the clear
     max_tool_calls: Annotated[Any, unserved()] = None
+    media_io_kwargs: Annotated[Any, unserved({})] = None
+    mm_processor_kwargs: Annotated[Any, unserved({})] = None
     moderation: Annotated[Any, unserved()] = None
+    previous_input_messages: Annotated[Any, unserved()] = None
     previous_response_id: Annotated[Any, unserved()] = None
     prompt: Annotated[Any, unserved()] = None
+    prompt_logprobs: Annotated[Any, unserved()] = None
     top_logprobs: Annotated[Any, unserved(0)] = None
     truncation: Annotated[Any, unserved("disabled")] = None

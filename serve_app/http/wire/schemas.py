@@ -22,7 +22,7 @@ from serve_app.http.wire.field_types import (
     is_text,
     unserved,
 )
-from serve_app.http.wire.grammar_fields import ResponseFormat, StructuredOutputs
+from serve_app.http.wire.grammar_fields import AnswerFormat, ResponseFormat, StructuredOutputs
 from serve_app.http.wire.messages import ChatMessage, Tool, ToolChoice
 from serve_app.http.wire.sampling_fields import SamplingFields, Top
 from serve_app.http.wire.unserved_fields import (
@@ -45,6 +45,12 @@ TokenIds = Annotated[
     bounded(lambda most: most.prompt_tokens, least=1),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    tuple[StopString, ...],
+    Field(fail_fast=True),
+    bounded(lambda most: most.stops),
+    as_list(is_text, StopString | list[StopString]),
+]
 Prompt = Annotated[
     Annotated[Annotated[str, Field(min_length=1)], Tag("text")] | Annotated[TokenIds, Tag("token_ids")],
     Discriminator(lambda value: "text" if is_text(value) else "token_ids"),
@@ -87,12 +93,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Integer | None = None
-    stop: Annotated[
-        tuple[StopString, ...],
-        Field(fail_fast=True),
-        bounded(lambda most: most.stops),
-        as_list(is_text, StopString | list[StopString]),
-    ] = ()
+    stop: StopStrings = ()
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
@@ -107,6 +108,11 @@ class GenerationRequest(SamplingFields, UnservedFields):
     def prompt_version(self) -> str | None:
         """Which version of its prompt the client says that this is."""
         return (self.metadata or {}).get(PROMPT_VERSION)
+
+    @property
+    def answer_format(self) -> AnswerFormat | None:
+        """OpenAI's way to ask for a form of the answer."""
+        return self.response_format
 
     @property
     def prompt_count(self) -> int:

@@ -296,6 +296,22 @@ def test_every_alert_has_a_name_of_its_own_and_is_explained() -> None:
     assert re.findall(r"^\| `(Slipstream\w+)` \|", page, re.MULTILINE) == names
 
 
+@pytest.mark.parametrize(
+    ("alert", "asked"),
+    [
+        ("SlipstreamPeersLost", {("ray_slipstream_handovers_total", ("cause", "lost"))}),
+        ("SlipstreamBreakerOpen", {("ray_slipstream_breaker_open", None)}),
+    ],
+)
+def test_who_is_lost_or_gets_no_sessions_is_told_of(alert: str, asked: Any) -> None:
+    (rule,) = [rule for rule in alerts() if rule["alert"] == alert]
+    found = {
+        (vector.name, next(((matcher.name, matcher.value) for matcher in vector.matchers.matchers), None))
+        for vector in selected(promql_parser.parse(rule["expr"]))
+    }
+    assert found == asked
+
+
 def test_the_page_of_metrics_names_every_counter_of_replicas() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     pages = page + (ROOT / "docs" / "observability.md").read_text()

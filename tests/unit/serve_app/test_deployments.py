@@ -1,11 +1,16 @@
 """What deployments make of the configuration."""
 
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock, patch
+
 import pytest
 
 from cluster.config import SpeculationConfig, validated
+from cluster.errors import EngineError, ModelError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
+from serve_app import deployments
 from serve_app.app import application
-from serve_app.deployments import pacing_of
+from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
 
 
 @pytest.mark.parametrize(
@@ -41,3 +46,49 @@ def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, to
     for one in replicas:
         encoding = None if one.logging_config is None else {"encoding": one.logging_config["encoding"]}
         assert encoding == told
+
+
+CONFIG = validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}})
+POOLS = (MagicMock(), MagicMock())
+ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Python calls `__del__` again
+
+
+@ends_once
+@pytest.mark.parametrize(
+    ("deployment", "pools"), [(TargetDeployment, ()), (DraftDeployment, ()), (RouterDeployment, POOLS)]
+)
+async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pools: Any) -> None:
+    replica = deployment.__new__(deployment)  # as Serve makes one, which ends it whatever came of its start
+    with (
+        patch.object(deployments, "local_folder", side_effect=ModelError("no such model")),
+        pytest.raises(ModelError),
+    ):
+        await replica.__init__(CONFIG, *pools)
+    await replica.__del__()
+
+
+@ends_once
+async def test_what_was_started_is_ended_where_a_later_part_failed() -> None:
+    started = MagicMock(engine=MagicMock(close=AsyncMock(), reports=()))
+    tracing = MagicMock()
+    replica = TargetDeployment.__new__(TargetDeployment)
+    with (
+        patch.multiple(
+            deployments,
+            local_folder=MagicMock(),
+            vocabulary=MagicMock(),
+            vocabulary_fingerprint=MagicMock(),
+            checkpoint_fingerprint=MagicMock(),
+            ServiceTracing=MagicMock(return_value=tracing),
+            listening_host=MagicMock(),
+            start_engine=AsyncMock(return_value=started),
+            TargetReplica=MagicMock(),
+            serve_target=AsyncMock(side_effect=EngineError("no port is free")),
+        ),
+        pytest.raises(EngineError),
+    ):
+        await replica.__init__(CONFIG)  # type: ignore[misc]  # as Serve does it
+    started.engine.close.assert_not_awaited()
+    await replica.__del__()
+    started.engine.close.assert_awaited_once_with()
+    tracing.close.assert_called_once_with()

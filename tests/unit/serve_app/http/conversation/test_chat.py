@@ -184,6 +184,30 @@ async def test_one_call_where_one_is_asked_for(front: AsgiFront) -> None:
     assert len(answer.choices[0].message.tool_calls or ()) == 1
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "end", "told"),
+    [
+        ("auto", Finish.STOP, "tool_calls"),
+        ("required", Finish.STOP, "tool_calls"),
+        (NAMED, Finish.STOP, "stop"),
+        (NAMED, Finish.LENGTH, "length"),
+    ],
+)
+async def test_only_a_call_that_the_client_did_not_name_ends_as_one(
+    front: AsgiFront, choice: Any, end: Finish, told: str, stream: bool
+) -> None:
+    front.plays([*front.emits(CALL), Ended(end)])
+    body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "tool_choice": choice, "stream": stream}
+    answer = (await front.http.post("/v1/chat/completions", json=body)).text
+    lines = [line.removeprefix("data: ") for line in answer.splitlines() if line and "[DONE]" not in line]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == [told]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -144,6 +144,20 @@ def validator(document: Any, schema: Any) -> Draft202012Validator:
     return Draft202012Validator({**schema, "components": document["components"]})
 
 
+NEW_IN_3_2 = {"itemSchema", "itemEncoding", "prefixEncoding", "$self", "additionalOperations", "query", "mediaTypes"}
+
+
+async def test_the_description_is_of_the_version_that_most_tools_know(front: AsgiFront) -> None:
+    document = await described(front)
+    assert document["openapi"] == "3.1.0"
+    for methods in document["paths"].values():
+        assert not NEW_IN_3_2 & methods.keys()
+        for operation in methods.values():
+            for response in (operation.get("requestBody", {}), *operation["responses"].values()):
+                assert {key for content in response.get("content", {}).values() for key in content} <= {"schema"}
+    assert not NEW_IN_3_2 & (document.keys() | document["components"].keys())
+
+
 async def test_every_endpoint_is_described_and_there(front: AsgiFront) -> None:
     document = await described(front)
     app_routes = {
@@ -202,7 +216,7 @@ async def test_the_events_of_a_stream_are_as_described(front: AsgiFront, path: s
     front.plays([*front.emits("Hello."), end])
     document = await described(front)
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
-    event = content["text/event-stream"]["itemSchema"]
+    event = content["text/event-stream"]["schema"]
     answer = await front.http.post(path, json={"model": MODEL, "stream": True} | fields)
     told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     data = event["properties"]["data"]

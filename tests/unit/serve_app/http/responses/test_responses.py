@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import openai
 import pytest
 import pytest_asyncio
 from openai.types.responses import response_create_params as params
+from pydantic import BaseModel
 
 from cluster.errors import TargetLostError
 from cluster.routing.session import Ended
 from protos.messages import Finish
 from serve_app.http.wire.responses_input import ResponsesRequest
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.call_writers import Sayings
 from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
 
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
@@ -116,6 +119,60 @@ async def test_the_clients_own_accumulation_agrees(front: AsgiFront) -> None:
     assert whole.output_text == "Yes."
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+class Point(BaseModel):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ({"type": "json_object"}, ['{"a": 1}'], ["[]", "Bern"]),
+        ({"type": "json_schema", "name": "p", "schema": POINT, "strict": False}, ['{"x": 7}'], ["{}", '{"x": ""}']),
+        ({"type": "json_schema", "name": "p", "schema": POINT, "description": "d"}, ['{"x": 7}'], ["{}"]),
+    ],
+)
+async def test_an_answer_has_the_form_that_is_asked_for(front: AsgiFront, form: Any, good: Any, bad: Any) -> None:
+    front.plays([*front.emits(good[0]), STOP])
+    whole = await front.openai.responses.create(model=MODEL, input="Tell.", text={"format": form, "verbosity": "low"})
+    assert whole.output_text == good[0]
+    assert whole.text.model_dump(by_alias=True, exclude_none=True) == {"format": form, "verbosity": "low"}
+    (generation,) = front.generator.generations
+    sayings = Sayings(front.codec)
+    assert [text for text in good if not sayings.takes(generation.grammar, text)] == []
+    assert [text for text in bad if sayings.takes(generation.grammar, text)] == []
+
+
+async def test_without_a_form_an_answer_is_any_text(front: AsgiFront) -> None:
+    front.plays([STOP])
+    for text in (None, {}, {"format": None}, {"format": {"type": "text"}}):
+        body = {"model": MODEL, "input": "Tell.", "text": text}
+        answer = (await front.http.post("/v1/responses", json=body)).json()
+        assert answer["text"] == {"format": {"type": "text"}}
+    assert [generation.grammar for generation in front.generator.generations] == [""] * 4
+
+
+async def test_where_tools_are_offered_an_answer_has_its_form_or_calls(front: AsgiFront) -> None:
+    front.plays([STOP])
+    form: Any = {"type": "json_schema", "name": "p", "schema": POINT}
+    await front.openai.responses.create(model=MODEL, input="Tell.", tools=[WEATHER], text={"format": form})
+    (generation,) = front.generator.generations
+    sayings = Sayings(front.codec)
+    assert sayings.takes(generation.grammar, '{"x": 7}')
+    assert sayings.takes(generation.grammar, CALL)
+    assert not sayings.takes(generation.grammar, "It rains.")
+
+
+async def test_an_answer_is_read_by_the_clients_own_model(front: AsgiFront) -> None:
+    front.plays([*front.emits('{"x": 7}'), STOP])
+    whole = await front.openai.responses.parse(model=MODEL, input="Tell.", text_format=Point)
+    assert whole.output_parsed == Point(x=7)
+    async with front.openai.responses.stream(model=MODEL, input="Tell.", text_format=Point) as stream:
+        assert (await stream.get_final_response()).output_parsed == Point(x=7)
+
+
 async def test_an_answer_that_was_cut_off_is_incomplete(front: AsgiFront) -> None:
     front.plays([*front.emits("Once upon"), Ended(Finish.LENGTH)])
     whole = await front.openai.responses.create(model=MODEL, input="Tell.", max_output_tokens=9)
@@ -154,11 +211,23 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "snow"}}, "tool_choice"),
         ({"tools": [{**WEATHER, "strict": 1}]}, "tools[0].strict"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "p"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": POINT}}}, "text.format"),
+        ({"text": {"format": {"type": "text", "name": "p"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": POINT}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "p", "schema": {"not": {}}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "p", "schema": {"$ref": "#"}}}}, "text.format.schema"),
+        ({"text": {"forms": {}}}, "text.forms"),
         ({"max_output_tokens": 4096}, "max_output_tokens"),
         ({"input": "x" * 5000}, "input"),
         ({"unknown": 1}, "unknown"),
         ({"min_p": 7.0}, "min_p"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: Any, param: str) -> None:
@@ -166,3 +235,83 @@ async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: 
         await front.openai.responses.create(model=MODEL, input="hi", extra_body=fields)
     assert caught.value.param == param
     assert front.generator.generations == []
+
+
+AS_IN_CHATS = {
+    "seed": 7,
+    "temperature": 0.5,
+    "top_k": 4,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.25,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"7": -1.5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [1, 2, 3],
+    "min_tokens": 2,
+    "stop_token_ids": [9],
+    "ignore_eos": True,
+    "truncate_prompt_tokens": 4,
+    "priority": 3,
+    "cache_salt": "s",
+    "speculation": {"max_draft_tokens": 0},
+}
+OF_ONE_SESSION = {"session", "seed", "draft_seed", "hash_key", "traceparent"}
+
+
+@pytest.mark.parametrize("name", AS_IN_CHATS)
+async def test_a_field_of_chats_means_the_same(front: AsgiFront, name: str) -> None:
+    front.plays([STOP])
+    bodies = {
+        "responses": {"input": "hi"},
+        "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    }
+    for path, body in bodies.items():
+        for fields in ({}, {name: AS_IN_CHATS[name]}):
+            assert (await front.http.post(f"/v1/{path}", json={"model": MODEL, **body, **fields})).status_code == 200
+    told = [
+        {key: value for key, value in asdict(generation).items() if key not in OF_ONE_SESSION or name == key == "seed"}
+        for generation in front.generator.generations
+    ]
+    plain, asked, _, in_chat = told
+    assert asked == in_chat != plain
+
+
+async def test_an_item_that_is_not_served_is_refused_in_words(front: AsgiFront) -> None:
+    asked = {"model": MODEL, "input": [{"type": "custom_tool_call", "call_id": "1", "name": "a", "input": "x"}]}
+    error = (await front.http.post("/v1/responses", json=asked)).json()["error"]
+    assert error["param"] == "input[0]"
+    assert "expected a message, function_call, function_call_output or reasoning" in error["message"]
+
+
+async def test_an_answer_ends_at_a_stop_string_and_reasoning_is_left_out_where_asked(front: AsgiFront) -> None:
+    front.plays([*front.emits("<think>so</think>Yes. No."), STOP])
+    whole = await front.openai.responses.create(
+        model=MODEL, input="Tell.", extra_body={"stop": [" No"], "include_reasoning": False}
+    )
+    assert [item.type for item in whole.output] == ["message"]
+    assert whole.output_text == "Yes."
+
+
+async def test_vllms_forms_hold_here_too(front: AsgiFront) -> None:
+    front.plays([STOP])
+    asked = {"structured_outputs": {"json": POINT}}
+    await front.openai.responses.create(model=MODEL, input="Tell.", extra_body=asked)
+    (generation,) = front.generator.generations
+    assert Sayings(front.codec).takes(generation.grammar, '{"x": 7}')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": None, "ignore_eos": True, "max_output_tokens": 8, "store": False},
+        {"stream_options": {"include_usage": True}},
+        {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "store": False},
+        {"session_id": "s", "vllm_xargs": {}, "enable_response_messages": False, "media_io_kwargs": None},
+    ],
+)
+async def test_what_agents_and_load_generators_send_is_taken(front: AsgiFront, fields: Any) -> None:
+    front.plays([*front.emits("Yes."), STOP])
+    body = {"model": MODEL, "input": "Tell.", "stream": True, **fields}
+    answer = (await front.http.post("/v1/responses", json=body)).text
+    assert answer.rstrip().rpartition("\n\n")[2].startswith("event: response.completed\n")

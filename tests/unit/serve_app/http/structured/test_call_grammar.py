@@ -77,8 +77,8 @@ def test_whatever_is_said_is_calls_by_their_schemas(writer: str, choice: Any) ->
     names = set()
     for seed in range(12):
         text = sayings.one(grammar.text, seed)
-        if text is None or text.count(end) > text.count(form.opening):
-            continue  # an argument that spells what ends a call
+        if text is None or (form.tags and text.count(end) > text.count(form.opening)):
+            continue  # an argument between tags that spells what ends a call
         said = called(codec, text, tools)
         assert said
         for one in said:
