@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ray import serve
@@ -157,7 +158,7 @@ def three_nodes() -> Iterator[str]:
 
 
 def picture(samples: Sequence[Sample], path: Path) -> None:
-    """Requests in flight above, replicas below, over time."""
+    """Requests in flight above, replicas below, over time; needs matplotlib (the extra `plot`)."""
     from matplotlib import pyplot
 
     figure, (load, pools) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 4.6), layout="constrained")
@@ -173,8 +174,8 @@ def picture(samples: Sequence[Sample], path: Path) -> None:
     pools.set_ylabel("replicas that run")
     pools.set_xlabel("seconds")
     pools.set_yticks(range(4))
-    pools.set_ylim(-0.1, 3.4)
-    pools.legend(loc="upper right", frameon=False)
+    pools.set_ylim(-0.1, 4.2)
+    pools.legend(loc="upper right", ncols=2, frameon=False)
     for axes in (load, pools):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
@@ -188,6 +189,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="OUT.svg")
     parser.add_argument("--stretch", type=float, default=1.0)
     arguments = parser.parse_args()
+    if arguments.picture and find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: pip install '.[plot]'")
     failures: list[str] = []
     if arguments.recorded:
         samples = [Sample(**one) for one in json.loads(arguments.recorded.read_text())["samples"]]
