@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from actors.done_within import done_within
 from actors.engine.engine import Engine
 from actors.grammars.grammar_gate import GrammarGate
-from actors.patience import done_within
 from actors.transport.streams import Outbox, StatesOutbox
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost

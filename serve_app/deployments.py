@@ -10,7 +10,6 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +20,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter
 from actors.engine.process import compute_in_background, use_cpu
-from actors.grammars.grammar_compiler import grammars_of
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
-from actors.methods.pass_profile import profile_drafting
 from actors.methods.published_acceptance import published_acceptance
-from actors.methods.registry import create_method, state_bounds, states_format
-from actors.methods.setup import DraftSetup
-from actors.models.checkpoint import (
-    checkpoint_fingerprint,
-    local_folder,
-    vocabulary,
-    vocabulary_fingerprint,
-)
+from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.tracing.service_tracing import ServiceTracing
@@ -40,10 +29,7 @@ from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.autoscaling.settings import Settings, as_numbers
-from cluster.config import DraftPool, SlipstreamConfig, SpeculationConfig
-from cluster.costs import DraftCost
-from cluster.drafting.following import DrafterLimits
-from cluster.drafting.method import DraftingMethod
+from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.prefix_homes import PrefixOptions
@@ -70,7 +56,8 @@ from serve_app.replica_counters import (
 )
 from serve_app.serve_logging import log_under_serve
 from serve_app.start_limit import started_within
-from serve_app.target_engines import engine_of, start_engine
+from serve_app.starting import start_drafter, start_target
+from serve_app.target_engines import engine_of
 
 log = logging.getLogger("ray.serve")
 
@@ -99,18 +86,16 @@ class TargetDeployment:
         log_under_serve()
         self._tracing = ServiceTracing(config.tracing, "target")
         self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
-        folder = local_folder(config.model.target)
-        tokens = vocabulary(folder)
         self._engine_name = engine_of(config.target, serve.get_replica_context().rank.rank)
-        starting = start_engine(config, folder, tokens, self._engine_name)
-        started = await started_within(config.target.start_timeout_s, "target.start_timeout_s", starting)
+        starting = start_target(config, self._engine_name)
+        files, started = await started_within(config.target.start_timeout_s, "target.start_timeout_s", starting)
         self._engine = started.engine
         self._ending.push_async_callback(self._engine.close)
         self._replica = TargetReplica(
             self._engine,
             started.limits,
-            vocabulary_fingerprint(tokens),
-            checkpoint_fingerprint(folder),
+            files.vocabulary_print,
+            files.model_print,
             config.target.step_timeout_s,
             pacing_of(config.speculation),
             self._engine.step_cost,
@@ -228,12 +213,6 @@ class TargetDeployment:
         await self._ending.aclose()
 
 
-def _start_method(pool: DraftPool, setup: DraftSetup, limits: DrafterLimits) -> tuple[DraftingMethod, DraftCost]:
-    """Loads what drafts, and measures its passes."""
-    method = create_method(pool, setup)
-    return method, profile_drafting(method, limits)
-
-
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
@@ -242,34 +221,17 @@ class DraftDeployment:
         log_under_serve()
         config = as_told(config, os.environ)
         use_cpu(config.draft.resources)
-        target_folder = local_folder(config.model.target, with_weights=False)
-        tokens = vocabulary(target_folder)
-        loop = asyncio.get_running_loop()
-        states = states_format(config.draft, target_folder)
-        bounds = state_bounds(config.draft, target_folder)
-        grammars = await loop.run_in_executor(None, grammars_of, partial(load_grammar_vocabulary, target_folder))
-        setup = DraftSetup(
-            dtype=config.model.dtype,
-            max_context=config.model.max_context,
-            max_draft_tokens=config.speculation.max_draft_tokens,
-            target_tokens=tokens,
-            target=config.model.target,
-            states=states,
-            makers=() if grammars is None else (grammars.draft_masking,),
-        )
-        limits = DrafterLimits(max(tokens) + 1, config.model.max_context, config.draft.max_sessions, states, bounds)
-        starting = loop.run_in_executor(None, _start_method, config.draft, setup, limits)
+        starting = asyncio.to_thread(start_drafter, config)
         started = await started_within(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
-        method, self._costs = started
-        target_model = checkpoint_fingerprint(target_folder)
+        self._costs = started.costs
         self._tracing = ServiceTracing(config.tracing, "drafter")
         self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
         is_background = config.draft.resources.background
         self._drafter = Drafter(
-            method,
-            limits,
-            vocabulary_fingerprint(tokens),
-            target_model,
+            started.method,
+            started.limits,
+            started.files.vocabulary_print,
+            started.files.model_print,
             draft_ahead=not config.speculation.is_lock_step,
             prepare_thread=compute_in_background if is_background else None,
             profile=self._costs,

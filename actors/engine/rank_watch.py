@@ -12,8 +12,8 @@ Done = TypeVar("Done")
 
 
 async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
-    """Waits until one of the ranks has ended in what it does until it fails; raises EngineError."""
-    tasks = [asyncio.ensure_future(_awaited(reference)) for reference in running]
+    """Waits until one of these ends, which is always a failure; raises EngineError."""
+    tasks = [asyncio.ensure_future(reference) for reference in running]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -30,7 +30,7 @@ async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]
     """What comes of `work`, in which one rank may wait for others for ever; raises EngineError once one has ended."""
     if not running:
         return await work
-    working = asyncio.ensure_future(_awaited(work))
+    working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(first_to_end(running))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -38,7 +38,3 @@ async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]
     finally:
         working.cancel()
         watching.cancel()
-
-
-async def _awaited(reference: Awaitable[Done]) -> Done:
-    return await reference

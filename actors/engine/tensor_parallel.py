@@ -27,6 +27,7 @@ from actors.attention.choice import AttentionReport, choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.collectives import Alone, Group, join
 from actors.compute.kv_cache import FeedRow
+from actors.done_within import done_within
 from actors.engine.capture import CaptureSpec, StateCapture, StateProjection
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import page_count, state_bytes
@@ -49,7 +50,7 @@ from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
 STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
-PREPARE_S = 60.0  # for one grammar, which a router compiled in a tenth of that before it asked
+PREPARE_S = 60.0  # for one grammar, which a router compiled before it asked
 IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective; a hung step is noticed by the coordinator
 
 
@@ -273,11 +274,13 @@ class RankGroup:
 
     async def _prepare(self, grammar: str) -> str | None:
         try:
-            async with self._aside_turn, asyncio.timeout(PREPARE_S):
-                why: str | None = await self._aside.call(grammar)
-        except TimeoutError:
-            self._is_hung.set()
-            await self.watch()
+            async with self._aside_turn:
+                call = asyncio.ensure_future(self._aside.call(grammar))
+                if not await done_within(PREPARE_S, call):
+                    call.cancel()
+                    self._is_hung.set()
+                    await self.watch()
+                why: str | None = call.result()
         except (ConnectionError, EOFError):
             await self.watch()
         return why

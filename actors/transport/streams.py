@@ -229,9 +229,9 @@ class Link:
             self._outbox.put(message)
 
     async def close(self) -> None:
-        """A task that was cancelled knows where, and so this link with its stream, whose connection would stay."""
+        """Ends the stream, and its connection with it."""
         if (task := self._task) is not None:
-            self._task = None
+            self._task = None  # a cancelled task knows where it was, and so this link: the connection would stay
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

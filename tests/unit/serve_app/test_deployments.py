@@ -1,5 +1,6 @@
 """What deployments make of the configuration."""
 
+import threading
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
 
@@ -8,7 +9,7 @@ import pytest
 from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
-from serve_app import deployments
+from serve_app import deployments, starting
 from serve_app.app import application
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
 from serve_app.target_engines import engine_of
@@ -69,15 +70,34 @@ ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited") 
 
 @ends_once
 @pytest.mark.parametrize(
-    ("deployment", "pools"), [(TargetDeployment, ()), (DraftDeployment, ()), (RouterDeployment, POOLS)]
+    ("deployment", "pools", "module"),
+    [(TargetDeployment, (), starting), (DraftDeployment, (), starting), (RouterDeployment, POOLS, deployments)],
 )
-async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pools: Any) -> None:
+async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pools: Any, module: Any) -> None:
     replica = deployment.__new__(deployment)  # as Serve makes one, which ends it whatever came of its start
     with (
-        patch.object(deployments, "local_folder", side_effect=ModelError("no such model")),
+        patch.object(module, "local_folder", side_effect=ModelError("no such model")),
+        patch.object(deployments, "serve"),
         pytest.raises(ModelError),
     ):
         await replica.__init__(CONFIG, *pools)
+    await replica.__del__()
+
+
+@ends_once
+@pytest.mark.parametrize("deployment", [TargetDeployment, DraftDeployment])
+async def test_a_download_that_hangs_is_given_up(deployment: Any) -> None:
+    hung = threading.Event()
+    replica = deployment.__new__(deployment)
+    limits = {"start_timeout_s": 1e-3}
+    config = validated({"model": {"target": "toy"}, "target": limits, "draft": {"method": "prompt_lookup", **limits}})
+    with (
+        patch.object(starting, "local_folder", side_effect=lambda *_: hung.wait()),
+        patch.object(deployments, "serve"),
+        pytest.raises(EngineError, match=r"start_timeout_s"),
+    ):
+        await replica.__init__(config)
+    hung.set()
     await replica.__del__()
 
 
@@ -90,13 +110,9 @@ async def test_what_was_started_is_ended_where_a_later_part_failed() -> None:
         patch.multiple(
             deployments,
             serve=MagicMock(),
-            local_folder=MagicMock(),
-            vocabulary=MagicMock(),
-            vocabulary_fingerprint=MagicMock(),
-            checkpoint_fingerprint=MagicMock(),
             ServiceTracing=MagicMock(return_value=tracing),
             listening_host=MagicMock(),
-            start_engine=AsyncMock(return_value=started),
+            start_target=AsyncMock(return_value=(MagicMock(), started)),
             TargetReplica=MagicMock(),
             serve_target=AsyncMock(side_effect=EngineError("no port is free")),
         ),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.patience import LOOK_S, done_within
+from actors.done_within import LOOK_S, done_within
 
 
 @pytest.fixture
