@@ -22,6 +22,7 @@ DRAFT = "SLIPSTREAM__DRAFT"  # of drafters; both are named as variables that ove
 SERVER = "SLIPSTREAM__SERVER"  # of routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
 OF_DRAFTERS_ALONE = "as drafters are told"  # in the place of a model that nobody else loads
+OF_SERVE_ALONE = {"max": 2}  # in the place of a mixed pool's bounds: the fewest replicas that it may have
 POOLS_ALONE = {"replicas", "resources", "cache", "max_sessions"}
 METHODS_ALONE = {"draft_model", "prompt_lookup", "layer_skip", "suffix"}  # options that change nothing at a target
 
@@ -38,6 +39,8 @@ def shared(config: SlipstreamConfig) -> Json:
         exclude_defaults=True,
         exclude={"draft": POOLS_ALONE, "target": {"replicas"}, "server": routers_alone},
     )
+    if config.target.engine == "mixed":
+        given["target"]["replicas"] = OF_SERVE_ALONE
     if config.draft.model_method not in STATE_READERS:
         given["draft"] = {name: value for name, value in given["draft"].items() if name not in METHODS_ALONE}
         if config.draft.model is not None:

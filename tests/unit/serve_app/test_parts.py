@@ -1,14 +1,15 @@
 """Whom a change of the configuration replaces: by what Serve itself takes for an application's version."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from ray.serve._private.application_state import _get_shared_build_app_label_selector
 from ray.serve._private.deploy_utils import get_app_code_version
 
-from cluster.config import SlipstreamConfig, validated
+from cluster.config import DraftPool, SlipstreamConfig, TargetPool, validated
+from cluster.draft_options import TAKING_MODELS
 from serve_app.operations.deploying import application_schema
-from serve_app.parts import as_told, told_drain_s
+from serve_app.parts import as_told, shared, told_drain_s
 
 PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
 NOBODY: set[str] = set()
@@ -22,6 +23,7 @@ CONFIG: dict[str, Any] = {
 SUFFIX = {"draft": {"method": "suffix", "model": None, "suffix": {"max_ngram": 8}}}
 EAGLE = {"draft": {"method": "eagle", "model": "owner/head", "eagle": {"states": [1, 2]}}}
 LOOKUP_FIRST = {"draft": {"method": "lookup_first", "model": "owner/draft"}}
+MODEL_TAKERS = TAKING_MODELS | {"lookup_first"}
 
 
 def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +139,23 @@ def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
         "server": whole.server.model_copy(update={"routers": 2}),
     }
     assert whole.model_copy(update=sections) == config
+
+
+@pytest.mark.parametrize("engine", get_args(TargetPool.model_fields["engine"].annotation))
+@pytest.mark.parametrize("method", get_args(DraftPool.model_fields["method"].annotation))
+def test_what_all_are_told_is_a_configuration(engine: str, method: str) -> None:
+    target = {"engine": engine, "cache_per_rank": {"gib": 1}}
+    draft = {"method": method, "model": "owner/model" if method in MODEL_TAKERS else None}
+    config = validated(merged(CONFIG, {"target": target, "draft": draft}))
+    told = validated(shared(config))
+    assert (told.target.engine, told.draft.method) == (engine, method)
+
+
+def test_bounds_of_a_mixed_pool_replace_nobody() -> None:
+    mixed = merged(CONFIG, {"target": {"engine": "mixed", "cache_per_rank": {"gib": 1}}})
+    more = merged(mixed, {"target": {"replicas": {"min": 2, "max": 4}}})
+    assert replaced(validated(mixed), validated(more)) == NOBODY
+    assert deployments(validated(more))["Target"]["autoscaling_config"]["max_replicas"] == 4
 
 
 def test_who_is_told_nothing_apart_is_told_all() -> None:
