@@ -31,6 +31,13 @@ def test_what_would_break_a_guarantee_is_refused_by_name_and_reason(name: str) -
         with_target(vllm={name: True})
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"])
+def test_whatever_makes_vllm_fetch_pages_from_elsewhere_is_refused(name: str) -> None:
+    """By the latter two vLLM makes a connector of its own accord."""
+    with pytest.raises(ConfigError, match=f"vllm.{name} cannot be set: pages that come from elsewhere"):
+        with_target(vllm={name: 1})
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_has_a_key_of_its_own_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"vllm.{name} is {ELSEWHERE[name]} here")):
