@@ -18,8 +18,9 @@ from cluster.placement import actor_options, bounds, scaling_settings
 
 Json = dict[str, Any]
 
-DRAFT = "SLIPSTREAM__DRAFT"  # of drafters; both are named as variables that override a file's keys
-SERVER = "SLIPSTREAM__SERVER"  # of routers
+# Not of the variables that override a file's keys, for a node may have those of its own.
+DRAFT = "SLIPSTREAM_TOLD_DRAFT"  # of drafters
+SERVER = "SLIPSTREAM_TOLD_SERVER"  # of routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
 OF_DRAFTERS_ALONE = "as drafters are told"  # in the place of a model that nobody else loads
 OF_SERVE_ALONE = {"max": 2}  # in the place of a mixed pool's bounds: the fewest replicas that it may have

@@ -6,7 +6,7 @@ import pytest
 from ray.serve._private.application_state import _get_shared_build_app_label_selector
 from ray.serve._private.deploy_utils import get_app_code_version
 
-from cluster.config import DraftPool, SlipstreamConfig, TargetPool, validated
+from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
 from cluster.draft_options import TAKING_MODELS
 from serve_app.operations.deploying import application_schema
 from serve_app.parts import as_told, shared, told_drain_s
@@ -34,6 +34,11 @@ def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def deployments(config: SlipstreamConfig) -> dict[str, dict[str, Any]]:
     schema = application_schema(config, "ours", "/")
     return {one.name: one.model_dump(exclude_unset=True) for one in schema.deployments}
+
+
+def told_by_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
+    variables: dict[str, str] = deployments(config)[pool]["ray_actor_options"]["runtime_env"]["env_vars"]
+    return variables
 
 
 def replaced(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
@@ -161,6 +166,14 @@ def test_bounds_of_a_mixed_pool_replace_nobody() -> None:
 def test_who_is_told_nothing_apart_is_told_all() -> None:
     config = validated(CONFIG)
     assert as_told(config, {"PATH": "/bin"}) == config
+
+
+def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told() -> None:
+    config = validated(CONFIG)
+    assert as_told(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
+    variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
+    assert len(variables) == 2
+    assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
 
 
 @pytest.mark.parametrize("labels", [{}, {"pool": "draft"}], ids=["anywhere", "on nodes with a label"])
