@@ -157,7 +157,7 @@ class TargetPool(_Frozen):
     engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
         description="vllm: forwards, pages and prompts are vLLM's, an extra to install; drafts are chains then,"
-        " and acceptance is coupled. mixed: every second replica is vLLM's",
+        " and acceptance is coupled. mixed: every second replica is vLLM's, when it is deployed",
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's own, by the names of its EngineArgs, as quantization"
