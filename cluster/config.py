@@ -191,7 +191,7 @@ class TargetPool(_Frozen):
             raise ValueError("vllm has arguments, but engine is slipstream; set target.engine to vllm")
         if faults := faults_of(self.vllm):
             raise ValueError("; ".join(faults))
-        if self.engine == "vllm" and self.cache_per_rank.page_size != CacheConfig().page_size:
+        if self.engine != "slipstream" and self.cache_per_rank.page_size != CacheConfig().page_size:
             raise ValueError("cache_per_rank.page_size is vllm.block_size where vLLM keeps the pages; leave it out")
         if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(

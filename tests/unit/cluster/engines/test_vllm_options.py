@@ -71,6 +71,13 @@ def test_a_mixed_pool_has_a_replica_of_each_engine_and_asks_what_both_can() -> N
         validated({**SMALLEST, "target": {**SMALLEST["target"], **two}, "speculation": {"acceptance": "ratio"}})
 
 
+@pytest.mark.parametrize("engine", ["vllm", "mixed"])
+def test_pages_that_vllm_keeps_are_as_large_as_vllm_says(engine: str) -> None:
+    """Routers count what a replica's cache holds of a prompt in pages of one size."""
+    with pytest.raises(ConfigError, match=r"cache_per_rank\.page_size is vllm\.block_size"):
+        with_target(engine=engine, replicas={"max": 2}, cache_per_rank={"gib": 1, "page_size": 32})
+
+
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
