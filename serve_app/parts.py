@@ -89,7 +89,8 @@ def _placed(draft: DraftPool) -> Json:
 
 def _telling(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
-    return {"runtime_env": {"env_vars": {variable: json.dumps(given, sort_keys=True)}}}
+    told = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would take ${NAME} for a node's variable
+    return {"runtime_env": {"env_vars": {variable: told}}}
 
 
 def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:

@@ -1,8 +1,11 @@
 """Whom a change of the configuration replaces: by what Serve itself takes for an application's version."""
 
+import os
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
+from ray._private.utils import update_envs
 from ray.serve._private.application_state import _get_shared_build_app_label_selector
 from ray.serve._private.deploy_utils import get_app_code_version
 
@@ -174,6 +177,21 @@ def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told
     variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
     assert len(variables) == 2
     assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
+
+
+def test_a_dollar_comes_through_though_ray_puts_variables_of_the_node_in() -> None:
+    server = {
+        "audit": {"records": "/var/log/${POD_NAME}.jsonl"},
+        "response_template": {"content": r"^(.*?)(\$HOME|${UNSET})?$"},
+    }
+    config = validated(merged(CONFIG, {"server": server, "draft": {"model": "/models/$HOME/draft"}}))
+    with patch.dict(os.environ, {"POD_NAME": "pod", "HOME": "/root"}):
+        for pool in ("Drafter", "Router"):
+            update_envs(told_by_environment(config, pool))
+        whole = as_told(config, os.environ)
+    assert whole.server.audit == config.server.audit
+    assert whole.server.response_template == config.server.response_template
+    assert whole.draft.model == config.draft.model
 
 
 @pytest.mark.parametrize("labels", [{}, {"pool": "draft"}], ids=["anywhere", "on nodes with a label"])
