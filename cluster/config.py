@@ -157,7 +157,7 @@ class TargetPool(_Frozen):
     engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
         description="vllm: forwards, pages and prompts are vLLM's, an extra to install; drafts are chains then,"
-        " and acceptance is coupled. mixed: every second replica is vLLM's",
+        " and acceptance is coupled. mixed: every second replica is vLLM's, when it is deployed",
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="arguments of vLLM's own, by the names of its EngineArgs, as quantization"
@@ -191,7 +191,7 @@ class TargetPool(_Frozen):
             raise ValueError("vllm has arguments, but engine is slipstream; set target.engine to vllm")
         if faults := faults_of(self.vllm):
             raise ValueError("; ".join(faults))
-        if self.engine == "vllm" and self.cache_per_rank.page_size != CacheConfig().page_size:
+        if self.engine != "slipstream" and self.cache_per_rank.page_size != CacheConfig().page_size:
             raise ValueError("cache_per_rank.page_size is vllm.block_size where vLLM keeps the pages; leave it out")
         if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(

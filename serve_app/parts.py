@@ -18,10 +18,12 @@ from cluster.placement import actor_options, bounds, scaling_settings
 
 Json = dict[str, Any]
 
-DRAFT = "SLIPSTREAM__DRAFT"  # of drafters; both are named as variables that override a file's keys
-SERVER = "SLIPSTREAM__SERVER"  # of routers
+# Not of the variables that override a file's keys, for a node may have those of its own.
+DRAFT = "SLIPSTREAM_TOLD_DRAFT"  # of drafters
+SERVER = "SLIPSTREAM_TOLD_SERVER"  # of routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
 OF_DRAFTERS_ALONE = "as drafters are told"  # in the place of a model that nobody else loads
+OF_SERVE_ALONE = {"max": 2}  # in the place of a mixed pool's bounds: the fewest replicas that it may have
 POOLS_ALONE = {"replicas", "resources", "cache", "max_sessions"}
 METHODS_ALONE = {"draft_model", "prompt_lookup", "layer_skip", "suffix"}  # options that change nothing at a target
 
@@ -38,6 +40,8 @@ def shared(config: SlipstreamConfig) -> Json:
         exclude_defaults=True,
         exclude={"draft": POOLS_ALONE, "target": {"replicas"}, "server": routers_alone},
     )
+    if config.target.engine == "mixed":
+        given["target"]["replicas"] = OF_SERVE_ALONE
     if config.draft.model_method not in STATE_READERS:
         given["draft"] = {name: value for name, value in given["draft"].items() if name not in METHODS_ALONE}
         if config.draft.model is not None:
@@ -85,7 +89,8 @@ def _placed(draft: DraftPool) -> Json:
 
 def _telling(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
-    return {"runtime_env": {"env_vars": {variable: json.dumps(given, sort_keys=True)}}}
+    told = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would take ${NAME} for a node's variable
+    return {"runtime_env": {"env_vars": {variable: told}}}
 
 
 def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:

@@ -39,7 +39,11 @@ class StartedEngine:
 
 
 def engine_of(pool: TargetPool, replica: int) -> str:
-    """Of a pool's replica with this number; numbers count from 0, and the next replica has that of one that is gone."""
+    """Of a pool's replica with this rank, as it is at the replica's start.
+
+    Serve counts ranks from 0 and frees one once its replica has ended. Who starts before that, as in an update, has
+    another: a mixed pool is mixed when it is deployed, and may drift to one engine afterwards.
+    """
     if pool.engine == "mixed":
         return ("slipstream", "vllm")[replica % 2]
     return pool.engine

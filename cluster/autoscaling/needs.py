@@ -32,9 +32,9 @@ class DraftScaling:
     """How the draft pool follows what is asked of it, or the target pool."""
 
     sessions_per_replica: float
-    per_target: float | None  # drafters for each target replica, whatever is asked of them; None: by need
     up_delay_s: float
     down_delay_s: float
+    per_target: float | None = None  # drafters for each target replica, whatever is asked of them; None: by need
 
 
 @dataclass(frozen=True)

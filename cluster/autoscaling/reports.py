@@ -1,6 +1,6 @@
 """What replicas report of themselves, for the size of their pools to be decided by."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -35,9 +35,13 @@ Report = TypeVar("Report", TargetReport, DraftReport)
 def reported(kind: type[Report], metrics: Mapping[str, Mapping[Any, float]]) -> list[Report]:
     """The reports in values by name and replica, of the replicas that have told all of theirs."""
     names = [field.name for field in fields(kind)]
+    return [kind(**{name: metrics[name][replica] for name in names}) for replica in tellers(names, metrics)]
+
+
+def tellers(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) -> list[Any]:
+    """The replicas that have told all of these, in an order that lasts."""
     told = [metrics.get(name, {}) for name in names]
-    replicas = set.intersection(*(set(values) for values in told))
-    return [kind(**{name: metrics[name][replica] for name in names}) for replica in sorted(replicas, key=str)]
+    return sorted(set.intersection(*(set(values) for values in told)), key=str)
 
 
 class Growth:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from cluster.autoscaling.needs import DraftScaling, TargetScaling
+from cluster.autoscaling.reports import tellers
 
 Settings = Mapping[str, Mapping[str, float | None]]  # by pool and name
 Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
@@ -21,14 +22,17 @@ def as_numbers(settings: Settings) -> dict[str, float]:
 
 
 def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
-    """Of one pool, by values by name and replica; None while no replica has told them.
+    """Of one pool, by values by name and replica; None while no replica has told all that are not None by default.
 
     While an update runs, replicas tell different ones, of which one's are as good as another's.
     """
-    values = {field.name: metrics.get(_name(pool, field.name), {}) for field in fields(kind)}
-    replicas = sorted({replica for one in values.values() for replica in one}, key=str)
-    arguments: dict[str, Any] = {name: one.get(replicas[-1]) for name, one in values.items()} if replicas else {}
-    return kind(**arguments) if replicas else None
+    names = {field.name: _name(pool, field.name) for field in fields(kind)}
+    always = [names[field.name] for field in fields(kind) if field.default is not None]
+    replicas = tellers(always, metrics)
+    if not replicas:
+        return None
+    arguments: dict[str, Any] = {field: metrics.get(name, {}).get(replicas[-1]) for field, name in names.items()}
+    return kind(**arguments)
 
 
 def _name(pool: str, name: str) -> str:

@@ -14,6 +14,8 @@ BREAKS: Mapping[str, str] = MappingProxyType(
         "data_parallel_size": "a replica is one engine; target.replicas says how many there are",
         "decode_context_parallel_size": "it has not been tried",
         "kv_transfer_config": "pages that come from elsewhere have not been tried",
+        "kv_offloading_size": "pages that come from elsewhere have not been tried",
+        "kv_offloading_backend": "pages that come from elsewhere have not been tried",
         "scheduler_cls": "it is what takes the blocks",
         "worker_cls": "workers are vLLM's own, extended to draw with shared noise",
         "worker_extension_cls": "it is what draws with shared noise",

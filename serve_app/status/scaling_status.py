@@ -13,15 +13,18 @@ from cluster.autoscaling.pools import Pool, PoolDecision, decide_drafters, decid
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.autoscaling.serve_policy import DRAFT, POOLS, TARGET
 from serve_app.bench.tables import table
+from serve_app.operations.ray_cluster import ClusterError
 
 Inspected = Sequence[Mapping[str, Any]]
 Bounds = Mapping[str, tuple[int, int]]  # of replicas, by deployment; of pools alone
 
 
 def told_bounds(details: Mapping[str, Any]) -> Bounds:
-    """Of what Serve says of an application."""
-    options = {name: one["deployment_config"] for name, one in details["deployments"].items() if name in POOLS}
-    found = {name: one["autoscaling_config"] for name, one in options.items()}
+    """Of what Serve says of an application. Raises ClusterError where it says nothing of a pool: one has ended."""
+    deployments = details.get("deployments", {})
+    if missing := [name for name in POOLS if name not in deployments]:
+        raise ClusterError(f"Serve knows no {' and no '.join(missing)} of it any more")
+    found = {name: deployments[name]["deployment_config"]["autoscaling_config"] for name in POOLS}
     return {name: (one["min_replicas"], one["max_replicas"]) for name, one in found.items()}
 
 

@@ -51,10 +51,11 @@ def _counted(application: str) -> Group | str:
         targets, drafters, routers = (
             broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter", "Router")
         )
+        bounds = told_bounds(serve_details()["applications"].get(application, {}))
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not say what they have counted: {error}"
     return Group(
-        pools_table(targets, drafters, told_bounds(serve_details()["applications"][application])),
+        pools_table(targets, drafters, bounds),
         targets_table(targets),
         drafters_table(drafters),
         replicas_table(targets, drafters),

@@ -1,14 +1,18 @@
 """Whom a change of the configuration replaces: by what Serve itself takes for an application's version."""
 
-from typing import Any
+import os
+from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
+from ray._private.utils import update_envs
 from ray.serve._private.application_state import _get_shared_build_app_label_selector
 from ray.serve._private.deploy_utils import get_app_code_version
 
-from cluster.config import SlipstreamConfig, validated
+from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
+from cluster.draft_options import TAKING_MODELS
 from serve_app.operations.deploying import application_schema
-from serve_app.parts import as_told, told_drain_s
+from serve_app.parts import as_told, shared, told_drain_s
 
 PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
 NOBODY: set[str] = set()
@@ -22,6 +26,7 @@ CONFIG: dict[str, Any] = {
 SUFFIX = {"draft": {"method": "suffix", "model": None, "suffix": {"max_ngram": 8}}}
 EAGLE = {"draft": {"method": "eagle", "model": "owner/head", "eagle": {"states": [1, 2]}}}
 LOOKUP_FIRST = {"draft": {"method": "lookup_first", "model": "owner/draft"}}
+MODEL_TAKERS = TAKING_MODELS | {"lookup_first"}
 
 
 def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -32,6 +37,11 @@ def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def deployments(config: SlipstreamConfig) -> dict[str, dict[str, Any]]:
     schema = application_schema(config, "ours", "/")
     return {one.name: one.model_dump(exclude_unset=True) for one in schema.deployments}
+
+
+def told_by_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
+    variables: dict[str, str] = deployments(config)[pool]["ray_actor_options"]["runtime_env"]["env_vars"]
+    return variables
 
 
 def replaced(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
@@ -139,9 +149,49 @@ def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
     assert whole.model_copy(update=sections) == config
 
 
+@pytest.mark.parametrize("engine", get_args(TargetPool.model_fields["engine"].annotation))
+@pytest.mark.parametrize("method", get_args(DraftPool.model_fields["method"].annotation))
+def test_what_all_are_told_is_a_configuration(engine: str, method: str) -> None:
+    target = {"engine": engine, "cache_per_rank": {"gib": 1}}
+    draft = {"method": method, "model": "owner/model" if method in MODEL_TAKERS else None}
+    config = validated(merged(CONFIG, {"target": target, "draft": draft}))
+    told = validated(shared(config))
+    assert (told.target.engine, told.draft.method) == (engine, method)
+
+
+def test_bounds_of_a_mixed_pool_replace_nobody() -> None:
+    mixed = merged(CONFIG, {"target": {"engine": "mixed", "cache_per_rank": {"gib": 1}}})
+    more = merged(mixed, {"target": {"replicas": {"min": 2, "max": 4}}})
+    assert replaced(validated(mixed), validated(more)) == NOBODY
+    assert deployments(validated(more))["Target"]["autoscaling_config"]["max_replicas"] == 4
+
+
 def test_who_is_told_nothing_apart_is_told_all() -> None:
     config = validated(CONFIG)
     assert as_told(config, {"PATH": "/bin"}) == config
+
+
+def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told() -> None:
+    config = validated(CONFIG)
+    assert as_told(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
+    variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
+    assert len(variables) == 2
+    assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
+
+
+def test_a_dollar_comes_through_though_ray_puts_variables_of_the_node_in() -> None:
+    server = {
+        "audit": {"records": "/var/log/${POD_NAME}.jsonl"},
+        "response_template": {"content": r"^(.*?)(\$HOME|${UNSET})?$"},
+    }
+    config = validated(merged(CONFIG, {"server": server, "draft": {"model": "/models/$HOME/draft"}}))
+    with patch.dict(os.environ, {"POD_NAME": "pod", "HOME": "/root"}):
+        for pool in ("Drafter", "Router"):
+            update_envs(told_by_environment(config, pool))
+        whole = as_told(config, os.environ)
+    assert whole.server.audit == config.server.audit
+    assert whole.server.response_template == config.server.response_template
+    assert whole.draft.model == config.draft.model
 
 
 @pytest.mark.parametrize("labels", [{}, {"pool": "draft"}], ids=["anywhere", "on nodes with a label"])

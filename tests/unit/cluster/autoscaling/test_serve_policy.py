@@ -16,6 +16,7 @@ AT_ONCE = {"up_delay_s": 0.0, "down_delay_s": 0.0}
 TARGETS = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, **AT_ONCE)
 DRAFTERS = DraftScaling(sessions_per_replica=32, per_target=None, **AT_ONCE)
 COUPLED = DraftScaling(sessions_per_replica=32, per_target=2.0, **AT_ONCE)
+SETTINGS = as_numbers({TARGET: asdict(TARGETS), DRAFT: asdict(DRAFTERS)})
 
 
 def observed(
@@ -110,6 +111,21 @@ def test_while_replicas_tell_different_settings_those_of_one_count() -> None:
     told = [as_numbers({TARGET: asdict(one), DRAFT: asdict(DRAFTERS)}) for one in (TARGETS, small)]
     seen = observed("Target", *({**asdict(BUSY), **one} for one in told), bounds=(1, 99))
     assert PoolsPolicy()({"T": seen})[0] == {"T": 48}
+
+
+@pytest.mark.parametrize("untold", SETTINGS)
+def test_of_a_replica_that_has_not_told_all_settings_none_counts(untold: str) -> None:
+    seen = {"T": targets(BUSY, BUSY, size=2), "D": drafters(DraftReport(), size=2)}
+    sizes = PoolsPolicy()(seen)[0]
+    del seen["T"].aggregated_metrics[untold][1]
+    assert PoolsPolicy()(seen)[0] == sizes
+
+
+@pytest.mark.parametrize("untold", SETTINGS)
+def test_a_pool_of_which_nobody_has_told_all_settings_stays_and_the_other_does_not(untold: str) -> None:
+    seen = {"target": targets(BUSY, size=2), "draft": drafters(DraftReport(), size=2)}
+    seen["target"].aggregated_metrics[untold].clear()
+    assert PoolsPolicy()(seen)[0] == {"target": 3, "draft": 3} | {untold.partition("_")[0]: 2}
 
 
 def test_bounds_that_have_become_narrower_hold_in_silence_too() -> None:

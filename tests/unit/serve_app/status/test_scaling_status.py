@@ -2,9 +2,12 @@
 
 from dataclasses import asdict
 
+import pytest
+
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.config import DraftPool, DraftReplicas, TargetPool, TargetReplicas
 from cluster.placement import bounds, scaling_settings
+from serve_app.operations.ray_cluster import ClusterError
 from serve_app.status.scaling_status import pools_table, told_bounds
 
 TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
@@ -15,7 +18,8 @@ OPTIONS = {
     "Drafter": {"autoscaling_config": bounds(DRAFTERS.replicas)},
     "Router": {"num_replicas": 1},
 }
-BOUNDS = told_bounds({"deployments": {name: {"deployment_config": one} for name, one in OPTIONS.items()}})
+DETAILS = {"deployments": {name: {"deployment_config": one} for name, one in OPTIONS.items()}}
+BOUNDS = told_bounds(DETAILS)
 
 
 def test_each_pool_says_what_it_needs_and_why() -> None:
@@ -34,3 +38,10 @@ def test_each_pool_says_what_it_needs_and_why() -> None:
 def test_an_empty_draft_pool_is_shown_too() -> None:
     made = pools_table([{"report": asdict(TargetReport()), "scaling": SCALING}], [], BOUNDS)
     assert [str(cell) for cell in made.columns[3].cells] == ["1", "0"]
+
+
+@pytest.mark.parametrize("pool", ["Target", "Drafter"])
+def test_a_pool_that_has_ended_meanwhile_is_named(pool: str) -> None:
+    left = {name: one for name, one in DETAILS["deployments"].items() if name != pool}
+    with pytest.raises(ClusterError, match=f"no {pool} of it any more"):
+        told_bounds({"deployments": left})

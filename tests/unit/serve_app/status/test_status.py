@@ -1,9 +1,15 @@
 """What `slipstream status` shows of the replicas."""
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+from rich.console import Group
 
 from cluster.audit.audits import OUTCOMES
-from serve_app.status.status import audits_table, replicas_table, targets_table
+from serve_app.status import status
+from serve_app.status.status import audits_table, ray_status, replicas_table, targets_table
 
 
 def a_target(**changes: Any) -> dict[str, Any]:
@@ -92,3 +98,20 @@ def test_audits_are_summed_up_and_what_has_not_happened_is_shown_too() -> None:
     rows = dict(zip(names, values, strict=True))
     assert (rows["equal"], rows["near_tie"], rows["differs"], rows["waiting"]) == ("5", "1", "0", "4")
     assert rows["widest near-tie, in logits"] == "0.25"
+
+
+@pytest.mark.parametrize("left", [{}, {"ours": {"deployments": {}}}], ids=["none of it", "no deployments"])
+def test_an_application_that_ends_while_it_is_asked_does_not_say_what_it_has_counted(left: dict[str, Any]) -> None:
+    running = MagicMock(status=MagicMock(return_value=MagicMock(applications={"ours": MagicMock(deployments={})})))
+    with patch.multiple(
+        status,
+        connected=nullcontext,
+        serve=running,
+        deployed=MagicMock(),
+        broadcast=MagicMock(return_value=[]),
+        serve_details=MagicMock(return_value={"applications": left}),
+    ):
+        shown = ray_status("auto", "ours")
+    assert isinstance(shown, Group)
+    said = str(shown.renderables[-1])
+    assert said.startswith("The replicas of ours do not say what they have counted: Serve knows no Target")
