@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from actors.grammars.grammar_gate import GrammarGate
+from actors.target import TargetReplica
 from cluster.trust.refusals import Refusals, not_permitted
-from protos.messages import Close, Hello, LiveSession, RefusalReason
+from cluster.verification.bounds import VerificationLimits
+from protos.codec import Decoded
+from protos.messages import Close, Hello, LiveSession, Refusal, RefusalReason
 from tests.unit.actors.sampling.processor_opens import opened
 
 
@@ -208,3 +211,24 @@ async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes
     assert target.admitted == []
     await target.ends("other")
     assert target.admitted == [("r", later)]
+
+
+async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_has_passed():
+    """Its router comes back while the grammar is compiled, and a stranger asks for the session before and after."""
+    target = Target()
+    limits = VerificationLimits(50, max_context=1000, max_sessions=4, max_step_tokens=64, max_queued=1)
+    replica = TargetReplica(target, limits, "v", "m", step_timeout_s=30)
+    old, _ = replica.router_up(Hello("r", "v", "m"))
+    other, told = replica.router_up(Hello("stranger", "v", "m"))
+    replica.receive(old, Decoded((REQUEST,)))
+    new, _ = replica.router_up(Hello("r", "v", "m", (LiveSession("s", 1),)))
+    replica.stream_down(old)
+    theirs = replace(REQUEST, attempt=2)
+    replica.receive(other, Decoded((theirs, replace(theirs, session="one too many"))))
+    await target.ends("g")
+    replica.receive(other, Decoded((theirs,)))
+    assert replica.scheduler.router_of("s") == new
+    _, *refused = await told.take()
+    full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
+    assert refused == [not_permitted(theirs), full, not_permitted(theirs)]
+    assert replica.refusals.counts == {"an Open of another router's session": 2}
