@@ -64,7 +64,9 @@ class TargetReplica:
         self.decided_tokens = 0  # by steps; where a session ends, those after its end count too
         self.failure: EngineError | None = None
         self._engine = engine
-        self._gate = GrammarGate(engine.prepare, self._take, self._refuse)
+        self._gate = GrammarGate(
+            engine.prepare, self._take, self._refuse, self.scheduler.router_of, self.refusals, limits.max_queued
+        )
         self._progress = ProgressWatch(Patience(most_s=step_timeout_s))
         self._clock = clock
         self._tracer = tracer or NoTracing()
@@ -169,6 +171,7 @@ class TargetReplica:
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
         """A router's stream begins: of its sessions only those that it lists stay."""
         stream, outbox = self.drafter_up(hello)
+        self._gate.greeted(stream, hello)
         self.scheduler.receive(stream, hello, self._clock())
         self._changed.set()
         return stream, outbox

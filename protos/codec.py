@@ -100,7 +100,7 @@ def encoded_bytes(message: Message) -> int:
         return 256 + len(message.rows)
     size = 256 + 4 * len(getattr(message, "tokens", ()))
     if isinstance(message, Open):
-        own = 4 * len(message.stop_ids) + len(message.cache_salt.encode())
+        own = 4 * len(message.stop_ids) + len(message.cache_salt.encode()) + len(message.grammar.encode())
         return size + own + _rules_bytes(message.rules)
     if isinstance(message, Verdict):
         return size + _scores_bytes(message.scores) + _scores_bytes(message.prompt_scores)

@@ -43,6 +43,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Leaving,
     LiveSession,
     Message,
     NoDraft,
@@ -54,9 +55,12 @@ from protos.messages import (
     States,
     StatesAck,
     Ticket,
+    TokenRules,
     Verdict,
+    Welcome,
 )
 from protos.prefix import Prefix
+from protos.scores import Scoring, TokenScore
 from protos.states import StateDtype
 
 KEY = 99
@@ -108,11 +112,16 @@ def _sensible(session: str) -> dict[FrameType, list[Message]]:
     """Messages about one session, of which mutations are made; in a frame of each type those that it may hold."""
     here = Prefix(KEY, PROMPT).hash
     hello = Hello("hostile", "v", "m", (LiveSession(session, 1),))
+    welcome = Welcome("hostile")
     opens = [
         an_open(session),
         an_open(session, attempt=7, sampling=Sampling(), acceptance=Acceptance.RATIO),
         an_open(session, audit=True, max_draft_tokens=0, ticket_key=b"k"),
         an_open(session, ticket=Ticket(1, bytes(16))),
+        an_open(session, attempt=2, grammar="g"),
+        an_open(session, audit=True, max_draft_tokens=0, max_len=4, rival=5),
+        an_open(session, rules=TokenRules(((5, 1.5),), (5, 6, 7), ((5, 6), (7,)), 5), priority=-1, cache_salt="salt"),
+        an_open(session, scoring=Scoring(2, 3), wants_rejected=True),
     ]
     closes = [Close(session, 9)]
     probs = SparseProbs(((5, 6),), ((3, 4),))
@@ -122,9 +131,11 @@ def _sensible(session: str) -> dict[FrameType, list[Message]]:
         Block(session, 4, here + 1, DraftTree.chain((5, 6, 7))),
     ]
     attaches = [Attach(session, 3, here, 0), Attach(session, 3, here, None, issue(SECRET, "other", 1))]
+    scores = (TokenScore(-1.0, 1, (5,), (-1.0,)),)
     verdicts = [
         Verdict(session, 1, 3, here, (5, 6), 1, 2, Finish.NONE, DraftAnswer.GIVEN),
         Verdict(session, 1, 3, here, (5,), 0, 0, Finish.STOP, DraftAnswer.MISSED, Collapse(0.5, 0.1, True), 1.0),
+        Verdict(session, 1, 3, here, (5,), 0, 2, scores=scores, prompt_scores=scores * 2, rejected=(6,)),
     ]
     refusals = [Refusal(session, 1, RefusalReason.OVERLOADED, "full"), Refusal(session, 1, RefusalReason.INVALID, "")]
     resyncs = [Resync(session, 3, here)]
@@ -134,10 +145,10 @@ def _sensible(session: str) -> dict[FrameType, list[Message]]:
         pb.DrafterToTarget: [hello, Detach(session), *attaches, *blocks, NoDraft(session, 3, here)],
         pb.DrafterToTargetStates: [hello, StatesAck(session, 2)],
         pb.RouterToDrafter: [hello, *opens, *closes],
-        pb.TargetToDrafter: [*verdicts, *states, DraftRequest(session, 1, 3, here), *resyncs],
-        pb.TargetToDrafterStates: [*states],
-        pb.DrafterToRouter: [*resyncs, *refusals],
-        pb.TargetToRouter: [*verdicts, *refusals],
+        pb.TargetToDrafter: [welcome, *verdicts, *states, DraftRequest(session, 1, 3, here), *resyncs],
+        pb.TargetToDrafterStates: [welcome, *states],
+        pb.DrafterToRouter: [welcome, *resyncs, *refusals, Leaving()],
+        pb.TargetToRouter: [welcome, *verdicts, *refusals, Leaving()],
     }
 
 
@@ -195,9 +206,9 @@ class OneToken:
         return [Outcome(row.session, (), (row.base_len + 1) % VOCABULARY) for row in plan.rows if row.decide]
 
     async def prepare(self, grammar: str) -> str | None:
-        """Any text will do for a grammar, and none is kept to."""
-        del grammar
-        return None
+        """Takes a turn of the loop, in which more is heard. Any word will do for a grammar, and none is kept to."""
+        await asyncio.sleep(0)
+        return None if grammar.isalpha() else "it is no word"
 
 
 def at_target(sent: Sequence[Sent]) -> None:
@@ -206,6 +217,8 @@ def at_target(sent: Sequence[Sent]) -> None:
 
 
 async def _at_target(sent: Sequence[Sent]) -> None:
+    unseen: list[dict[str, Any]] = []  # of tasks that nobody waits for
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     now = 0.0
     buffer = BufferLimits(blocks=4, sessions=3, bytes=2000, age_s=5)
     limits = VerificationLimits(VOCABULARY, 40, 3, 32, pages=40, page_size=4, max_queued=5, buffer=buffer)
@@ -215,7 +228,8 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     up = {"router": target.router_up, "drafter": target.drafter_up}
     streams = {role: begin(Hello(NAMED[role], "v", "m"))[0] for role, begin in up.items()}
     router, outbox = target.router_up(Hello("honest-router", "v", "m"))
-    target.receive(router, decode(encode(pb.RouterToTarget, [an_open(HONEST, ticket_key=SECRET, max_draft_tokens=0)])))
+    request = an_open(HONEST, ticket_key=SECRET, max_draft_tokens=0, grammar="honest")  # held when others are heard
+    target.receive(router, decode(encode(pb.RouterToTarget, [request])))
 
     def step() -> bool:
         plan = scheduler.plan(now)
@@ -234,6 +248,8 @@ async def _at_target(sent: Sequence[Sent]) -> None:
         await asyncio.sleep(0)  # sessions with a grammar are admitted in a task
         step()
         now += 0.01
+    for _ in range(2):
+        await asyncio.sleep(0)  # the last grammars are compiled
     for _ in range(2000):
         if not step():
             break
@@ -246,6 +262,8 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     now += 100.0
     for _ in range(3):
         step()
+    await asyncio.sleep(0)  # the tasks of sessions that were dropped end
+    assert not unseen
     assert target.is_idle
     assert not engine.open
     assert not target._outboxes
@@ -286,6 +304,8 @@ def at_drafter(sent: Sequence[Sent]) -> None:
         elif TO_DRAFTER[item.frame] == "router":
             drafter.router_down(hostile)
             hostile, _ = drafter.router_up(Hello("hostile-router", "v", "m"))
+        else:
+            drafter.scheduler.gone(HOSTILE)
         draft()
         if len(prefix) < 3 + TOKENS - 1:
             verdict = Verdict(HONEST, 1, len(prefix), prefix.hash, (number % 7,), 0, 0)
@@ -315,6 +335,7 @@ def at_router(sent: Sequence[Sent]) -> None:
     )
     assignment = Assignment(Session(generation, SECRET), 0.0)
     assignments.add(assignment, 0.0)
+    assignments.targets.up(HOSTILE)
     prefix = Prefix(KEY, PROMPT)
     decided: list[int] = []
     for number, item in enumerate(sent):
@@ -326,6 +347,10 @@ def at_router(sent: Sequence[Sent]) -> None:
             for bad in frame.malformed:
                 assignments.unreadable(HOSTILE, bad.session, bad.attempt, 0.0)
                 audits.unreadable(HOSTILE, bad.session)
+        else:
+            assignments.gone(HOSTILE, 0.0)
+            audits.gone(HOSTILE)
+            assignments.targets.up(HOSTILE)
         if len(prefix) < 3 + TOKENS - 1:
             token = number % 7
             assignments.receive(TARGET, Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0), 0.0)

@@ -39,6 +39,11 @@ class Admission:
     def find(self, name: str) -> TargetSession | None:
         return self.running.get(name) or self.waiting.get(name)
 
+    def router_of(self, name: str) -> str | None:
+        """The stream of the router whose session this is."""
+        session = self.find(name)
+        return None if session is None else session.router
+
     @property
     def has_sessions(self) -> bool:
         return bool(self.running or self.waiting)

@@ -63,6 +63,7 @@ class VerificationScheduler:
         self.reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
         self.departure = self._intake.departure
+        self.router_of = self._admission.router_of
         self._in_step: list[tuple[TargetSession, Row]] = []
         self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
         self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything

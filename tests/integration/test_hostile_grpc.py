@@ -56,6 +56,7 @@ from tests.integration.harness import (
     IDENTITY,
     VOCABULARY,
     Cluster,
+    PacedEngine,
     cluster,
     eventually,
     plain_greedy,
@@ -316,6 +317,32 @@ async def test_a_stranger_takes_over_no_session_by_opening_it_again():
                 (refusal,) = decode(await within(5, stream.read())).messages
                 assert refusal == Refusal(running, 9, RefusalReason.INVALID, "not permitted")
             assert served.refusals.counts["an Open of another router's session"] == 1
+
+
+async def test_a_stranger_takes_over_no_session_that_is_held_for_its_grammar(monkeypatch):
+    """Neither by opening nor by closing it, whatever the attempt, nor by claiming it in a new greeting."""
+    compiled = asyncio.Event()
+
+    async def prepare(engine: PacedEngine, grammar: str) -> str | None:
+        await compiled.wait()
+        return None
+
+    monkeypatch.setattr(PacedEngine, "prepare", prepare)
+    async with busy_cluster() as c, greeted(c, DRIVE_TARGET) as drive:
+        (target,) = c.targets.values()
+        asked = asyncio.create_task(c.tokens(c.generation(session="held", grammar="any text")))
+        await eventually(lambda: not target._gate.is_empty, "it is held")
+        for attempt in (0, 1, 9):
+            theirs = replace(OPEN, session="held", attempt=attempt, grammar="their own")
+            await drive.write(encode(pb.RouterToTarget, [theirs, Close("held", attempt)]))
+            (refusal,) = decode(await within(5, drive.read())).messages
+            assert refusal == Refusal("held", attempt, RefusalReason.INVALID, "not permitted")
+        async with stream_to(c, DRIVE_TARGET) as again:
+            await again.write(encode(pb.RouterToTarget, [replace(HELLO, live=(LiveSession("held", 1),))]))
+            await within(5, again.read())
+        compiled.set()
+        assert await asked == plain_greedy((1, 2, 3), 40)
+        assert target.refusals.counts["an Open of another router's session"] == 3
 
 
 async def test_a_drafter_that_greets_by_a_routers_name_takes_none_of_its_sessions():

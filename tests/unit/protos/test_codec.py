@@ -256,6 +256,7 @@ SIZED = {
             cache_salt="\N{SNOWMAN}" * 256,
         ),
     ),
+    "a grammar": (pb.RouterToTarget, an_open(grammar="\N{SNOWMAN}" * 4000)),
     "a scored prompt": (
         pb.TargetToRouter,
         Verdict("s", 1, 1, 0, (5,), 0, 0, prompt_scores=(TokenScore(-1.0, 1, (1,) * 20, (-1.0,) * 20),) * 900),
