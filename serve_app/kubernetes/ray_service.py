@@ -20,12 +20,12 @@ from serve_app.kubernetes.pool_groups import (
     POOL_LABEL,
     ROUTER_CPUS,
     WorkerGroup,
-    drain_s,
     grace_s,
     pool_labels,
     scales,
     worker_groups,
 )
+from serve_app.operations.draining import RAY_DRAIN, drain_s
 
 RAY_VERSION = "2.60.0"  # of the image
 HTTP_PORT = 8000  # KubeRay's probes ask Serve's proxy there
@@ -113,7 +113,7 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
         "HF_HOME": MODELS,
         # The weights are on the volume; a replica that misses one fails at once instead of downloading it.
         "HF_HUB_OFFLINE": "1",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain_s(config)),
+        RAY_DRAIN: str(drain_s(config)),
     }
     main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
