@@ -101,10 +101,11 @@ def _autoscaler() -> Json:
 
 def _head(config: SlipstreamConfig, image: str) -> Json:
     pods = config.kubernetes.head
+    env = {RAY_DRAIN: "0"}  # nothing runs there that could finish, and Ray's 30 s are all that Kubernetes waits
     return {
         # No replica on the head: its loss must cost no session.
         "rayStartParams": {"num-cpus": "0"},
-        "template": template(container("ray-head", image, pods, HEAD_PORTS, {}), pods, []),
+        "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
     }
 
 
