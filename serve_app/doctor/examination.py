@@ -14,8 +14,7 @@ from serve_app.doctor.judgement import models_needed
 from serve_app.doctor.probe import NodeProbe
 from serve_app.operations.deploying import is_running
 from serve_app.operations.fitting import Node, needs
-from serve_app.operations.ray_cluster import connected
-from serve_app.operations.rollout import alive_nodes
+from serve_app.operations.ray_cluster import alive_nodes, connected
 
 K = TypeVar("K")
 

@@ -28,6 +28,8 @@ class NodeFacts:
     server: str | None  # address of the node's trial gRPC server
     server_role: PeerRole  # in which it proves itself
     server_fault: str | None  # why there is none
+    ray_drain_s: float  # that Ray lets its node finish once it is asked to end
+    ray_auth: str  # what Ray's own ports ask for, its RAY_AUTH_MODE
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster.config import SlipstreamConfig
 from cluster.draft_options import STATE_READERS
 from serve_app.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
+from serve_app.operations.draining import RAY_DRAIN, drain_s
 from serve_app.operations.fitting import Node, misfits, needs
 
 MIB = 1 << 20
@@ -35,6 +36,8 @@ def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
         ("HTTP port", str(config.server.port), lambda: _ports(facts.found, names)),
         ("shared memory", _least_shared_memory(facts.found), lambda: _shared_memory(config, facts.found, names)),
         ("models", _tried_models(config, facts.found), lambda: _models(facts.found, names)),
+        ("drain", _drains_seen(config, facts.found), lambda: _drains(config, facts.found, names)),
+        ("Ray's token", _auth_seen(facts.found), lambda: _auth(config, facts.found, names)),
         ("gRPC", _calls_seen(facts.calls), lambda: _grpc(facts, names)),
         ("clocks", _clocks_seen(facts.clocks), lambda: _clocks(facts.clocks, names)),
     )
@@ -130,6 +133,44 @@ def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
     if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
         return ModelsNeeded.BOTH
     return ModelsNeeded.TARGET if target.fits(node) or router.fits(node) else ModelsNeeded.NONE
+
+
+# ------------------------------------------------------------ how Ray was started
+
+
+def _drains(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    """Of nodes that may hold a replica; the others have nothing to finish."""
+    wanted = drain_s(config)
+    for facts in found:
+        if facts.ray_drain_s < wanted and any(need.fits(facts.node) for need in needs(config)):
+            yield (
+                f"{names[facts.node.node_id]}: Ray lets a node finish for {facts.ray_drain_s:g} s when it is asked to"
+                f" end, and its replicas may take {wanted} s (server.drain_s, target.drain_s); start it by"
+                f" {RAY_DRAIN}={wanted} ray start --block"
+            )
+
+
+def _drains_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
+    if not found:
+        return "not seen"
+    return f"{min(facts.ray_drain_s for facts in found):g} s at least, of {drain_s(config)} s"
+
+
+def _auth(config: SlipstreamConfig, found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    """Where all are on one machine, or the network is trusted, nobody else reaches Ray's ports."""
+    if config.trust.insecure or len({facts.node.address for facts in found}) == 1:
+        return
+    for facts in found:
+        if facts.ray_auth != "token":
+            yield (
+                f"{names[facts.node.node_id]}: Ray asks for no token (RAY_AUTH_MODE is {facts.ray_auth}), so whoever"
+                " reaches its ports can run code there; export RAY_AUTH_MODE=token before ray start on every node, with"
+                " one token (ray get-auth-token)"
+            )
+
+
+def _auth_seen(found: Sequence[NodeFacts]) -> str:
+    return ", ".join(sorted({facts.ray_auth for facts in found})) or "not seen"
 
 
 # ------------------------------------------------------------ between nodes

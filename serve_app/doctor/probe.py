@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
 
 import grpc
@@ -19,6 +20,7 @@ from cluster.trust.roles import PeerRole
 from protos.messages import PROTOCOL_VERSION
 from serve_app.doctor.facts import ModelsNeeded, NodeFacts, ProbeCall
 from serve_app.listening import listening_host
+from serve_app.operations.draining import RAY_DRAIN, RAY_DRAINS_S
 from serve_app.operations.fitting import Node
 from serve_app.operations.local import checked_port
 
@@ -58,6 +60,8 @@ class NodeProbe:
             server,
             self._role,
             server_fault,
+            ray_drain_s(os.environ),
+            ray_auth(os.environ),
         )
 
     async def clock(self) -> float:
@@ -148,3 +152,16 @@ def shared_memory_bytes() -> int:
     except FileNotFoundError:
         return 0
     return status.f_frsize * status.f_blocks
+
+
+def ray_drain_s(environ: Mapping[str, str]) -> float:
+    """As Ray reads it, from the environment of `ray start`, which all processes of the node have inherited."""
+    try:
+        return float(environ.get(RAY_DRAIN, RAY_DRAINS_S))
+    except ValueError:
+        return RAY_DRAINS_S  # Ray warns in its log, and takes this
+
+
+def ray_auth(environ: Mapping[str, str]) -> str:
+    """As `ray_drain_s`; a head that finds a token sets it by itself."""
+    return environ.get("RAY_AUTH_MODE", "disabled").lower()

@@ -8,11 +8,10 @@ from cluster.config import DraftPool, Replicas, SlipstreamConfig, TargetPool
 from cluster.kubernetes_options import PodOptions
 from cluster.placement import rank_bundle, target_group_options
 from cluster.trust.roles import PeerRole
+from serve_app.operations.draining import drain_s
 
 ROUTER_CPUS = 1
 POOL_LABEL = "pool"  # of Ray's nodes: a pool's replicas run on the group that has the pool's name
-SERVE_NOTICES_S = 15  # until Serve has learnt that a node drains and has stopped what ran there
-REPLICA_ENDS_S = 10  # from the end of a replica's own drain to its end, before Serve kills it
 RAY_ENDS_S = 30  # from the end of Ray's drain to the end of its processes
 SPARE = 2  # pods of a group, for each that its pool may need
 
@@ -59,11 +58,6 @@ def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
 def scales(config: SlipstreamConfig) -> bool:
     """Whether Ray's autoscaler is needed."""
     return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
-
-
-def drain_s(config: SlipstreamConfig) -> int:
-    """How long Ray lets replicas finish on a node whose pod is asked to end."""
-    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_ENDS_S + SERVE_NOTICES_S
 
 
 def grace_s(config: SlipstreamConfig) -> int:

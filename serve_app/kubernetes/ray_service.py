@@ -20,12 +20,12 @@ from serve_app.kubernetes.pool_groups import (
     POOL_LABEL,
     ROUTER_CPUS,
     WorkerGroup,
-    drain_s,
     grace_s,
     pool_labels,
     scales,
     worker_groups,
 )
+from serve_app.operations.draining import RAY_DRAIN, drain_s
 
 RAY_VERSION = "2.60.0"  # of the image
 HTTP_PORT = 8000  # KubeRay's probes ask Serve's proxy there
@@ -101,10 +101,11 @@ def _autoscaler() -> Json:
 
 def _head(config: SlipstreamConfig, image: str) -> Json:
     pods = config.kubernetes.head
+    env = {RAY_DRAIN: "0"}  # nothing runs there that could finish, and Ray's 30 s are all that Kubernetes waits
     return {
         # No replica on the head: its loss must cost no session.
         "rayStartParams": {"num-cpus": "0"},
-        "template": template(container("ray-head", image, pods, HEAD_PORTS, {}), pods, []),
+        "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
     }
 
 
@@ -113,7 +114,7 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
         "HF_HOME": MODELS,
         # The weights are on the volume; a replica that misses one fails at once instead of downloading it.
         "HF_HUB_OFFLINE": "1",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain_s(config)),
+        RAY_DRAIN: str(drain_s(config)),
     }
     main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})

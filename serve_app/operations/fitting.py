@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config import Replicas, Resources, SlipstreamConfig
+from cluster.errors import ConfigError
 from cluster.placement import rank_bundle, target_group_options
 from serve_app.operations.capacity import ROUTER_CPUS
 
@@ -86,6 +87,14 @@ def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
     wanted = needs(config)
     alone = [line for need in wanted if (line := _misfit(need, nodes)) is not None]
     return alone or _too_much_together(wanted, nodes)
+
+
+def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
+    """Raises ConfigError when a pool can be placed on no node that there is."""
+    lines = misfits(config, nodes)
+    if lines:
+        kept = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
+        raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, kept]))
 
 
 def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:

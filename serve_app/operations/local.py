@@ -21,8 +21,9 @@ from cluster.errors import ConfigError, SlipstreamError
 from serve_app.declaration import APPLICATION
 from serve_app.operations.capacity import check_resources, demand
 from serve_app.operations.deploying import deploy, withdraw
+from serve_app.operations.fitting import check_fit
 from serve_app.operations.publicity import check_keys
-from serve_app.operations.ray_cluster import ClusterError, broadcast, check_reachable, deployed, disconnect
+from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, check_reachable, deployed, disconnect
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
             _start_ray(config, level, verbose)
         else:
             status.update(f"Connecting to the Ray cluster at {address}")
-            _connect_ray(address, level, verbose)
+            _connect_ray(config, address, level, verbose)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which sets a handler of its own
         yield
     finally:
@@ -108,12 +109,13 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     check_resources(config, ray.cluster_resources())
 
 
-def _connect_ray(address: str, level: int, verbose: bool) -> None:
+def _connect_ray(config: SlipstreamConfig, address: str, level: int, verbose: bool) -> None:
     check_reachable(address)
     try:
         ray.init(address=address, logging_level=level, log_to_driver=verbose)
     except ConnectionError as error:
         raise StartError(f"there is no Ray cluster at {address}: {error}") from error
+    check_fit(config, alive_nodes())
 
 
 def _deploy(config: SlipstreamConfig) -> None:

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
 
 from cluster.errors import SlipstreamError
+from serve_app.operations.fitting import Node
 
 FOUND_BY_RAY = ("auto", "local")
 CONNECT_S = 3.0  # Ray itself would try for more than a minute
@@ -67,6 +68,15 @@ def check_reachable(address: str) -> None:
             grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
         except grpc.FutureTimeoutError as error:
             raise ClusterError(f"no Ray cluster answers at '{address}' within {CONNECT_S:.0f} s") from error
+
+
+def alive_nodes() -> list[Node]:
+    """Of the cluster that this process is connected to."""
+    return [
+        Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["Labels"])
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
 
 
 def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Any]:

@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.status import Status
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.errors import ConfigError, ModelError
+from cluster.errors import ModelError
 from serve_app.declaration import APPLICATION, http_options, whole_file
 from serve_app.operations.deploying import deploy, is_running, serve_details, withdraw
-from serve_app.operations.fitting import Node, misfits, needs
+from serve_app.operations.fitting import Node, check_fit, needs
 from serve_app.operations.local import READY_TIMEOUT_S, StartError, let_requests_finish
 from serve_app.operations.preflight import check_models
-from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
+from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
 from serve_app.parts import told_drain_s
 
 POLL_S = 0.5
@@ -80,14 +80,6 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
             serve.shutdown()
 
 
-def check_fit(config: SlipstreamConfig, nodes: list[Node]) -> None:
-    """Raises ConfigError when a pool can be placed on no node that there is."""
-    lines = misfits(config, nodes)
-    if lines:
-        kept = "nothing was changed; --autoscaled says that the cluster adds such nodes by itself"
-        raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, kept]))
-
-
 def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
     """On a node that may hold a drafter, which reads both models; they need not be where `slipstream up` is run."""
     drafter = needs(config)[1]
@@ -101,15 +93,6 @@ def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None
         )
     except RayTaskError as error:
         raise ModelError(f"on node {holder.address}: {error.cause}") from error
-
-
-def alive_nodes() -> list[Node]:
-    """Of the cluster that this process is connected to."""
-    return [
-        Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["Labels"])
-        for one in ray.nodes()
-        if one["Alive"]
-    ]
 
 
 def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints:

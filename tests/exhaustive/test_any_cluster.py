@@ -21,6 +21,7 @@ from cluster.routing.ray_membership import ServeMembership
 from serve_app.doctor.examination import examine
 from serve_app.doctor.judgement import judge
 from serve_app.operations.deploying import is_running, serve_details
+from serve_app.operations.draining import RAY_DRAIN
 from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import broadcast, connected, deployed
 from tests.unit.actors.methods.measuring.tiny_target import a_target
@@ -35,6 +36,7 @@ def cluster() -> Iterator[Cluster]:
     """Three nodes, labelled as an operator would; the head is for routers."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ[RAY_DRAIN] = "60"
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for pool in ("target", "draft"):
@@ -43,6 +45,7 @@ def cluster() -> Iterator[Cluster]:
     del os.environ["RAY_NODE_ZONE"]
     cluster.wait_for_nodes()
     yield cluster
+    del os.environ[RAY_DRAIN]
     cluster.shutdown()
 
 
@@ -108,15 +111,17 @@ def test_the_doctor_finds_nothing_wrong_and_leaves_nothing(cluster: Cluster, con
 
 
 def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_file: Path) -> None:
-    """Models that are not there, an HTTP port that is taken, and a pool that no node has room for."""
+    """Models that are not there, an HTTP port that is taken, a pool without room, and a drain that Ray cuts short."""
     port = load_config(config_file).server.port
-    overrides = ("--set", "model.target=/no/such/folder", "--set", "target.tensor_parallel=3")
+    wrong = ("model.target=/no/such/folder", "target.tensor_parallel=3", "target.drain_s=40")
+    overrides = [word for key in wrong for word in ("--set", key)]
     with socket.create_server(("127.0.0.1", port)):
         examined = slipstream(cluster, "doctor", config_file, *overrides)
     assert examined.returncode == 1, examined.stdout + examined.stderr
     told = examined.stdout
     assert "there is no model folder /no/such/folder" in told
     assert f"cannot listen on 127.0.0.1:{port}" in told
+    assert told.count("Ray lets a node finish for 60 s when it is asked to end, and its replicas may take 65 s") == 3
     assert "a target replica needs 1.6 CPU on one node with pool=target, but no node has more than 1 CPU" in told
 
 

@@ -185,6 +185,9 @@ class TestKubeRay:
             assert "readinessProbe" not in container, "it would replace the one that knows Serve's proxy"
             assert "livenessProbe" not in container
 
+    def test_rays_own_ports_ask_for_a_token(self, service: Json) -> None:
+        assert service["spec"]["rayClusterConfig"]["authOptions"]["mode"] == "token"
+
     def test_the_head_runs_no_replica(self, service: Json) -> None:
         head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
         assert ray_resources(head) == {"CPU": 0, "GPU": 0}
@@ -343,6 +346,12 @@ class TestPools:
             env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
             ray = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
             assert replicas < ray < pod["terminationGracePeriodSeconds"]
+
+    def test_a_head_has_nothing_to_wait_for(self, service: Json) -> None:
+        """Kubernetes would kill it within Ray's own drain, before its processes had ended."""
+        pod = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+        env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+        assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
 
     def test_drafters_have_room_for_the_sessions_of_the_targets(self, service: Json) -> None:
         """At their most and at their least: a session without a drafter is decoded plainly."""

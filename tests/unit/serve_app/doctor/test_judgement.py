@@ -1,15 +1,19 @@
 """What is found on nodes, judged: every fault names the node, what is wrong and what to do."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray._private import ray_constants
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.trust.roles import PeerRole
 from serve_app.doctor.examination import MOST_CALLED, pairs
 from serve_app.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
 from serve_app.doctor.judgement import judge, models_needed
+from serve_app.doctor.probe import ray_auth, ray_drain_s
+from serve_app.operations.draining import RAY_DRAIN
 from serve_app.operations.fitting import Node
 
 VERSIONS = {
@@ -29,7 +33,7 @@ def config(**sections: Any) -> SlipstreamConfig:
 
 def found(name: str, **differs: Any) -> NodeFacts:
     node = Node(name * 20, f"10.0.0.{name}", {"CPU": 4.0, "object_store_memory": float(GIB)}, {})
-    facts = NodeFacts(node, VERSIONS, 2 * GIB, None, None, f"10.0.0.{name}:50051", PeerRole.TARGET, None)
+    facts = NodeFacts(node, VERSIONS, 2 * GIB, None, None, f"10.0.0.{name}:50051", PeerRole.TARGET, None, 55.0, "token")
     return replace(facts, **differs)
 
 
@@ -109,6 +113,41 @@ def test_shared_memory_must_hold_the_object_store_and_the_ranks_beside_it() -> N
     assert faults(tight) == {}, "one rank needs none"
     (ranks,) = faults(tight, config(target={"tensor_parallel": 2}))["shared memory"]
     assert "2 ranks of a target need 128 MiB beside it" in ranks
+
+
+def test_ray_must_let_replicas_finish_for_all_that_the_configuration_says() -> None:
+    """30 s by default, 10 to end and 15 until Serve knows."""
+    facts = cluster(found("1"), found("2", ray_drain_s=54.0))
+    (line,) = faults(facts)["drain"]
+    assert line.startswith("10.0.0.2: Ray lets a node finish for 54 s when it is asked to end, and its replicas may")
+    assert line.endswith(f"start it by {RAY_DRAIN}=55 ray start --block")
+    assert faults(facts, config(target={"drain_s": 29}, server={"drain_s": 29})) == {}
+    assert len(faults(facts, config(target={"drain_s": 31}))["drain"]) == 2
+    assert len(faults(facts, config(server={"drain_s": 30.5}))["drain"]) == 2
+
+
+def test_a_node_that_holds_no_replica_has_nothing_to_finish() -> None:
+    head = found("2", ray_drain_s=0.0)
+    bare = replace(head, node=replace(head.node, resources={"object_store_memory": float(GIB)}))
+    assert len(faults(cluster(found("1"), head))["drain"]) == 1
+    assert faults(cluster(found("1"), bare)) == {}
+
+
+def test_a_drain_that_nobody_set_is_what_ray_takes_it_for() -> None:
+    assert ray_drain_s({RAY_DRAIN: "120"}) == 120
+    assert ray_drain_s({RAY_DRAIN: "two minutes"}) == ray_drain_s({}) == 30
+    assert ray_drain_s(os.environ) == ray_constants.RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+
+
+def test_rays_ports_ask_for_a_token_where_there_are_several_machines() -> None:
+    open_ports = cluster(found("1"), found("2", ray_auth=ray_auth({})))
+    (line,) = faults(open_ports)["Ray's token"]
+    assert line.startswith("10.0.0.2: Ray asks for no token (RAY_AUTH_MODE is disabled), so whoever reaches its ports")
+    assert faults(open_ports, config(trust={"insecure": True})) == {}, "the network is trusted"
+    assert faults(cluster(found("1", ray_auth="disabled"))) == {}, "one machine"
+    one, two = (found(name, ray_auth="disabled") for name in "12")
+    assert faults(cluster(one, replace(two, node=replace(two.node, address=one.node.address)))) == {}, "still one"
+    assert ray_auth({"RAY_AUTH_MODE": "Token"}) == "token"
 
 
 def test_calls_that_fail_or_are_slow_are_told_with_both_ends() -> None:

@@ -1,11 +1,14 @@
-"""Starting Ray for a server of one's own: a start that fails is tried once more, then told in a sentence."""
+"""Starting Ray for a server of one's own, where a start that fails is tried once more, then told in a sentence; and
+joining a cluster that is there, which must have room."""
 
 import logging
 
 import pytest
 import ray
+from ray import serve
 from rich.console import Console
 
+from cluster.errors import ConfigError
 from serve_app.cli.demo_models import demo_config
 from serve_app.operations.local import StartError, serving
 
@@ -50,3 +53,16 @@ def test_ray_that_does_not_start_at_all_is_an_error_that_says_so(monkeypatch: py
     with pytest.raises(StartError, match=r"Ray did not start on this machine: .* timed out during startup"):
         start()
     assert failing.starts == 2
+
+
+def test_a_cluster_without_room_is_refused_before_serve_starts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve would wait for the nodes that are missing, and say nothing."""
+    node = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 0.01}, "Labels": {}, "Alive": True}
+    started: list[object] = []
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    monkeypatch.setattr(serve, "start", lambda **_: started.append(serve))
+    refused = serving(demo_config(["server.port=0"]), Console(quiet=True), address="auto")
+    with pytest.raises(ConfigError, match="the cluster cannot hold this configuration"), refused:
+        raise AssertionError("it was served")
+    assert started == []

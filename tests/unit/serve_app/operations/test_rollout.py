@@ -6,8 +6,8 @@ import pytest
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ConfigError
-from serve_app.operations.fitting import Node
-from serve_app.operations.rollout import check_fit, endpoints
+from serve_app.operations.fitting import Node, check_fit
+from serve_app.operations.rollout import endpoints
 
 
 def config(**server: Any) -> SlipstreamConfig:
