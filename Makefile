@@ -5,8 +5,8 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: bench bench-clients chaos check demo docs models page-pictures random_scenarios setup test test-browser \
-	test-clients test-exhaustive test-gpu test-hostile test-mutations test-vllm
+.PHONY: bench bench-clients chaos check demo docs image-steps models page-pictures random_scenarios setup test \
+	test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations test-vllm
 
 setup: .venv/.complete
 
@@ -107,6 +107,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.regenerate --check
+
+# What a build of the image would run, in an empty Debian, up to the image's own command; as root, without Docker. On
+# Debian: `apt install debootstrap`. VARIANT is cpu, gpu or vllm; the last two fetch some gigabytes.
+VARIANT ?= cpu
+image-steps:
+	$(PYTHON) k8s/images/clean_root.py $(VARIANT)
 
 # The generated halves of docs/map.md and docs/configuration.md.
 docs: setup

@@ -4,6 +4,7 @@ Everything is checked as text: no cluster is asked.
 """
 
 import copy
+import gzip
 import re
 import shutil
 import subprocess
@@ -30,7 +31,6 @@ from tests.unit.k8s.overlays import (
     closed,
     deployments,
     errors,
-    load,
     of_kind,
     overlay_config,
     pods,
@@ -40,8 +40,9 @@ from tests.unit.k8s.overlays import (
     told_apart,
     worker_group_specs,
 )
+from tests.unit.k8s.schemas import CERT_MANAGER, MONITORING, SCHEMAS
 
-CRD = ROOT.parent / "shared" / "data" / "kuberay" / "ray.io_rayservices.yaml"
+CRD = ROOT / "tests" / "data" / "kuberay" / "ray.io_rayservices.yaml.gz"  # of KubeRay 1.7, as it publishes it
 KUBERNETES = "1.34"  # whose schemas of the built-in kinds the manifests must satisfy
 BUILT_IN = {"v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}
 IMAGE = "registry.example.com/slipstream"
@@ -121,9 +122,7 @@ def service(objects: list[Json]) -> Json:
 
 @pytest.fixture(scope="module")
 def crd_schema() -> Json:
-    if not CRD.exists():
-        pytest.skip(f"KubeRay's CRD is not beside the repository: {CRD.relative_to(ROOT.parent)}")
-    (definition,) = load(CRD)
+    definition = yaml.load(gzip.decompress(CRD.read_bytes()), yaml.CSafeLoader)
     (version,) = [version for version in definition["spec"]["versions"] if version["storage"]]
     assert version["name"] == "v1"
     return closed(version["schema"]["openAPIV3Schema"])
@@ -239,8 +238,10 @@ class TestKubeRay:
 
 class TestBuiltInKinds:
     def test_every_object_has_a_schema_or_is_checked_elsewhere(self, objects: list[Json]) -> None:
-        elsewhere = {"ray.io/v1", "monitoring.coreos.com/v1", "cert-manager.io/v1"}
+        elsewhere = {"ray.io/v1", MONITORING, CERT_MANAGER}
         assert {each["apiVersion"] for each in objects} <= BUILT_IN | elsewhere
+        strangers = {each["kind"] for each in objects if each["apiVersion"] not in BUILT_IN}
+        assert strangers <= {"RayService"} | SCHEMAS.keys()
 
     def test_they_are_valid(self, objects: list[Json]) -> None:
         found = [each for each in objects if each["apiVersion"] in BUILT_IN]
@@ -418,6 +419,27 @@ class TestObjectsAround:
         for manifest in found:
             wanted = manifest["spec"]["selector"]["matchLabels"].items()
             assert any(wanted <= labels.items() for labels, _ in pods(ray_service_of(objects))), manifest["metadata"]
+
+    def test_every_process_is_scraped(self) -> None:
+        """A monitor that names a port which a pod has not drops that pod in silence."""
+        objects = DEPLOYMENTS["l4-h100"]
+        scraped: dict[str, set[str]] = {}
+        for labels, pod in pods(ray_service_of(objects)):
+            endpoints = [
+                endpoint["port"]
+                for monitor in of_kind(objects, "PodMonitor")
+                if monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+                for endpoint in monitor["spec"]["podMetricsEndpoints"]
+            ]
+            scraped[labels["ray.io/group"]] = {
+                port["name"]
+                for container in pod["containers"]
+                for port in container["ports"]
+                if port["name"] in endpoints
+            }
+        everyone = {"metrics"}
+        head = everyone | {"as-metrics", "dash-metrics"}
+        assert scraped == {"headgroup": head, "target": everyone, "draft": everyone, "router": everyone}
 
     def test_the_network_policy_covers_every_pod_and_lets_them_speak(self, objects: list[Json], service: Json) -> None:
         (policy,) = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "slipstream"]

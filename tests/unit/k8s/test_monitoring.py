@@ -23,94 +23,12 @@ from serve_app.publishing.ray_mirror import exported
 from serve_app.replica_counters import CAUSE, HELP, LABELS
 from serve_app.router import RouterActivity
 from tests.unit.k8s.overlays import K8S, ROOT, Json, dashboard, errors, load
+from tests.unit.k8s.schemas import SCHEMAS
 
 MONITORING = K8S / "components" / "monitoring"
 SERVE_LABELS = {"deployment", "replica", "application"}  # that Serve gives to each metric of a replica
 TARGET_LABELS = {"ray_io_cluster", "ray_io_group", "pod", "namespace"}  # that Prometheus gives to what it scrapes
 ADDED = {"le"}  # by histograms
-STRING: Json = {"type": "string", "minLength": 1}
-STRINGS: Json = {"type": "object", "additionalProperties": STRING}
-
-
-def mapping(*required: str, **properties: Json) -> Json:
-    """Of these keys and no others."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def items(schema: Json) -> Json:
-    return {"type": "array", "items": schema, "minItems": 1}
-
-
-def resource(kind: str, spec: Json) -> Json:
-    return mapping(
-        "apiVersion",
-        "kind",
-        "metadata",
-        "spec",
-        apiVersion={"const": "monitoring.coreos.com/v1"},
-        kind={"const": kind},
-        metadata=mapping("name", name=STRING),
-        spec=spec,
-    )
-
-
-# Of the Prometheus operator's kinds, the part that is used here; its own definitions are not at hand.
-SCHEMAS = {
-    "PodMonitor": resource(
-        "PodMonitor",
-        mapping(
-            "selector",
-            "podMetricsEndpoints",
-            selector=mapping("matchLabels", matchLabels=STRINGS),
-            podTargetLabels=items(STRING),
-            podMetricsEndpoints=items(
-                mapping(
-                    "port",
-                    port=STRING,
-                    path=STRING,
-                    metricRelabelings=items(
-                        mapping(
-                            "sourceLabels",
-                            "regex",
-                            "targetLabel",
-                            "replacement",
-                            sourceLabels=items(STRING),
-                            regex=STRING,
-                            targetLabel=STRING,
-                            replacement=STRING,
-                        )
-                    ),
-                )
-            ),
-        ),
-    ),
-    "PrometheusRule": resource(
-        "PrometheusRule",
-        mapping(
-            "groups",
-            groups=items(
-                mapping(
-                    "name",
-                    "rules",
-                    name=STRING,
-                    rules=items(
-                        mapping(
-                            "alert",
-                            "expr",
-                            "labels",
-                            "annotations",
-                            alert=STRING,
-                            expr=STRING,
-                            labels=mapping("severity", severity={"enum": ["critical", "warning"]}),
-                            annotations=mapping("summary", summary=STRING, description=STRING),
-                            **{"for": {"type": "string", "pattern": r"^\d+[smh]$"}},
-                        )
-                    ),
-                )
-            ),
-        ),
-    ),
-}
 
 
 def alerts() -> list[Json]:
