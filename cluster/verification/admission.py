@@ -11,7 +11,7 @@ from cluster.dispatch import Send
 from cluster.engines.session_memory import SessionMemory
 from cluster.page_allocator import PageCopy
 from cluster.verification.sequence import TargetSession
-from protos.messages import Leaving, Open, Refusal, RefusalReason
+from protos.messages import Hello, Leaving, Message, Open, Refusal, RefusalReason, Welcome
 
 LEAVES = "this target replica is stopping"
 
@@ -38,6 +38,13 @@ class Admission:
 
     def find(self, name: str) -> TargetSession | None:
         return self.running.get(name) or self.waiting.get(name)
+
+    def has_part(self, peer: str, message: Message) -> bool:
+        """Whether the message is of a session that is here, and the peer's; a greeting is of none."""
+        if isinstance(message, Hello | Welcome | Leaving):
+            return True
+        session = self.find(message.session)
+        return session is not None and session.is_of(peer, message)
 
     @property
     def has_sessions(self) -> bool:
