@@ -106,7 +106,9 @@ class UnfitFrame(ProtocolError):
 
 def decode_greeted(frame: ProtoMessage) -> Decoded:
     """A frame after the greeting, which may not come again. It is the first field of a frame, so one look is enough."""
-    repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
+    if not (fields := frame.ListFields()):
+        raise UnfitFrame("an empty frame")
+    repeated = [value for descriptor, value in fields if descriptor.is_repeated]
     if (count := sum(map(len, repeated))) > MOST_MESSAGES:
         raise UnfitFrame(f"{count} messages in one frame")
     found = decode(frame)
@@ -175,7 +177,8 @@ async def converse(
             try:
                 decoded = decode_greeted(frame)
                 if unasked := on_frame(decoded):
-                    await asyncio.sleep(REST * (time.perf_counter() - began) * unasked / len(decoded.messages))
+                    share = unasked / (len(decoded.messages) + len(decoded.malformed))
+                    await asyncio.sleep(REST * share * (time.perf_counter() - began))
             except UnfitFrame:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 

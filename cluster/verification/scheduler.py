@@ -176,7 +176,7 @@ class VerificationScheduler:
 
     @property
     def unasked(self) -> int:
-        """Blocks so far for sessions that are not open, or are another drafter's."""
+        """Messages so far of sessions that are not open, or are another peer's."""
         return self._intake.unasked
 
     @property

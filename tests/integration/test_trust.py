@@ -71,11 +71,7 @@ async def test_the_whole_system_serves_with_a_token(tmp_path):
 async def test_who_has_no_valid_certificate_does_not_get_through_the_handshake(door, kind, tmp_path):
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
-        if kind == "expired":
-            authority.issue(tmp_path / kind, door.caller, lasts=timedelta(days=-1))
-        elif kind == "foreign":
-            Authority().issue(tmp_path / kind, door.caller)
-            (tmp_path / kind / "ca.crt").write_bytes(authority.pem)  # it believes us; we do not believe it
+        issue_invalid(kind, tmp_path, authority, door.caller)
         async with channel_of(c, door, kind, tmp_path, authority) as channel:
             for _ in range(2):
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
@@ -83,28 +79,48 @@ async def test_who_has_no_valid_certificate_does_not_get_through_the_handshake(d
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "those who belong are served as before"
 
 
-@pytest.mark.parametrize(("kind", "connections"), [("none", 3), ("foreign", 3), ("plain", 1)])
+@pytest.mark.parametrize(("kind", "connections"), [("none", 3), ("expired", 3), ("foreign", 3), ("plain", 1)])
 async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once(
     kind, connections, tmp_path, monkeypatch, caplog
 ):
-    """Those who do are not, however often they come. Plain channels share a connection that failed."""
-    monkeypatch.setattr(handshakes, "PASSED_S", 2)
+    """Plain channels share a connection that failed."""
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
-        Authority().issue(tmp_path / kind, VERIFY.caller)
-        (tmp_path / kind / "ca.crt").write_bytes(authority.pem)
+        issue_invalid(kind, tmp_path, authority, VERIFY.caller)
         (target,) = c.targets.values()
-        for _ in range(3):
-            async with shown(c, VERIFY, tmp_path / "drafter") as stream:
-                assert await is_welcome(stream, VERIFY)
-        await asyncio.sleep(2.5)
-        assert target.refusals.counts == {}
+        await eventually(lambda: target._streams == 1, "the router is in")
+        c.servers[VERIFY.address(c)].gate.handshakes._look()  # at the router's
+        monkeypatch.setattr(handshakes, "PASSED_S", 0)  # from here on nobody comes who belongs
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                     await is_welcome(VERIFY.stub(channel), VERIFY)
         await eventually(lambda: target.refusals.counts[handshakes.CAUSE] >= connections, "all are counted")
         assert len([record for record in caplog.records if handshakes.CAUSE in record.getMessage()]) == 1
+
+
+async def test_who_gets_through_the_handshake_is_not_counted_however_often_it_comes(tmp_path):
+    """Every handshake is looked at, here as soon as all have called."""
+    async with cluster(trust=Authority().issue_all(tmp_path)) as c:
+        (target,) = c.targets.values()
+        await eventually(lambda: target._streams == 1, "the router is in")
+        for _ in range(3):
+            async with shown(c, VERIFY, tmp_path / "drafter") as stream:
+                assert await is_welcome(stream, VERIFY)
+        looked_at = c.servers[VERIFY.address(c)].gate.handshakes
+        assert looked_at._begun == 4
+        for _ in range(4):
+            looked_at._look()
+        assert target.refusals.counts == {}
+
+
+def issue_invalid(kind: str, folder: Path, authority: Authority, role: PeerRole) -> None:
+    """What a caller of this kind shows, if it shows a certificate."""
+    if kind == "expired":
+        authority.issue(folder / kind, role, lasts=timedelta(days=-1))
+    elif kind == "foreign":
+        Authority().issue(folder / kind, role)
+        (folder / kind / "ca.crt").write_bytes(authority.pem)  # it believes us; we do not believe it
 
 
 @asynccontextmanager
@@ -245,14 +261,14 @@ async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path,
 WRONG = {"none": (), "wrong": ((AUTHORIZATION, "Bearer secre"),), "bare": ((AUTHORIZATION, "secret"),)}
 
 
+@DOORS
 @pytest.mark.parametrize("metadata", WRONG.values(), ids=WRONG)
-async def test_a_caller_without_the_token_is_told_nothing_whatever_it_calls(metadata, tmp_path, caplog):
+async def test_a_caller_without_the_token_is_told_nothing_whatever_it_calls(door, metadata, tmp_path, caplog):
     (tmp_path / "token").write_text("secret")
     async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"), reflection=True)) as c:
-        address = DRIVE_TARGET.address(c)
         with caplog.at_level(logging.WARNING):
-            async with grpc.aio.insecure_channel(address) as channel:
-                for path in (DRIVE_TARGET.path, VERIFY.path, REFLECTION, "/no.such.Service/Call"):
+            async with grpc.aio.insecure_channel(door.address(c)) as channel:
+                for path in (door.path, REFLECTION, "/no.such.Service/Call"):
                     call = channel.stream_stream(path)(metadata=metadata)
                     with told_nothing_but(grpc.StatusCode.UNAUTHENTICATED):
                         await within(5, call.read())
@@ -260,7 +276,7 @@ async def test_a_caller_without_the_token_is_told_nothing_whatever_it_calls(meta
                     await health_pb2_grpc.HealthStub(channel).Check(
                         health_pb2.HealthCheckRequest(), metadata=metadata, timeout=5
                     )
-        assert refusals(c, DRIVE_TARGET) == {"a caller without a valid token": 5}
+        assert refusals(c, door) == {"a caller without a valid token": 4}
         assert len([record for record in caplog.records if "valid token" in record.getMessage()]) == 1
 
 

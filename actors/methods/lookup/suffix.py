@@ -1,4 +1,4 @@
-"""What followed the text's end before: in the text itself, and in recent answers of this drafter.
+"""What followed the text's end before: in the text itself, and in recent answers of this drafter with its cache salt.
 
 Needs no model and no GPU. (SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) Several continuations become a tree,
 each as likely as it was frequent. Tokens are point masses: under ratio acceptance they stand with their target
@@ -8,6 +8,7 @@ probability.
 import time
 from collections.abc import Callable, Sequence
 
+from actors.methods.lookup.recent_answers import RecentAnswers
 from actors.methods.lookup.suffix_index import EscapeRates, Match, SuffixIndex, longer
 from actors.methods.setup import DraftSetup
 from cluster.config import DraftPool
@@ -46,8 +47,8 @@ class SuffixLookup:
         self._ahead_time = ForwardTime()
         self._texts = SessionTexts()
         self._own: dict[str, SuffixIndex] = {}
-        self._answers = SuffixIndex(options.min_ngram, options.remembered_tokens)
-        self._rates = EscapeRates()
+        self._answers = RecentAnswers(options.min_ngram, options.remembered_tokens)
+        self._rates = EscapeRates()  # of all sessions: they tell of no token
 
     # ------------------------------------------------------------ sessions
 
@@ -76,7 +77,7 @@ class SuffixLookup:
         is_free = text.open.takes_trees  # of the noise that decides about drafts
         first = max(0, text.open.prompt_len - self._options.max_ngram)
         if is_free and len(text.tokens) > text.open.prompt_len:
-            self._answers.add(text.tokens[first:])
+            self._answers.add(text.open.cache_salt, text.tokens[first:])
 
     def _learn(self, session: str, text: Sequence[int], tokens: Sequence[int]) -> None:
         """How reliable matches are, by what the target decided after them."""
@@ -90,7 +91,8 @@ class SuffixLookup:
 
     def _find(self, session: str, text: Sequence[int]) -> Match:
         longest = self._options.max_ngram
-        return longer(self._own[session].find(text, longest), self._answers.find(text, longest))
+        salt = self._texts[session].open.cache_salt
+        return longer(self._own[session].find(text, longest), self._answers.find(salt, text, longest))
 
     # ------------------------------------------------------------ blocks
 

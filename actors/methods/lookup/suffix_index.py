@@ -45,23 +45,17 @@ class Match:
 
 
 class SuffixIndex:
-    """Texts, of which the latest stay: of `most_tokens` together, or all."""
+    """Texts that are looked up in together."""
 
-    def __init__(self, shortest: int, most_tokens: int | None = None) -> None:
+    def __init__(self, shortest: int) -> None:
         self._shortest = shortest
-        self._most = most_tokens
         self._texts: deque[list[int]] = deque()
         self._places: defaultdict[int, list[Place]] = defaultdict(list)  # by hash of the tokens just before
         self.tokens = 0
 
     def add(self, text: list[int]) -> None:
-        """A text, or as much of its end as may be kept."""
-        if self._most is not None:
-            text = text[max(0, len(text) - self._most) :]
         self._texts.append(text)
         self.grow(0)
-        while self._most is not None and self.tokens > self._most:
-            self._forget(self._texts.popleft())
 
     def grow(self, known: int) -> None:
         """The latest text, which is all that was added, has tokens after those known."""
@@ -69,6 +63,18 @@ class SuffixIndex:
         self.tokens += len(text) - known
         for at in range(max(known, self._shortest), len(text)):
             self._places[self._key(text, at)].append((text, at))
+
+    def forget_oldest(self) -> int:
+        """The oldest text's places are the first ones everywhere; returns its length."""
+        text = self._texts.popleft()
+        self.tokens -= len(text)
+        for at in range(self._shortest, len(text)):
+            key = self._key(text, at)
+            places = self._places[key]
+            del places[0]
+            if not places:
+                del self._places[key]
+        return len(text)
 
     def find(self, text: Sequence[int], longest: int) -> Match:
         """What followed the most tokens of the text's end, up to `longest`; as many places as were looked at."""
@@ -90,16 +96,6 @@ class SuffixIndex:
 
     def _key(self, text: Sequence[int], end: int) -> int:
         return hash(tuple(text[end - self._shortest : end]))
-
-    def _forget(self, text: list[int]) -> None:
-        """The oldest, whose places are the first ones everywhere."""
-        self.tokens -= len(text)
-        for at in range(self._shortest, len(text)):
-            key = self._key(text, at)
-            places = self._places[key]
-            del places[0]
-            if not places:
-                del self._places[key]
 
 
 NOTHING = Match(0, ())

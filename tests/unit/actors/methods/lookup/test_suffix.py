@@ -60,6 +60,14 @@ def test_answers_that_have_ended_are_known_to_other_sessions():
     assert proposal.tokens == ()
 
 
+def test_answers_are_known_to_sessions_with_their_own_cache_salt_alone():
+    method = a_method()
+    answer(method, (1, 2, 3, 4, 5), cache_salt="key a")
+    for salt, known in (("key a", (3, 4, 5)), ("key b", ()), ("", ())):
+        (proposal,) = propose(method, [a_want((9, 1, 2), cache_salt=salt)])
+        assert proposal.tokens == known
+
+
 def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
     method = a_method()
     method.open(an_open("before", tokens=(20, 21, 22, 23, 1, 2)))
