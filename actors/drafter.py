@@ -57,11 +57,12 @@ class Drafter:
         credentials: Credentials | None = None,  # shown to targets
         tracer: SessionTracer | None = None,
         working_clock: Callable[[], float] | None = None,  # by which a pass is stuck; default: `clock`
+        known_targets: Callable[[], frozenset[str]] | None = None,  # no other address is dialled; default: any is
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes, published_acceptance)
+        self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes, published_acceptance, known_targets)
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self._reporter = DraftReporter(profile)
@@ -273,9 +274,8 @@ class Drafter:
 
     def report(self) -> DraftReport:
         """For autoscaling, of the time since it was last asked for."""
-        counts = self.scheduler.counts
-        late = counts["blocks_late"]
-        return self._reporter.report(late + counts["blocks_in_time"], late, self._clock())
+        late = self.scheduler.counts["blocks_late"]
+        return self._reporter.report(late + self.scheduler.counts["blocks_in_time"], late, self._clock())
 
     @property
     def refusals(self) -> Refusals:

@@ -3,19 +3,23 @@
 What lay between two events is a span; `spans` finds them in the recordings of all actors together.
 """
 
-import pickle
 import time
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter
+
+from cluster.packing import packed, unpacked
 
 # Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store, where Serve's watching of
 # an answer that its caller has already dropped ends the caller.
 MESSAGE_BYTES = 90_000
 MICRO = 1_000_000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +85,74 @@ class Actor:
 # ---------------------------------------------------------------- on the way
 
 
+Index = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """An actor's events by column, which compress far better than events; names and sessions are told once."""
+
+    role: str
+    name: str
+    wall_offset_s: float
+    first: int  # order of the first event
+    names: list[str]
+    sessions: list[str]
+    groups: list[list[Index]]  # of sessions that have had an event together
+    passed: list[int]  # by event: microseconds since the one before
+    named: list[Index]  # by event
+    grouped: list[Index]  # by event
+
+
+COLUMNS = TypeAdapter(_Columns)
+
+
 def pack(actor: Actor, limit: int = MESSAGE_BYTES) -> bytes:
     """The recording as one small message; when all is more than `limit` bytes, its latest events."""
     events = actor.recording.events
-    while len(packed := _packed(actor, events)) > limit:
+    while len(message := packed(_columns(actor, events))) > limit:
         events = events[max(1, len(events) // 8) :]
-    return packed
+    return message
 
 
-def _packed(actor: Actor, events: Sequence[Event]) -> bytes:
-    """Columns compress far better than events; names and sessions are told once."""
-    names = list(dict.fromkeys(event.name for event in events))
-    groups = list(dict.fromkeys(event.sessions for event in events))
-    name_at, group_at = ({value: index for index, value in enumerate(values)} for values in (names, groups))
+def _columns(actor: Actor, events: Sequence[Event]) -> _Columns:
+    name_at = _numbered(event.name for event in events)
+    group_at = _numbered(event.sessions for event in events)
+    session_at = _numbered(session for group in group_at for session in group)
     times = [round(event.at_s * MICRO) for event in events]
-    columns = (
-        array("q", (later - earlier for earlier, later in zip([0, *times], times, strict=False))),
-        array("H", (name_at[event.name] for event in events)),
-        array("H", (group_at[event.sessions] for event in events)),
+    return _Columns(
+        role=actor.role,
+        name=actor.name,
+        wall_offset_s=actor.recording.wall_offset_s,
+        first=events[0].order if events else 0,
+        names=list(name_at),
+        sessions=list(session_at),
+        groups=[[session_at[session] for session in group] for group in group_at],
+        passed=[later - earlier for earlier, later in zip([0, *times], times, strict=False)],
+        named=[name_at[event.name] for event in events],
+        grouped=[group_at[event.sessions] for event in events],
     )
-    first = events[0].order if events else 0
-    offset = actor.recording.wall_offset_s
-    return zlib.compress(pickle.dumps((actor.role, actor.name, offset, first, names, groups, columns)))
 
 
-def unpack(packed: bytes) -> Actor:
-    """What `pack` was given, to the microsecond; trusts its source as far as Ray does."""
-    role, name, offset, first, names, groups, columns = pickle.loads(zlib.decompress(packed))
+def _numbered(values: Iterable[T]) -> dict[T, int]:
+    """Each value once, by its place."""
+    return {value: index for index, value in enumerate(dict.fromkeys(values))}
+
+
+def unpack(message: bytes) -> Actor:
+    """What `pack` was given, to the microsecond; raises ValueError for anything else."""
+    columns = unpacked(message, COLUMNS)
     events = []
     at = 0
-    for order, (passed, named, group) in enumerate(zip(*columns, strict=True), start=first):
-        at += passed
-        events.append(Event(order, at / MICRO, names[named], groups[group]))
-    return Actor(role, name, Recording(offset, tuple(events)))
+    try:
+        groups = [tuple(columns.sessions[index] for index in group) for group in columns.groups]
+        rows = zip(columns.passed, columns.named, columns.grouped, strict=True)
+        for order, (passed, named, grouped) in enumerate(rows, start=columns.first):
+            at += passed
+            events.append(Event(order, at / MICRO, columns.names[named], groups[grouped]))
+    except IndexError as error:
+        raise ValueError("a packed recording names more than it lists") from error
+    return Actor(columns.role, columns.name, Recording(columns.wall_offset_s, tuple(events)))
 
 
 # ---------------------------------------------------------------- spans

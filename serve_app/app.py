@@ -51,7 +51,8 @@ def application(config: SlipstreamConfig) -> serve.Application:
         health_check_period_s=1,
         **_logging(config.server),
     )
-    return router.bind(config, target.bind(config), drafter.bind(config))
+    targets = target.bind(config)
+    return router.bind(config, targets, drafter.bind(config, targets))
 
 
 def _scaling(replicas: Replicas) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.prefix_homes import PrefixOptions
-from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership
+from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
 from serve_app.http.wire.replies import HealthReport
@@ -216,9 +217,13 @@ class TargetDeployment:
 class DraftDeployment:
     """One drafter's process: model, drafting loop, gRPC."""
 
-    async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
+    ) -> None:
         self._ending = AsyncExitStack()  # as a target's
         log_under_serve()
+        known_targets = partial(addresses, targets)
+        known_targets()  # they are heard of while the method is loaded
         config = as_told(config, os.environ)
         use_cpu(config.draft.resources)
         starting = asyncio.to_thread(start_drafter, config)
@@ -240,6 +245,7 @@ class DraftDeployment:
             tracer=self._tracing.sessions("draft"),
             # Who gets a core only while nobody wants it may wait for ever, and is as well as before.
             working_clock=time.process_time if is_background else None,
+            known_targets=known_targets,
         )
         self._ending.push_async_callback(self._drafter.close)
         self._method = config.draft.method

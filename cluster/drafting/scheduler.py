@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.dispatch import Send
 from cluster.drafting.drafted_session import DraftedSession
@@ -13,7 +13,7 @@ from cluster.drafting.session_texts import News
 from cluster.sentinel.load_check import LoadCheck
 from cluster.trust.refusals import Refusals, not_permitted
 from protos.draft_tree import DraftTree
-from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Shape
+from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Refusal, RefusalReason, Shape
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,13 @@ class DraftScheduler:
         draft_ahead: bool = True,
         shapes: frozenset[Shape] = frozenset(Shape),
         published_acceptance: float | None = None,  # of first tokens, if the draft comes with a promise
+        known_targets: Callable[[], frozenset[str]] | None = None,  # addresses, as of now; default: any is good
     ) -> None:
         self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
         self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # that the method can make
+        self._known_targets = known_targets
         self._sessions = FollowedSessions(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ what peers say
@@ -41,6 +43,9 @@ class DraftScheduler:
         if isinstance(message, Open) and self._is_anothers(peer, message.session):
             self.refusals.note(peer, "an Open of another router's session", message.session)
             return [(peer, not_permitted(message))]
+        if isinstance(message, Open) and not self._is_known(message.target_address):
+            self.refusals.note(peer, "an Open that names no known target", message.target_address)
+            return [(peer, _not_known(message))]
         return self._sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
@@ -156,6 +161,10 @@ class DraftScheduler:
         known = self._sessions.all.get(session)
         return known is not None and known.router != router
 
+    def _is_known(self, target: str) -> bool:
+        """One that ends serves its sessions for a while, though it is listed no more: who drafts for it goes on."""
+        return self._known_targets is None or target in self._known_targets() or target in self.targets
+
     def _request(self, session: DraftedSession) -> DraftRequest:
         """What the target asked for, as far as the session may still go on."""
         length = session.prefix.length
@@ -210,6 +219,12 @@ class DraftScheduler:
         block = Block(p.session, p.base_len, p.prefix_hash, p.tree)
         self.counts["draft_tokens"] += block.size
         return session.target, block
+
+
+def _not_known(request: Open) -> Refusal:
+    """The router may have heard of a target earlier: it is to try elsewhere, or again."""
+    why = "the target that it names is not known here"
+    return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, why)
 
 
 def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:

@@ -29,6 +29,14 @@ class ServeMembership:
         return Members(_endpoints(self._targets), _endpoints(self._drafters))
 
 
+def addresses(handle: DeploymentHandle[Any]) -> frozenset[str]:
+    """Where one pool's running replicas can be dialled, without a call; none before the controller is heard of.
+
+    The first time is what has the controller push changes.
+    """
+    return frozenset(endpoint.address for endpoint in _endpoints(handle))
+
+
 def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
     return tuple(_endpoint(str(replica.replica_id), replica.replica_metadata) for replica in _replicas(handle))
 

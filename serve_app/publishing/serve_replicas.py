@@ -1,7 +1,5 @@
 """Families of replicas of Ray Serve: which replica they are of, and how all of a deployment are asked for theirs."""
 
-import pickle
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +7,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.publishing.packed_families import pack_families, unpack_families
 from serve_app.publishing.vllm_names import with_labels
 from serve_app.publishing.whole_exposition import Gather
 
@@ -17,7 +16,7 @@ def packed(families: Iterable[Metric]) -> bytes:
     """With the labels that Serve gives to a replica's metrics among Ray's; small, for Ray carries it in its reply."""
     context = serve.get_replica_context()
     labels = {"deployment": context.deployment, "replica": context.replica_tag, "application": context.app_name}
-    return zlib.compress(pickle.dumps(list(with_labels(families, labels))))
+    return pack_families(with_labels(families, labels))
 
 
 def own_deployment() -> DeploymentHandle[Any]:
@@ -33,6 +32,6 @@ def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
     async def ask() -> Sequence[Sequence[Metric]]:
         answers: Sequence[bytes | Exception]
         answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # some may just be leaving
-        return [pickle.loads(zlib.decompress(answer)) for answer in answers if isinstance(answer, bytes)]
+        return [unpack_families(answer) for answer in answers if isinstance(answer, bytes)]
 
     return ask

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve.handle import DeploymentHandle
 
 from cluster.config import SlipstreamConfig
 from cluster.drafting.method import DraftingMethod, Early, dismiss
@@ -63,8 +64,10 @@ def is_first(mark: Path, name: str) -> bool:
 class OneIsNoisy(DraftDeployment):
     """The first drafter of the pool turns to noise; the others are as they should be."""
 
-    async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        await super().__init__(config)  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
+    ) -> None:
+        await super().__init__(config, targets)  # type: ignore[misc]
         if is_first(Path(os.environ[MARK]), self._server.address):
             self._drafter._method = TurnsToNoise(self._drafter._method)
 

@@ -347,6 +347,31 @@ async def test_a_stranger_takes_over_no_session_that_is_held_for_its_grammar(mon
         assert target.refusals.counts["an Open of another router's session"] == 3
 
 
+async def test_a_drafter_dials_no_address_that_is_no_targets(monkeypatch, caplog):
+    """Whoever acts as a router could have it show its token anywhere."""
+    dialled = asyncio.Event()
+
+    def arrived(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.set()
+        writer.close()
+
+    listener = await asyncio.start_server(arrived, "127.0.0.1", 0)
+    host, port = listener.sockets[0].getsockname()
+    async with listener, busy_cluster() as c, greeted(c, DRIVE_DRAFTER) as stream:
+        (drafter,) = c.drafters.values()
+        monkeypatch.setattr(drafter.scheduler, "_known_targets", lambda: frozenset(c.targets))
+        for attempt in (1, 2):
+            message = replace(OPEN, attempt=attempt, target_address=f"{host}:{port}")
+            await stream.write(encode(pb.RouterToDrafter, [message]))
+            (refusal,) = decode(await within(5, stream.read())).messages
+            assert isinstance(refusal, Refusal)
+            assert (refusal.session, refusal.attempt, refusal.reason) == ("theirs", attempt, RefusalReason.OVERLOADED)
+        with pytest.raises(TimeoutError):
+            await within(0.2, dialled.wait())
+        assert drafter.refusals.counts["an Open that names no known target"] == 2
+        assert len([record for record in caplog.records if "no known target" in record.getMessage()]) == 1
+
+
 async def test_a_drafter_that_greets_by_a_routers_name_takes_none_of_its_sessions():
     """It knows the name, for routers greet drafters; sessions are those of routers' streams."""
     async with busy_cluster() as c, stream_to(c, VERIFY) as verify:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,21 @@ async def test_sessions_that_change_while_pages_come_back_find_some():
     await until(lambda: loop.done() or {"c": 4, "d": 4} in method.proposed)
     assert not loop.done()
     loop.cancel()
+    await drafter.close()
+
+
+async def test_only_known_targets_are_dialled():
+    dialled: list[str] = []
+    known = {"t1"}
+    drafter = OfflineDrafter(InterruptedMethod(), LIMITS, "v", "m", known_targets=lambda: frozenset(known))
+    drafter._dial = dialled.append  # type: ignore[method-assign]
+    stream, outbox = drafter.router_up(Hello("router", "v", "m"))
+    drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), target_address="t2"))))
+    assert dialled == ["t1"]
+    await outbox.take()
+    assert isinstance(refusal := await outbox.take(), Refusal)
+    assert (refusal.session, refusal.reason) == ("b", RefusalReason.OVERLOADED)
+    assert drafter.refusals.counts.total() == 1
     await drafter.close()
 
 

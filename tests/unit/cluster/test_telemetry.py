@@ -2,8 +2,12 @@
 
 import itertools
 import random
+from dataclasses import asdict
 
-from cluster.telemetry import MESSAGE_BYTES, Actor, Event, Recording, Span, Timeline, pack, spans, unpack
+import pytest
+
+from cluster.packing import packed, unpacked
+from cluster.telemetry import COLUMNS, MESSAGE_BYTES, Actor, Event, Recording, Span, Timeline, pack, spans, unpack
 
 
 def test_the_latest_events_stay_in_logical_order():
@@ -104,3 +108,25 @@ def test_of_a_recording_too_long_for_a_message_the_latest_events_arrive():
     assert len(packed) <= MESSAGE_BYTES
     assert 0 < len(arrived) < 4096
     assert arrived == actor.recording.events[-len(arrived) :]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"passed": [1, 2]},
+        {"named": [2, 0, 0]},
+        {"named": [0, -1, 0]},
+        {"grouped": [0, 1, 7]},
+        {"groups": [[0], [5]]},
+        {"groups": [[0], [-1]]},
+        {"sessions": []},
+        {"first": None},
+    ],
+    ids=str,
+)
+def test_a_recording_that_contradicts_itself_is_refused(wrong):
+    told = actor("target", (1.0, "verify", "a"), (2.0, "decided", "b"), (3.0, "verify", "a"))
+    fields = asdict(unpacked(pack(told), COLUMNS))
+    assert unpack(packed(fields)) == told
+    with pytest.raises(ValueError, match=r"packed recording|_Columns|argument 2 is longer"):
+        unpack(packed({**fields, **wrong}))

@@ -37,6 +37,12 @@ def test_what_serve_holds_back_is_bounded_and_answered_as_the_router_answers() -
     assert (router.backpressure_config.status_code, router.backpressure_config.retry_after_s) == (429, 1)
 
 
+def test_drafters_know_the_targets_that_routers_do() -> None:
+    config = validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}})
+    _, targets, drafters = application(config)._bound_deployment.init_args
+    assert drafters._bound_deployment.init_args[1] is targets
+
+
 @pytest.mark.parametrize(("log_format", "told"), [("text", None), ("json", {"encoding": "JSON"})])
 def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, told: dict[str, str] | None) -> None:
     config = validated(
@@ -71,7 +77,7 @@ ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited") 
 @ends_once
 @pytest.mark.parametrize(
     ("deployment", "pools", "module"),
-    [(TargetDeployment, (), starting), (DraftDeployment, (), starting), (RouterDeployment, POOLS, deployments)],
+    [(TargetDeployment, (), starting), (DraftDeployment, POOLS[:1], starting), (RouterDeployment, POOLS, deployments)],
 )
 async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pools: Any, module: Any) -> None:
     replica = deployment.__new__(deployment)  # as Serve makes one, which ends it whatever came of its start
@@ -85,8 +91,8 @@ async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pool
 
 
 @ends_once
-@pytest.mark.parametrize("deployment", [TargetDeployment, DraftDeployment])
-async def test_a_download_that_hangs_is_given_up(deployment: Any) -> None:
+@pytest.mark.parametrize(("deployment", "pools"), [(TargetDeployment, ()), (DraftDeployment, POOLS[:1])])
+async def test_a_download_that_hangs_is_given_up(deployment: Any, pools: Any) -> None:
     hung = threading.Event()
     replica = deployment.__new__(deployment)
     limits = {"start_timeout_s": 1e-3}
@@ -96,7 +102,7 @@ async def test_a_download_that_hangs_is_given_up(deployment: Any) -> None:
         patch.object(deployments, "serve"),
         pytest.raises(EngineError, match=r"start_timeout_s"),
     ):
-        await replica.__init__(config)
+        await replica.__init__(config, *pools)
     hung.set()
     await replica.__del__()
 

@@ -380,6 +380,36 @@ def test_refusals_say_what_is_wrong():
     assert receiver == TARGET, "a full drafter still reopens what it has"
 
 
+def test_a_session_at_a_target_that_is_not_known_is_refused_until_it_is(caplog):
+    """Membership may lag behind the router's, so the router is to try again; it is told nothing of what is known."""
+    known = {TARGET}
+    desk = Desk()
+    desk.scheduler = DraftScheduler(LIMITS, known_targets=lambda: frozenset(known))
+    assert [receiver for receiver, _ in desk.open("a")] == [TARGET]
+    for attempt in (1, 2):
+        ((receiver, refusal),) = desk.open("b", target_address="t2", attempt=attempt)
+        assert isinstance(refusal, Refusal)
+        assert (receiver, refusal.session, refusal.attempt) == (ROUTER, "b", attempt)
+        assert refusal.reason is RefusalReason.OVERLOADED
+    assert desk.scheduler.targets == {TARGET}
+    assert desk.scheduler.refusals.counts == {"an Open that names no known target": 2}
+    (logged,) = caplog.records
+    assert "t2" in logged.getMessage()
+    known.add("t2")
+    assert [receiver for receiver, _ in desk.open("b", target_address="t2", attempt=3)] == ["t2"]
+
+
+def test_a_target_that_is_listed_no_more_is_drafted_for_while_it_serves():
+    known = {TARGET}
+    desk = Desk()
+    desk.scheduler = DraftScheduler(LIMITS, known_targets=lambda: frozenset(known))
+    desk.open("a")
+    known.clear()
+    assert [receiver for receiver, _ in desk.open("a", attempt=2)] == [TARGET]
+    desk.scheduler.receive(ROUTER, Close("a", 2), desk.now)
+    assert [receiver for receiver, _ in desk.open("b")] == [ROUTER]
+
+
 def test_an_older_open_and_a_foreign_close_change_nothing():
     desk = Desk()
     desk.open(attempt=2)

@@ -1,0 +1,54 @@
+"""Families of metrics on their way between processes."""
+
+import pickle
+import zlib
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import CollectorRegistry
+
+from cluster.packing import packed
+from serve_app.http.metrics import Metrics
+from serve_app.publishing.levels import drafter_levels
+from serve_app.publishing.packed_families import pack_families, unpack_families
+from serve_app.publishing.vllm_names import with_labels
+from serve_app.publishing.whole_exposition import exposition
+
+
+def some_families() -> list[Metric]:
+    """Counters, gauges and histograms, under names of ours and of vLLM's."""
+    metrics = Metrics(model="toy")
+    metrics.prompt(7)
+    families = [*metrics.families(), *drafter_levels({"sessions": float("inf")}, {"ahead": 0.1})]
+    return list(with_labels(families, {"replica": 'a "b" \\ c'}))
+
+
+def test_families_tell_the_same_on_the_other_side() -> None:
+    sent = some_families()
+    assert {family.type for family in sent} >= {"counter", "gauge", "histogram"}
+    arrived = unpack_families(pack_families(sent))
+    assert arrived == sent
+    assert exposition([arrived]) == exposition([sent])
+
+
+def test_they_are_small() -> None:
+    """As text they are many times that."""
+    assert len(pack_families(some_families())) * 5 < len(exposition([some_families()]))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        pickle.dumps(some_families()),
+        zlib.compress(pickle.dumps(some_families())),
+        generate_latest(CollectorRegistry()),
+        packed([{"name": "a", "documentation": "", "type": "of no kind", "samples": []}]),
+        packed([{"name": "a", "documentation": "", "type": "gauge", "samples": [["a", {"label": 1}, 1.0]]}]),
+    ],
+    ids=["nothing", "a pickle", "a pickle, compressed", "text", "an unknown type", "a label that is no text"],
+)
+def test_anything_else_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match=r"packed answer|_Family|metric type"):
+        unpack_families(message)
