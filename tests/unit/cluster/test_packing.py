@@ -3,6 +3,7 @@
 import math
 import pickle
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Touches:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def __reduce__(self) -> tuple[type[open], tuple[str, str]]:  # type: ignore[valid-type]
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
         return open, (str(self._path), "w")
 
 
@@ -57,14 +58,14 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("pack", [pickle.dumps, lambda value: zlib.compress(pickle.dumps(value))])
-def test_a_pickle_is_refused_and_not_run(pack, tmp_path) -> None:
+def test_a_pickle_is_refused_and_not_run(pack: Callable[[object], bytes], tmp_path: Path) -> None:
     path = tmp_path / "touched"
     with pytest.raises(ValueError, match=r"packed answer|Answer"):
         unpacked(pack(Touches(path)), SHAPE)
     assert not path.exists()
 
 
-def test_what_is_huge_once_it_is_decompressed_is_refused(monkeypatch) -> None:
+def test_what_is_huge_once_it_is_decompressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Answer("a" * 1000, [])
     monkeypatch.setattr(packing, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match="holds more than 100 bytes"):
