@@ -99,8 +99,8 @@ async def test_only_known_targets_are_dialled():
     stream, outbox = drafter.router_up(Hello("router", "v", "m"))
     drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), target_address="t2"))))
     assert dialled == ["t1"]
-    await outbox.take()
-    assert isinstance(refusal := await outbox.take(), Refusal)
+    _, refusal = await outbox.take()
+    assert isinstance(refusal, Refusal)
     assert (refusal.session, refusal.reason) == ("b", RefusalReason.OVERLOADED)
     assert drafter.refusals.counts.total() == 1
     await drafter.close()
