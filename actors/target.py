@@ -199,10 +199,7 @@ class TargetReplica:
             del self._outboxes[states_stream(stream)]
 
     def receive(self, stream: str, frame: Decoded) -> int:
-        """Everything that a peer has for this target at one moment; returns how much of it nobody had asked for.
-
-        Nor does anybody ask for what cannot be read.
-        """
+        """Everything that a peer has for this target at one moment; returns how much of it nobody had asked for."""
         now = self._clock()
         before = self.scheduler.unasked
         self._count_malformed(stream, frame)
@@ -213,7 +210,7 @@ class TargetReplica:
             if not self._gate.takes(stream, message):
                 self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
-        return self.scheduler.unasked - before + len(frame.malformed)
+        return self.scheduler.unasked - before
 
     def _take(self, stream: str, message: Message) -> None:
         self._send(self.scheduler.receive(stream, message, self._clock()))

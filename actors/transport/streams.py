@@ -106,9 +106,7 @@ class UnfitFrame(ProtocolError):
 
 def decode_greeted(frame: ProtoMessage) -> Decoded:
     """A frame after the greeting, which may not come again. It is the first field of a frame, so one look is enough."""
-    if not (fields := frame.ListFields()):
-        raise UnfitFrame("an empty frame")
-    repeated = [value for descriptor, value in fields if descriptor.is_repeated]
+    repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
     if (count := sum(map(len, repeated))) > MOST_MESSAGES:
         raise UnfitFrame(f"{count} messages in one frame")
     found = decode(frame)
@@ -177,8 +175,7 @@ async def converse(
             try:
                 decoded = decode_greeted(frame)
                 if unasked := on_frame(decoded):
-                    share = unasked / (len(decoded.messages) + len(decoded.malformed))
-                    await asyncio.sleep(REST * share * (time.perf_counter() - began))
+                    await asyncio.sleep(REST * (time.perf_counter() - began) * unasked / len(decoded.messages))
             except UnfitFrame:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 

@@ -11,7 +11,7 @@ from cluster.dispatch import Send
 from cluster.engines.session_memory import SessionMemory
 from cluster.page_allocator import PageCopy
 from cluster.verification.sequence import TargetSession
-from protos.messages import Hello, Leaving, Message, Open, Refusal, RefusalReason, Welcome
+from protos.messages import Leaving, Open, Refusal, RefusalReason
 
 LEAVES = "this target replica is stopping"
 
@@ -43,13 +43,6 @@ class Admission:
         """The stream of the router whose session this is."""
         session = self.find(name)
         return None if session is None else session.router
-
-    def has_part(self, peer: str, message: Message) -> bool:
-        """Whether the message is of a session that is here, and the peer's; a greeting is of none."""
-        if isinstance(message, Hello | Welcome | Leaving):
-            return True
-        session = self.find(message.session)
-        return session is not None and session.is_of(peer, message)
 
     @property
     def has_sessions(self) -> bool:

@@ -56,18 +56,12 @@ class Intake:
         self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
         self.departure = Departure(admission, self.forget)
         self._early = EarlyMessages(limits.buffer, counts)
-        self.unasked = 0  # messages of sessions that are not open, or are another peer's
+        self.unasked = 0  # blocks for sessions that are not open, or are another drafter's
 
     # ------------------------------------------------------------ what peers say
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Takes a message from a router's or a drafter's stream; returns what is to be sent for it."""
-        is_asked = self._admission.has_part(peer, message)
-        sends = self._take(peer, message, now)
-        self.unasked += not (is_asked or self._admission.has_part(peer, message))  # before it or by it
-        return sends
-
-    def _take(self, peer: str, message: Message, now: float) -> list[Send]:
         match message:
             case Block():
                 self._block(peer, message, now)
@@ -189,9 +183,11 @@ class Intake:
             return
         session = self._admission.find(block.session)
         if session is None:
+            self.unasked += 1
             self._early.block(drafter, block, now)
             return
         if not session.admits(drafter):
+            self.unasked += 1
             self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self._counts.drop("not_assigned", block)
             return

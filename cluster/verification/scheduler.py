@@ -176,7 +176,7 @@ class VerificationScheduler:
 
     @property
     def unasked(self) -> int:
-        """Messages so far of sessions that are not open, or are another peer's."""
+        """Blocks so far for sessions that are not open, or are another drafter's."""
         return self._intake.unasked
 
     @property

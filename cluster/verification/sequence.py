@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.dispatch import peer_of
 from cluster.pacing.acceptance import SessionStats
 from cluster.pacing.policy import DraftingDecision
 from cluster.page_allocator import PlaceMove
@@ -16,20 +15,7 @@ from cluster.trust.tickets import is_valid
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE
-from protos.messages import (
-    Block,
-    Close,
-    DraftAnswer,
-    DraftRequest,
-    Finish,
-    Message,
-    NoDraft,
-    Open,
-    Shape,
-    StatesAck,
-    Ticket,
-    Verdict,
-)
+from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Ticket, Verdict
 from protos.prefix import Prefix
 from protos.values import value
 
@@ -107,11 +93,6 @@ class TargetSession:
     def live_feed(self) -> StateFeed | None:
         """Unless its drafter has gone."""
         return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
-
-    def feed_to(self, peer: str) -> StateFeed | None:
-        """The live feed, where it is this drafter's, by whichever of its streams."""
-        feed = self.live_feed
-        return feed if feed is not None and peer_of(feed.drafter) == peer_of(peer) else None
 
     @property
     def may_share(self) -> bool:
@@ -193,15 +174,6 @@ class TargetSession:
     def admits(self, drafter: str) -> bool:
         """Whether what this drafter sends is heard."""
         return self.presented_by == drafter if self.open.ticket_key else not self.open.audit
-
-    def is_of(self, peer: str, message: Message) -> bool:
-        """Whether the peer has a say in the session, with such a message."""
-        match message:
-            case Open() | Close():
-                return self.router == peer
-            case StatesAck():
-                return self.feed_to(peer) is not None
-        return self.admits(peer)
 
     def attached(self, drafter: str) -> None:
         """A drafter is told what it missed of the session and what is asked of it."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.dispatch import Send, states_stream
+from cluster.dispatch import Send, peer_of, states_stream
 from cluster.verification.admission import Admission
 from cluster.verification.fresh_states import FreshStates
 from cluster.verification.sequence import StateFeed, TargetSession
@@ -82,8 +82,8 @@ class StateFeeds:
     def acked(self, peer: str, ack: StatesAck) -> None:
         """States have arrived; only the session's own drafter can say so, and of no more than it was sent."""
         session = self._admission.find(ack.session)
-        feed = session.feed_to(peer) if session is not None else None
-        if feed is not None:
+        feed = session.live_feed if session is not None else None
+        if feed is not None and peer_of(feed.drafter) == peer_of(peer):
             feed.acked = max(feed.acked, min(ack.have_len, feed.sent))
 
     # ------------------------------------------------------------ with verdicts

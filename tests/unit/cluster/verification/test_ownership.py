@@ -1,6 +1,5 @@
 """A session at a target belongs to the router that opened it, and takes drafts of the drafter it was assigned to."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,17 +15,14 @@ from protos.messages import (
     DraftRequest,
     Hello,
     LiveSession,
-    Message,
     NoDraft,
     Open,
     Refusal,
     RefusalReason,
     Resync,
-    StatesAck,
     Ticket,
 )
 from protos.prefix import Prefix
-from protos.states import StateDtype, StatesFormat
 from tests.unit.cluster.samples import KEY, a_block, an_open
 
 LIMITS = VerificationLimits(50, max_context=100, max_sessions=4, max_step_tokens=64, pages=100, page_size=4)
@@ -190,65 +186,3 @@ def test_an_open_without_a_key_takes_any_drafter():
     scheduler = VerificationScheduler(LIMITS)
     scheduler.receive(ROUTER, request, 0.0)
     assert is_attached(attach(scheduler, None))
-
-
-# ---------------------------------------------------------------- what nobody asked for
-
-DRAFTED = {
-    "block": a_block((1, 2), (5,)),
-    "attach": Attach("s", 2, HASH),
-    "no draft": NoDraft("s", 2, HASH),
-    "detach": Detach("s"),
-    "ack": StatesAck("s", 2),
-}
-
-
-def unasked(scheduler: VerificationScheduler, peer: str, messages: Sequence[Message]) -> int:
-    before = scheduler.unasked
-    for message in messages:
-        scheduler.receive(peer, message, 0.0)
-    return scheduler.unasked - before
-
-
-@pytest.mark.parametrize("message", DRAFTED.values(), ids=DRAFTED)
-def test_what_a_drafter_says_of_a_session_counts_as_unasked_unless_it_is_its_own(message):
-    assert unasked(VerificationScheduler(LIMITS), DRAFTER, [message]) == 1, "early, or of one that is over"
-    scheduler = opened()
-    attach(scheduler, FIRST)
-    assert unasked(scheduler, "thief#1", [message]) == 1
-
-
-def test_nothing_counts_of_what_a_sessions_own_drafter_says():
-    scheduler = VerificationScheduler(replace(LIMITS, states=StatesFormat(2, StateDtype.BFLOAT16)))
-    scheduler.receive(ROUTER, an_open(tokens=(1, 2), ticket_key=SECRET), 0.0)
-    own = Attach("s", 2, HASH, 0, FIRST)
-    other_tokens = Attach("s", 1, 7, 0, FIRST)
-    said = [own, a_block((1, 2), (5,)), a_block((9, 9), (5,)), NoDraft("s", 2, HASH), other_tokens, own]
-    assert unasked(scheduler, DRAFTER, said) == 0
-    assert unasked(scheduler, "drafter#2", [StatesAck("s", 0)]) == 0, "by its stream of states"
-    assert unasked(scheduler, DRAFTER, [Detach("s")]) == 0
-
-
-def test_what_is_refused_of_a_router_counts_as_unasked():
-    scheduler = opened()
-    assert unasked(scheduler, "other#1", [an_open(attempt=9), Close("s", 9)]) == 2, "another's session"
-    assert unasked(scheduler, ROUTER, [an_open("t", tokens=(99, 2)), Close("u", 1)]) == 2, "invalid, and of none"
-    queue = replace(LIMITS, max_sessions=1, max_queued=1)
-    full = VerificationScheduler(queue)
-    assert unasked(full, ROUTER, [an_open(str(number)) for number in range(5)]) == 3
-
-
-def test_nothing_counts_of_what_a_sessions_own_router_says():
-    scheduler = VerificationScheduler(LIMITS)
-    request = an_open(tokens=(1, 2))
-    opens = [request, request, replace(request, attempt=2)]
-    assert unasked(scheduler, ROUTER, [*opens, Close("s", 1), Close("s", 2)]) == 0
-    assert unasked(scheduler, ROUTER, [Hello("router", "v", "m")]) == 0
-
-
-def test_a_router_answers_for_none_of_what_waited_for_its_session():
-    scheduler = VerificationScheduler(LIMITS)
-    scheduler.receive("thief#1", a_block((1, 2), (5,)), 0.0)
-    scheduler.receive("thief#1", Attach("s", 2, HASH), 0.0)
-    assert unasked(scheduler, ROUTER, [an_open(tokens=(1, 2), ticket_key=SECRET)]) == 0
-    assert +scheduler.dropped == {"not_assigned": 1}
