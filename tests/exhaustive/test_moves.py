@@ -5,19 +5,23 @@ Not part of the default suite: `make test-exhaustive`.
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
+import ray
 from openai import OpenAIError
 from ray import serve
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
-from ray.core.generated import autoscaler_pb2
 from ray.serve.context import _get_global_client
 from rich.console import Console
 
@@ -25,6 +29,7 @@ from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
 from serve_app.operations.deploying import deploy
+from serve_app.operations.draining import RAY_DRAIN, drain_s
 from serve_app.operations.local import checked_port, serving
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served
@@ -45,10 +50,11 @@ POOLS = (
     "model.max_context=512",
     f"model.served_name={MODEL}",
     "speculation.pacing=lock_step",
-    "server.drain_s=300",
+    "server.drain_s=60",
 )
-NODES = 2  # beside the head, which runs no model
-DRAIN_S = 120  # that the drained node has
+NODES = ("one", "two")  # beside the head, which runs no model
+STORE_BYTES = 80 << 20
+RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
 
 
 @dataclass
@@ -61,14 +67,40 @@ class Load:
     gaps: int = 0
 
 
+@dataclass(frozen=True)
+class Nodes:
+    address: str
+    processes: dict[str, subprocess.Popen[bytes]]  # by the label of each node's name
+
+
+@contextmanager
+def started_node(address: str, name: str, drain_s: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A node as an operator starts one, told how long it has to drain in."""
+    options = {
+        "--address": address,
+        "--num-cpus": "4",
+        "--labels": f"models=yes,name={name}",
+        "--object-store-memory": str(STORE_BYTES),
+        "--dashboard-agent-listen-port": "0",
+    }
+    words = [word for option in options.items() for word in option]
+    environment = os.environ | {RAY_DRAIN: str(drain_s)}
+    with subprocess.Popen([*RAY_START, *words], env=environment, stdout=subprocess.DEVNULL) as process:
+        yield process
+        process.terminate()
+
+
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
+def nodes(target: str) -> Iterator[Nodes]:
     os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
-    store = {"object_store_memory": 80 << 20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})
-    for _ in range(NODES):
-        made.add_node(num_cpus=4, labels={"models": "yes"}, **store)
-    yield made
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    seconds = drain_s(config_with(target, 1))
+    with ExitStack() as running:
+        started = {name: running.enter_context(started_node(made.address, name, seconds)) for name in NODES}
+        client = GcsClient(address=made.address)
+        eventually(lambda: len(client.get_all_node_info()) == 1 + len(NODES), "the nodes have joined")
+        yield Nodes(made.address, started)
     made.shutdown()
 
 
@@ -90,7 +122,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(nodes: Cluster, target: str) -> Iterator[Served]:
+def served(nodes: Nodes, target: str) -> Iterator[Served]:
     config = config_with(target, 3, f"server.port={checked_port('127.0.0.1', 0)}")
     with serving(config, Console(quiet=True), address=nodes.address) as url:
         yield Served(url, config)
@@ -176,7 +208,7 @@ def check(what: str, served: Served, undisturbed: list[str], disturb: Callable[[
 
 
 def test_scale_down_a_rolling_update_and_a_drained_node(
-    nodes: Cluster, target: str, served: Served, undisturbed: list[str]
+    nodes: Nodes, target: str, served: Served, undisturbed: list[str]
 ) -> None:
     eventually(lambda: are_settled(3), "all replicas run", seconds=180)
     port = f"server.port={served.config.server.port}"
@@ -198,21 +230,23 @@ def test_scale_down_a_rolling_update_and_a_drained_node(
     assert counted["target", "planned"] > 0
 
     def drain() -> None:
-        """The node on which the target runs; the others have room for it."""
-        node = node_of_the_target()
-        assert node is not None
-        deadline_ms = int(1000 * (time.time() + DRAIN_S))
-        reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-        accepted, why = GcsClient(address=nodes.address).drain_node(node, reason, "a test", deadline_ms)
-        assert accepted, why
+        """SIGTERM to the node on which the target runs; the other has room for it."""
+        name = node_of_the_target()
+        assert name is not None
+        process = nodes.processes[name]
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
         eventually(
-            lambda: node_of_the_target() not in (None, node) and are_settled(1),
+            lambda: node_of_the_target() not in (None, name) and are_settled(1),
             "the target is elsewhere",
-            seconds=DRAIN_S,
+            seconds=180,
         )
+        moved_s = time.monotonic() - began
+        eventually(lambda: process.poll() is not None, "the node has ended", seconds=180)
+        print(f"\nthe target moved within {moved_s:.0f} s, the node ended within {time.monotonic() - began:.0f} s")
 
     routers = router_pids(served)
-    counted = check("a drained node", served, undisturbed, drain)
+    counted = check("a node drained with SIGTERM", served, undisturbed, drain)
     # A router that was on the node, too, has taken with it what it counted.
     assert counted["target", "planned"] > 0 or router_pids(served) != routers
     assert_nothing_left(served)
@@ -223,7 +257,8 @@ def router_pids(served: Served) -> set[int]:
 
 
 def node_of_the_target() -> str | None:
-    """Hex name of the node that a running target is on; None while none runs."""
+    """Name of the node that a running target is on; None while none runs."""
     deployments = _get_global_client().get_serve_details()["applications"][APPLICATION]["deployments"]
     replicas = deployments["Target"]["replicas"]
-    return next((str(one["node_id"]) for one in replicas if one["state"] == "RUNNING"), None)
+    running = {one["node_id"] for one in replicas if one["state"] == "RUNNING"}
+    return next((node["Labels"]["name"] for node in ray.nodes() if node["NodeID"] in running), None)

@@ -4,42 +4,14 @@ Not part of the default suite: `make test-exhaustive`.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
-from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.routing.session import Generation
-from protos.messages import DraftRequest
+from tests.exhaustive.noisy_drafter import TurnsToNoise
 from tests.integration.harness import VOCABULARY, Cluster, cluster, plain_greedy
 from tests.integration.test_pipeline import SURE
 
-
-class TurnsToNoise:
-    """A drafting method that proposes what the target never says, once it was told so many tokens of a session."""
-
-    def __init__(self, method: DraftingMethod, tokens: int = 200) -> None:
-        self.shapes = method.shapes
-        self.tokens_per_forward = method.tokens_per_forward
-        self.open = method.open
-        self.committed = method.committed
-        self.close = method.close
-        self._method = method
-        self._after = tokens
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        return [self._spoilt(proposal) for proposal in self._method.draft(requests)]
-
-    def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
-    ) -> list[Proposal]:
-        return [self._spoilt(proposal) for proposal in self._method.draft_ahead(requests, interrupted)]
-
-    def _spoilt(self, proposal: Proposal) -> Proposal:
-        if proposal.base_len < self._after:
-            return proposal
-        noise = tuple([(token + 1) % VOCABULARY for token in proposal.tokens])
-        return replace(proposal, tree=replace(proposal.tree, tokens=noise))
+GOOD_TOKENS = 200  # of a session, its prompt included
 
 
 async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_out(caplog):
@@ -47,7 +19,9 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
     async with cluster(drafters=2, draft_logits=SURE, lock_step=True) as c:
         c.pace.step_s = 0.001
         bad, good = c.drafters
-        c.drafters[bad]._method = TurnsToNoise(c.drafters[bad]._method)
+        c.drafters[bad]._method = TurnsToNoise(
+            c.drafters[bad]._method, lambda proposal: proposal.base_len >= GOOD_TOKENS, VOCABULARY
+        )
         texts = []
         steps: Mapping[tuple[str, str], int] = {}
         for _ in range(60):  # a few as a rule; on a machine that stalls, breakers keep sessions from both for seconds

@@ -1,9 +1,8 @@
 """The sentinel in the whole product: over Ray and HTTP a drafter turns to noise, and operators see what is done."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +10,17 @@ import pytest
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import SlipstreamConfig
-from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
-from protos.messages import DraftRequest
 from serve_app.deployments import DraftDeployment
 from serve_app.status.acceptance_status import remedies_table
+from tests.exhaustive.noisy_drafter import AfterTokens, TurnsToNoise
 from tests.integration.serving import Reference, Served, demo_served
 
 MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # names a file; the drafter that creates it is the noisy one
 GOOD_TOKENS = 200
+VOCABULARY = 49_152
 PROMPTS = 4  # at once
 ROUNDS = 12  # most
 ANSWER = 160  # tokens
-
-
-class TurnsToNoise:
-    """A drafting method whose tokens are wrong once it has drafted so many."""
-
-    def __init__(self, method: DraftingMethod) -> None:
-        self._method = method
-        self._drafted = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._method, name)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        return [self._spoilt(proposal) for proposal in self._method.draft(requests)]
-
-    def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
-    ) -> list[Proposal]:
-        return [self._spoilt(proposal) for proposal in self._method.draft_ahead(requests, interrupted)]
-
-    def _spoilt(self, proposal: Proposal) -> Proposal:
-        self._drafted += len(proposal.tokens)
-        if self._drafted < GOOD_TOKENS:
-            return proposal
-        noise = tuple([7 + token % 40_000 for token in proposal.tokens])
-        return replace(proposal, tree=replace(proposal.tree, tokens=noise))
 
 
 def is_first(mark: Path, name: str) -> bool:
@@ -69,7 +41,7 @@ class OneIsNoisy(DraftDeployment):
     ) -> None:
         await super().__init__(config, targets)  # type: ignore[misc]
         if is_first(Path(os.environ[MARK]), self._server.address):
-            self._drafter._method = TurnsToNoise(self._drafter._method)
+            self._drafter._method = TurnsToNoise(self._drafter._method, AfterTokens(GOOD_TOKENS), VOCABULARY)
 
 
 @pytest.fixture
