@@ -13,12 +13,14 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from far_link import HERE, FarLink, Line, far_link, far_node
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from servers import OTHERS_CORE, PINNED
@@ -32,6 +34,7 @@ from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.operations.local import checked_port, serving
 
 STORE_BYTES = 80 << 20
+JOINS_S = 30  # a node that starts
 PLACED = (
     *(setting for setting in PINNED if not setting.startswith("server.port")),
     "target.resources_per_rank.labels={pool: target}",
@@ -49,9 +52,20 @@ def two_nodes() -> Iterator[str]:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         with far_node(cluster.address, "--num-cpus=1", "--labels=pool=draft", f"--object-store-memory={STORE_BYTES}"):
+            wait_for_nodes(cluster.address, 2)
             yield cluster.address
     finally:
         cluster.shutdown()
+
+
+def wait_for_nodes(address: str, count: int) -> None:
+    """Raises SlipstreamError when not so many have joined within half a minute."""
+    client = GcsClient(address=address)
+    deadline = time.monotonic() + JOINS_S
+    while len(client.get_all_node_info()) < count:
+        if time.monotonic() > deadline:
+            raise SlipstreamError(f"the far node did not join {address} within {JOINS_S} s")
+        time.sleep(0.2)
 
 
 async def measure(
