@@ -77,9 +77,11 @@ def doctor(config_path: ConfigFile, overrides: Override = None, address: RayAddr
 def serve_yaml(config_path: ConfigFile, overrides: Override = None) -> None:
     """Prints CONFIG as a file for `serve deploy`."""
     from serve_app.declaration import whole_file
+    from serve_app.operations.publicity import check_keys
 
-    text = yaml.safe_dump(whole_file(_load(config_path, overrides)), sort_keys=False, width=120)
-    typer.echo(text, nl=False)
+    config = _load(config_path, overrides)
+    check_keys(config.server)
+    typer.echo(yaml.safe_dump(whole_file(config), sort_keys=False, width=120), nl=False)
 
 
 def _load(path: Path, overrides: list[str] | None) -> SlipstreamConfig:

@@ -1,10 +1,14 @@
 """The RayService: the Serve application, the head, and a worker group each for targets, drafters and routers. Pure."""
 
+from collections.abc import Iterable
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
 from cluster.config import SlipstreamConfig, validated
+from cluster.trust.roles import PeerRole
+from cluster.trust.trust_options import TrustConfig
 from serve_app.declaration import application, serve_file
 from serve_app.kubernetes.pod_templates import (
     CLAIM,
@@ -31,6 +35,7 @@ RAY_VERSION = "2.60.0"  # of the image
 HTTP_PORT = 8000  # KubeRay's probes ask Serve's proxy there
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
+TOKEN_SECRET = f"{NAME}-token"  # its key is the name of trust.token_file
 OBJECT_STORE_BYTES = 1 << 28  # nothing large passes through it
 
 
@@ -119,12 +124,9 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
     main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
     volumes: list[Json] = [{"name": "models", "persistentVolumeClaim": {"claimName": CLAIM, "readOnly": True}}]
-    if config.trust.certificates is not None:
-        folder = config.trust.certificates.replace("{role}", group.role.value)
-        main["volumeMounts"].append({"name": "certificates", "mountPath": folder, "readOnly": True})
-        volumes.append(
-            {"name": "certificates", "secret": {"secretName": f"{NAME}-{group.role.value}", "defaultMode": 0o440}}
-        )
+    for folder, secret in _trust_secrets(config.trust, group.role):
+        main["volumeMounts"].append({"name": secret, "mountPath": folder, "readOnly": True})
+        volumes.append({"name": secret, "secret": {"secretName": secret, "defaultMode": 0o440}})
     more: dict[str, Any] = {"automountServiceAccountToken": False, "terminationGracePeriodSeconds": grace_s(config)}
     if group.is_spread:
         more["topologySpreadConstraints"] = [_over_nodes(group.name)]
@@ -140,6 +142,14 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
     if scales(config) and group.idle_s is not None:
         made["idleTimeoutSeconds"] = group.idle_s
     return made
+
+
+def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, str]]:
+    """Folder and name of each secret by which a pod is known. Whole folders: the kubelet renews no single file."""
+    if trust.certificates is not None:
+        yield trust.certificates.replace("{role}", role.value), f"{NAME}-{role.value}"
+    if trust.token_file is not None:
+        yield str(PurePosixPath(trust.token_file).parent), TOKEN_SECRET
 
 
 def _over_nodes(group: str) -> Json:

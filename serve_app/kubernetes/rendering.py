@@ -1,5 +1,6 @@
 """All files of one deployment, as text, from its configuration. Pure but for `write`."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import yaml
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.kubernetes.pod_templates import Json
-from serve_app.kubernetes.ray_service import HTTP_PORT, ray_service
+from serve_app.kubernetes.ray_service import HTTP_PORT, TOKEN_SECRET, ray_service
 from serve_app.kubernetes.weights_volume import weights_volume
 from serve_app.operations.publicity import is_guarded, missing_keys
 
 BASE = "../../base"
 COMPONENTS = "../../components"
+TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # below the root, for the secret hides what is in its folder
 
 
 def rendered(config: SlipstreamConfig, source: str) -> Mapping[str, str]:
@@ -58,6 +60,12 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
         yield (
             f"trust.certificates is {folder}, expected an absolute path with {{role}}, where each pod mounts the secret"
             " of its own role; use /etc/slipstream/{role}"
+        )
+    token_file = config.trust.token_file
+    if token_file is not None and not TOKEN_FILE.fullmatch(token_file):
+        yield (
+            f"trust.token_file is {token_file}, expected an absolute path in a folder of its own, where each pod mounts"
+            f" the secret {TOKEN_SECRET}; use /etc/slipstream/token/tokens"
         )
     if not is_guarded(config.server):
         yield f"pods are reached over the network, and {missing_keys()}"

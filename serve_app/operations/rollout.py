@@ -22,6 +22,7 @@ from serve_app.operations.deploying import deploy, is_running, serve_details, wi
 from serve_app.operations.fitting import Node, check_fit, needs
 from serve_app.operations.local import READY_TIMEOUT_S, StartError, let_requests_finish
 from serve_app.operations.preflight import check_models
+from serve_app.operations.publicity import check_keys
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
 from serve_app.parts import told_drain_s
 
@@ -42,6 +43,7 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
 
     On a cluster that is autoscaled, nodes that are missing may come.
     """
+    check_keys(config.server)
     status.update(f"Connecting to the Ray cluster at {address}")
     with connected(address):
         nodes = alive_nodes()

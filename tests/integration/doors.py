@@ -85,7 +85,8 @@ def refused_with(code: grpc.StatusCode, details: str) -> Iterator[None]:
 def told_nothing_but(code: grpc.StatusCode) -> Iterator[None]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         yield
-    assert (error.value.code(), error.value.details()) == (code, "")
+    told = (error.value.code(), error.value.details())
+    assert told == (code, ""), told
 
 
 async def within(seconds: float, work: Awaitable[Any]) -> Any:

@@ -12,6 +12,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, load_config, validated
+from cluster.trust.trust_options import TrustConfig
+from serve_app.kubernetes.rendering import rendered
 from serve_app.parts import as_told
 
 Json = dict[str, Any]
@@ -77,7 +79,18 @@ def deployments() -> dict[str, list[Json]]:
         for component in COMPONENTS
         if component not in overlay_config("l4-h100").kubernetes.components
     }
-    return plain | more
+    trusting = {
+        "l4-h100-with-certificates": TrustConfig(certificates="/etc/slipstream/{role}"),
+        "l4-h100-with-a-token": TrustConfig(token_file="/etc/slipstream/token/tokens"),
+    }
+    return plain | more | {name: _with_trust(plain["l4-h100"], trust) for name, trust in trusting.items()}
+
+
+def _with_trust(objects: list[Json], trust: TrustConfig) -> list[Json]:
+    """The largest overlay, rendered for streams that ask who is there."""
+    config = overlay_config("l4-h100").model_copy(update={"trust": trust})
+    files = rendered(config, "slipstream.yaml")
+    return [each for each in objects if each["kind"] != "RayService"] + [yaml.safe_load(files["rayservice.yaml"])]
 
 
 def of_kind(objects: list[Json], kind: str) -> list[Json]:

@@ -16,7 +16,7 @@ from serve_app.operations.deploying import application_schema
 CONFIG = """
 model: {target: owner/target}
 draft: {method: prompt_lookup, replicas: {min: 0, max: 2}}
-server: {host: 0.0.0.0, port: 8123, keep_alive_s: 30}
+server: {host: 0.0.0.0, port: 8123, keep_alive_s: 30, insecure: true}
 """
 
 
@@ -36,6 +36,15 @@ def test_the_printed_file_is_what_up_deploys(tmp_path: Path) -> None:
         30,
     )
     assert told.proxy_location == "EveryNode"
+
+
+def test_an_address_for_all_without_keys_is_not_printed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("insecure: true", "insecure: false"))
+    refused = CliRunner().invoke(app, ["config", "serve", str(path)])
+    assert isinstance(refused.exception, ConfigError)
+    assert "server.keys is empty" in str(refused.exception)
+    assert refused.stdout == ""
 
 
 def test_any_free_port_is_refused_for_nodes_would_choose_different_ones() -> None:

@@ -92,6 +92,29 @@ def test_pods_that_trust_nobody_and_certificates_that_no_pod_can_find_are_refuse
         assert f"trust.certificates is {folder}, expected an absolute path with {{role}}" in fault
 
 
+def secrets_of(pod: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where each secret is mounted in a pod, and its name."""
+    mounted = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+    secrets = [(each["name"], each["secret"]["secretName"]) for each in pod["volumes"] if "secret" in each]
+    assert all(mounted[name]["readOnly"] for name, _ in secrets)
+    return [(mounted[name]["mountPath"], secret) for name, secret in secrets]
+
+
+def test_every_group_mounts_the_token_where_the_configuration_looks_for_it() -> None:
+    trust = {"insecure": False, "token_file": "/etc/slipstream/token/tokens"}
+    service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [secrets_of(group["template"]["spec"]) for group in groups] == [
+        [("/etc/slipstream/token", "slipstream-token")]
+    ] * 3
+
+
+@pytest.mark.parametrize("path", ["tokens", "secrets/tokens", "/tokens"])
+def test_a_token_that_no_pod_can_find_is_refused(path: str) -> None:
+    (fault,) = faults(trust={"insecure": False, "token_file": path})
+    assert f"trust.token_file is {path}, expected an absolute path in a folder of its own" in fault
+
+
 def test_each_group_mounts_the_certificate_of_its_own_role_which_the_component_makes() -> None:
     trust = {"insecure": False, "certificates": "/etc/slipstream/{role}"}
     service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
@@ -103,10 +126,8 @@ def test_each_group_mounts_the_certificate_of_its_own_role_which_the_component_m
     found = {}
     for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         pod = group["template"]["spec"]
-        (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "certificates"]
-        (volume,) = [each for each in pod["volumes"] if each["name"] == "certificates"]
-        assert mount["readOnly"]
-        found[group["groupName"]] = (mount["mountPath"], made[volume["secret"]["secretName"]])
+        ((path, secret),) = secrets_of(pod)
+        found[group["groupName"]] = (path, made[secret])
     assert found == {
         "target": ("/etc/slipstream/target", [PeerRole.TARGET.name_in_certificate]),
         "draft": ("/etc/slipstream/drafter", [PeerRole.DRAFTER.name_in_certificate]),

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ConfigError
 from serve_app.operations.fitting import Node, check_fit
-from serve_app.operations.rollout import endpoints
+from serve_app.operations.rollout import endpoints, up
 
 
 def config(**server: Any) -> SlipstreamConfig:
@@ -34,6 +35,11 @@ def test_a_serve_that_listens_elsewhere_already_is_told_of() -> None:
     assert reached.urls == ("http://127.0.0.1:8000",)
     assert reached.differs is not None
     assert "listens on 127.0.0.1:8000, not on 127.0.0.1:9000" in reached.differs
+
+
+def test_a_public_address_without_keys_is_refused_before_any_cluster_is_asked() -> None:
+    with pytest.raises(ConfigError, match=r"server\.keys is empty"):
+        up(config(host="0.0.0.0"), "no-such-host:1", Console(quiet=True).status(""), autoscaled=False)
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_all_that_it_lacks() -> None:

@@ -1,0 +1,66 @@
+"""The whole product with certificates, and with a token: over Ray and HTTP, answers are as ever, drafts accepted.
+
+Not part of the default suite: `make test-exhaustive`.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli.demo_models import demo_config
+from tests.certificates import Authority
+from tests.exhaustive.small_target import make_small_target
+from tests.integration.serving import Reference, Served, demo_served
+from tests.integration.test_serving import assert_nothing_left, complete, eventually
+
+TOKENS = 64
+PROMPTS = ("Tell me of rivers.", "Tell me of trains.", "Tell me of bread.")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_small_target(tmp_path_factory.mktemp("target"), Path(demo_config([]).model.target))
+
+
+def answers(served: Served) -> int:
+    """Asks every prompt, holds the answers against plain decoding, and returns how many draft tokens were accepted."""
+    reference = Reference(served.config.model.target)
+    accepted = 0
+    for prompt in PROMPTS:
+        answer = complete(served, prompt, TOKENS)
+        reference.assert_greedy(prompt, TOKENS, answer.choices[0].message.content or "")
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        accepted += answer.usage.completion_tokens_details.accepted_prediction_tokens or 0
+    return accepted
+
+
+def overrides(target: str, trust: str) -> list[str]:
+    small = (
+        "model.served_name=SmolLM2-135M-Instruct",
+        "speculation.pacing=lock_step",
+        "draft={method: prompt_lookup, model: null}",
+    )
+    return [f"model.target={target}", trust, *small]
+
+
+def test_certificates_also_once_they_are_replaced(target: str, tmp_path: Path) -> None:
+    authority = Authority()
+    trust = authority.issue_all(tmp_path)
+    with demo_served(*overrides(target, f"trust.certificates={trust.certificates}")) as served:
+        assert answers(served) > 0
+        authority.issue_all(tmp_path)
+        (drafter,) = served.inspect("Drafter")
+        os.kill(drafter["pid"], signal.SIGKILL)
+        eventually(lambda: answers(served) > 0, "its successor, which has only the new ones, drafts")
+        assert_nothing_left(served)
+
+
+def test_a_token(target: str, tmp_path: Path) -> None:
+    token = tmp_path / "tokens"
+    token.write_text("a-secret-of-this-deployment\n")
+    with demo_served(*overrides(target, f"trust.token_file={token}")) as served:
+        assert answers(served) > 0
+        assert_nothing_left(served)
