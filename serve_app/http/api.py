@@ -308,14 +308,19 @@ class PlainEndpoint(Generic[PartT]):
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         with suppress(ClientDisconnect):
-            response = await self._respond(Request(scope, receive))
+            response = await self._respond(request, scope[CALLER])
+            response.headers[REQUEST_ID] = asked_name(request) or self.service.new_name()
             await response(scope, receive, send)
 
-    async def _respond(self, request: Request) -> Response:
+    async def _respond(self, request: Request, caller: Caller) -> Response:
         try:
-            async with self.service.bodies.read(request) as body:
-                return as_json(await self.service.aside(self._answer, body))
+            check_name(request)
+            with caller.exchange() as exchange:
+                exchange.take(1)  # it is work, too, and so counts among what a key may have at once
+                async with self.service.bodies.read(request) as body:
+                    return as_json(await self.service.aside(self._answer, body))
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             return failure_of(error).response
 

@@ -73,12 +73,25 @@ async def test_without_a_proxy_names_are_the_same_but_for_one_that_was_made(
     assert await named(before_no_proxy, {"request_id": "job-7"}, {REQUEST_ID: "job-8"}) == ("job-8", "job-7")
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_what_generates_nothing_is_named_as_well(before_no_proxy: httpx.AsyncClient, path: str) -> None:
+    body = {"tokens": [1]} if path == "/detokenize" else {"prompt": "hi"}
+    for headers in ({}, {REQUEST_ID: "job-8"}):
+        answer = await before_no_proxy.post(path, json=body, headers=headers)
+        (name,) = answer.headers.get_list(REQUEST_ID)
+        assert name == headers.get(REQUEST_ID, name) != ""
+    strange = await before_no_proxy.post(path, json=body, headers={REQUEST_ID: "a b"})
+    assert (strange.status_code, strange.json()["error"]["param"]) == (400, REQUEST_ID)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/v1/completions", {**COMPLETION, "stream": True}, 200),
         ("/v1/completions", {}, 400),
         ("/v1/nothing", {}, 404),
+        ("/tokenize", {"prompt": "hi"}, 200),
+        ("/detokenize", {}, 400),
     ],
 )
 async def test_streams_and_refusals_have_one_name_too(
