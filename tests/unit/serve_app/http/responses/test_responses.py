@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from cluster.errors import TargetLostError
 from cluster.routing.session import Ended
 from protos.messages import Finish
+from serve_app.http.generation_defaults import GenerationDefaults
 from serve_app.http.wire.responses_input import ResponsesRequest
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.call_writers import Sayings
@@ -143,6 +144,30 @@ async def test_an_answer_has_the_form_that_is_asked_for(front: AsgiFront, form: 
     sayings = Sayings(front.codec)
     assert [text for text in good if not sayings.takes(generation.grammar, text)] == []
     assert [text for text in bad if sayings.takes(generation.grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({}, (0.6, 0.9)),
+        ({"temperature": None, "top_p": None}, (0.6, 0.9)),
+        ({"temperature": 0.0}, (0.0, 0.9)),
+        ({"temperature": 1.5, "top_p": 0.5}, (1.5, 0.5)),
+    ],
+)
+async def test_a_response_tells_the_parameters_that_are_used(asked: Any, used: tuple[float, float]) -> None:
+    """Those of the checkpoint, where the request has none."""
+    async with asgi_front(talking_codec(), defaults=GenerationDefaults(temperature=0.6, top_p=0.9)) as front:
+        front.plays([*front.emits("Yes."), STOP])
+        body = {"model": MODEL, "input": "Tell.", **asked}
+        answer = (await front.http.post("/v1/responses", json=body)).json()
+        stream = (await front.http.post("/v1/responses", json={**body, "stream": True})).text
+        events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    whole = [answer, *(event["response"] for event in events if "response" in event)]
+    assert {(one["temperature"], one["top_p"]) for one in whole} == {used}
+    assert len(whole) == 4
+    sampling = front.generator.generations[0].sampling
+    assert (sampling.temperature, sampling.top_p) == used
 
 
 async def test_without_a_form_an_answer_is_any_text(front: AsgiFront) -> None:
