@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 import openai
 import pytest
 import pytest_asyncio
+from jsonschema import Draft202012Validator
 from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 
@@ -20,6 +21,7 @@ from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.call_writers import Sayings
 from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
 
+COMPONENTS = "#/components/schemas/"
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
 SAID = f"<think>where</think>I look.\n{CALL}<|im_end|>"
 
@@ -222,6 +224,25 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
         assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
+
+
+async def test_all_events_that_are_sent_are_described_and_no_others(front: AsgiFront) -> None:
+    document = (await front.http.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    described = Draft202012Validator({"$ref": f"{COMPONENTS}ResponseStreamEvent", "components": {"schemas": schemas}})
+    sent: set[str] = set()
+    for end in (STOP, Ended(Finish.LENGTH), TargetLostError("gone")):
+        front.plays([*front.emits(SAID, 4), end])
+        body = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "stream": True}
+        text = (await front.http.post("/v1/responses", json=body)).text
+        for line in text.splitlines():
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                described.validate(event)
+                for missing in event:
+                    assert not described.is_valid({name: event[name] for name in event.keys() - {missing}}), missing
+                sent.add(event["type"])
+    assert sent == schemas["ResponseStreamEvent"]["discriminator"]["mapping"].keys()
 
 
 @pytest.mark.parametrize(
