@@ -327,6 +327,7 @@ class RouterDeployment:
         self._ending = AsyncExitStack()  # as a target's
         from serve_app.audit_alarm import AuditAlarm
         from serve_app.http.access.operators import OperatorsAddress
+        from serve_app.http.access.request_name import NamedByServe
         from serve_app.http.api import create_api
         from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
@@ -384,6 +385,7 @@ class RouterDeployment:
             request_spans(self._http_tracing),
             self._whole,
         )
+        self._api.add_middleware(NamedByServe)
         at = config.server.operators
         if at.port:
             self._ending.push_async_callback(OperatorsAddress(self._api, at.host, at.port).close)

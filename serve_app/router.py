@@ -148,14 +148,16 @@ class Router:
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
-                log.info("%s refuses a session: %s", address, message.message, extra={"session": message.session})
+                told = {"session": message.session}
+                log.info("%s refuses session %r: %s", address, message.session, message.message, extra=told)
             self._tracer.heard(address, message)
             self._send(self._assignments.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
         for item in frame.malformed:
-            log.error("malformed %s from %s: %s", item.kind, address, item.why, extra={"session": item.session})
+            told = {"session": item.session}
+            log.error("malformed %s from %s for session %r: %s", item.kind, address, item.session, item.why, extra=told)
             self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 

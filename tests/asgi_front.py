@@ -13,6 +13,7 @@ from starlette.routing import Route
 from cluster.config import SlipstreamConfig, validated
 from cluster.routing.session import Emit
 from serve_app.http.api import create_api
+from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.replies import HealthReport
@@ -63,6 +64,7 @@ async def asgi_front(
     server: Mapping[str, Any] | None = None,
     *,
     key: str = "none",
+    defaults: GenerationDefaults = NO_DEFAULTS,
     further: Sequence[Route] = (),
 ) -> AsyncIterator[AsgiFront]:
     """An application of its own, which leaves nothing running."""
@@ -72,7 +74,7 @@ async def asgi_front(
     async def health() -> HealthReport:
         return HealthReport(status="ok", audit="off")
 
-    app = create_api(generator, codec, config, Metrics(), health, further=further)
+    app = create_api(generator, codec, config, Metrics(), health, defaults, further=further)
     transport = httpx.ASGITransport(app)
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://test") as http,

@@ -7,7 +7,6 @@ its last in one place.
 """
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -32,6 +31,7 @@ from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.guard import CALLER, KeyGuard
 from serve_app.http.access.operators import OperatorsDoor
+from serve_app.http.access.request_name import REQUEST_ID, asked_name, check_name
 from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
 from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
@@ -64,11 +64,10 @@ from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
 from serve_app.http.wire.replies import HealthReport, Usage
-from serve_app.http.wire.schemas import REQUEST_ID_PATTERN, GenerationRequest
+from serve_app.http.wire.schemas import GenerationRequest
 from serve_app.http.wire.tokenizing import DetokenizeRequest, TokenizeRequest
 
 WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
-REQUEST_ID = "X-Request-Id"
 HELD_BODIES = 64  # of the largest size, which those being read may hold together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -173,6 +172,10 @@ class Service:
         prompts = min(server.max_request_sessions, server.max_requests)
         return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
 
+    def new_name(self) -> str:
+        """Of a request that came without one."""
+        return f"{self.draw():016x}"
+
     async def aside(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
         """Does work of a request beside the event loop, a few at a time."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *args)
@@ -196,39 +199,33 @@ class ApiEndpoint(Generic[RequestT]):
             logged(self._dialect.endpoint, record, service.clock),
             caller.exchange() as exchange,
         ):
-            record.name = _asked_name(request) or self._new_name()
+            record.name = asked_name(request) or service.new_name()
             response = await self._respond(request, record, exchange)
-            response.headers.setdefault(REQUEST_ID, record.name)
+            response.headers[REQUEST_ID] = record.name
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
-
-    def _new_name(self) -> str:
-        return f"{self._service.draw():016x}"
 
     async def _respond(self, request: Request, record: RequestRecord, exchange: Exchange) -> Response:
         try:
             self._service.generator.check_room(1)
-            _check_name(request)
+            check_name(request)
             async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body, exchange, _asked_name(request), record)
+                answer = await self._prepare(body, exchange, asked_name(request), record)
             self._service.metrics.prompt(answer.prompt_tokens)
             if not answer.stream:
                 whole = await while_connected(request.receive, answer.whole())
                 record.status = 200
-                return as_json(whole, headers={REQUEST_ID: answer.name})
+                return as_json(whole)
             events = answer.events()
             keep_alive_s = self._service.config.server.stream_keep_alive_s
             first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
-            headers = {REQUEST_ID: answer.name}
-            return EventStream(first, events, record, keep_alive_s, answer.writer.failed, headers)
+            return EventStream(first, events, record, keep_alive_s, answer.writer.failed)
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
 
-    async def _prepare(
-        self, body: bytes, exchange: Exchange, asked_name: str | None, record: RequestRecord
-    ) -> "ApiAnswer":
+    async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
         request, terms = await self._service.aside(self._agree, body)
         exchange.caller.check(request)
@@ -237,7 +234,7 @@ class ApiEndpoint(Generic[RequestT]):
             await self._service.grammars.check(terms.grammar)
         exchange.take(terms.sessions)
         record.request = request
-        record.name = asked_name or request.request_id or record.name
+        record.name = header or request.request_id or record.name
         return await self._service.aside(self._resolve, request, terms, exchange.caller, record)
 
     def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
@@ -265,7 +262,7 @@ class ApiEndpoint(Generic[RequestT]):
         )
         generations = caller.bounded(resolved)
         head = Head(
-            id=f"{dialect.id_prefix}{record.name}",
+            id=f"{dialect.id_prefix}{request.request_id or record.name}",
             created=int(time.time()),
             model=request.model,
             system_fingerprint=service.fingerprint,
@@ -276,7 +273,7 @@ class ApiEndpoint(Generic[RequestT]):
         record.prompt_tokens = sum(map(len, prompts))
         record.choices = [choice.transcript for choice, _ in told]
         writer = dialect.writer(request, head, service.text)
-        return ApiAnswer(writer, service, request.stream, told, record.prompt_tokens, record.name)
+        return ApiAnswer(writer, service, request.stream, told, record.prompt_tokens)
 
     def _choice(self, request: RequestT, index: int, generation: Generation) -> ToldChoice:
         text = self._service.text
@@ -311,14 +308,19 @@ class PlainEndpoint(Generic[PartT]):
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         with suppress(ClientDisconnect):
-            response = await self._respond(Request(scope, receive))
+            response = await self._respond(request, scope[CALLER])
+            response.headers[REQUEST_ID] = asked_name(request) or self.service.new_name()
             await response(scope, receive, send)
 
-    async def _respond(self, request: Request) -> Response:
+    async def _respond(self, request: Request, caller: Caller) -> Response:
         try:
-            async with self.service.bodies.read(request) as body:
-                return as_json(await self.service.aside(self._answer, body))
+            check_name(request)
+            with caller.exchange() as exchange:
+                exchange.take(1)  # it is work, too, and so counts among what a key may have at once
+                async with self.service.bodies.read(request) as body:
+                    return as_json(await self.service.aside(self._answer, body))
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             return failure_of(error).response
 
@@ -335,7 +337,6 @@ class ApiAnswer:
     stream: bool
     told: list[ToldChoice]
     prompt_tokens: int
-    name: str  # of the request
 
     async def whole(self) -> BaseModel:
         """The answer when all choices have ended."""
@@ -362,14 +363,3 @@ class ApiAnswer:
     def _usage(self) -> Usage:
         reasoning_tokens = sum(telling.reasoning_tokens for _, telling in self.told)
         return usage_of([choice for choice, _ in self.told], self.prompt_tokens, reasoning_tokens)
-
-
-def _asked_name(request: Request) -> str | None:
-    """What the client calls the request, in a header."""
-    name = request.headers.get(REQUEST_ID, "")
-    return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
-
-
-def _check_name(request: Request) -> None:
-    if REQUEST_ID in request.headers and _asked_name(request) is None:
-        raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)

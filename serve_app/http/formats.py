@@ -305,7 +305,7 @@ class ResponsesDialect(ChatDialect):
     def writer(self, request: ChatRequest, head: Head, codec: TextCodec) -> EventWriter:
         del codec
         assert isinstance(request, ResponsesChat), "it was parsed here"
-        return _ResponseEvents(ResponseWriter(begun(request.asked, head["id"], head["created"])))
+        return _ResponseEvents(ResponseWriter(begun(request, head["id"], head["created"])))
 
 
 class _ResponseEvents:

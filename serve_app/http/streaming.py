@@ -1,7 +1,7 @@
 """HTTP beyond routes: event streams, clients that disconnect."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -31,10 +31,9 @@ class EventStream(Response):
         record: RequestRecord,
         keep_alive_s: float,
         as_failure: Callable[[Failure], str],
-        headers: Mapping[str, str],
     ) -> None:
         """`first` is the first of the events, come or coming."""
-        super().__init__(headers={"Cache-Control": "no-cache", **headers})
+        super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
@@ -104,9 +103,9 @@ def as_event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def as_json(body: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def as_json(body: BaseModel, status: int = 200) -> Response:
     """A JSON response."""
-    return Response(body.model_dump_json(), status, headers, media_type="application/json")
+    return Response(body.model_dump_json(), status, media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

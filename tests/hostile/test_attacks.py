@@ -1,7 +1,7 @@
 """The demo's pair under attack, while eight streams run: they hardly notice, and nothing of it stays.
 
 Not part of the default suite: `make test-hostile`. `-s` prints what was measured. How fast a refusal comes is printed
-and not asserted, for a busy machine has a say in it; `docs/benchmarks.md` has what a quiet one said.
+and not asserted, for a busy machine has a say in it. `docs/benchmarks.md` has the figures of a busy one.
 """
 
 import asyncio

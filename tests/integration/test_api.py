@@ -229,11 +229,15 @@ async def test_the_answer_has_the_id_that_was_asked_for(front: Front) -> None:
 
 
 async def test_every_answer_has_the_name_of_its_request(front: Front) -> None:
-    """The header's before the body's; a refusal has one too, and so has a stream."""
+    """The header's, which the answer's id ends with unless the body has another; refusals and streams have one too."""
     front.plays([Ended(Finish.STOP)])
     body = {"model": "toy", "prompt": "hi", "request_id": "job-7"}
     named = await front.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "job-8"})
-    assert (named.headers["X-Request-Id"], named.json()["id"]) == ("job-8", "cmpl-job-8")
+    assert (named.headers["X-Request-Id"], named.json()["id"]) == ("job-8", "cmpl-job-7")
+    by_header = await front.http.post(
+        COMPLETIONS, json={"model": "toy", "prompt": "hi"}, headers={"X-Request-Id": "job-8"}
+    )
+    assert (by_header.headers["X-Request-Id"], by_header.json()["id"]) == ("job-8", "cmpl-job-8")
     unnamed = await front.http.post(COMPLETIONS, json=body)
     assert unnamed.headers["X-Request-Id"] == "job-7"
     streamed = await front.http.post(COMPLETIONS, json=body | {"stream": True})

@@ -133,6 +133,16 @@ def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
     assert accepted, "no draft token was ever accepted, so this showed nothing"
 
 
+def test_an_answer_behind_serve_has_one_name_and_the_id_that_was_asked_for(served: Served) -> None:
+    """Serve's proxy names requests and answers itself."""
+    body = {"model": served.config.model.name, "prompt": "Hello", "max_tokens": 1, "request_id": "job-7"}
+    for headers in ({}, {"X-Request-Id": "job-8"}):
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=120, trust_env=False)
+        (name,) = answer.headers.get_list("X-Request-Id")
+        assert name == headers.get("X-Request-Id", name)
+        assert answer.json()["id"] == "cmpl-job-7"
+
+
 def test_two_choices_differ(served: Served) -> None:
     answer = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",

@@ -89,6 +89,13 @@ def test_every_link_leads_somewhere(document: Path) -> None:
             assert not anchor or anchor in anchors(goal), link
 
 
+def test_the_table_of_benchmarks_has_every_script_that_says_how_it_is_run() -> None:
+    names = [str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").glob("*.py")]
+    scripts = {name for name in names if f"\n    python {name}" in (ROOT / name).read_text()}
+    rows = re.findall(r"^\| \[?`(benchmarks/\w+\.py)`", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
+    assert scripts == set(rows)
+
+
 @every_document
 def test_every_slipstream_command_and_option_exists(document: Path) -> None:
     for words in commands(document):

@@ -19,6 +19,7 @@ from serve_app.http.wire.replies import (
     ScoredChatCompletion,
     VersionReport,
 )
+from serve_app.http.wire.responses_events import ResponseStreamEvent
 from serve_app.http.wire.responses_input import ResponsesRequest
 from serve_app.http.wire.responses_output import ResponseReply
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
@@ -50,8 +51,8 @@ class Operation:
     summary: str
     asked: type[BaseModel] | None = None
     answers: tuple[type[BaseModel], ...] = ()  # one of these; none: plain text
-    chunk: type[BaseModel] | None = None  # of a stream, the data of each event but the last
-    streams: bool = False
+    chunk: type[BaseModel] | None = None  # of a stream, the data of each event
+    is_done_said: bool = True  # a stream ends with DONE, or with an error; else with an event like the others
     needs_key: bool = True
 
 
@@ -63,12 +64,17 @@ OPERATIONS = (
         ChatRequest,
         (ChatCompletion, ScoredChatCompletion),
         ChatChunk,
-        streams=True,
     ),
+    Operation("post", "/v1/completions", "How a text goes on", CompletionRequest, (Completion,), CompletionChunk),
     Operation(
-        "post", "/v1/completions", "How a text goes on", CompletionRequest, (Completion,), CompletionChunk, streams=True
+        "post",
+        "/v1/responses",
+        "An answer, told in items",
+        ResponsesRequest,
+        (ResponseReply,),
+        ResponseStreamEvent,
+        is_done_said=False,
     ),
-    Operation("post", "/v1/responses", "An answer, told in items", ResponsesRequest, (ResponseReply,), streams=True),
     Operation("post", "/tokenize", "The tokens of a text or a conversation", TokenizeRequest, (TokenizeReply,)),
     Operation("post", "/detokenize", "The text of tokens", DetokenizeRequest, (DetokenizeReply,)),
     Operation("get", "/v1/models", "The names of the model that is served", answers=(ModelList,)),
@@ -126,16 +132,15 @@ def _answers(operation: Operation) -> Iterable[tuple[str, Json]]:
         yield "text/plain", {"schema": {"type": "string"}}
     else:
         yield from _as_json(*operation.answers).items()
-    if operation.streams:
-        yield "text/event-stream", {"schema": _event(operation.chunk)}
+    if operation.chunk is not None:
+        yield "text/event-stream", {"schema": _event(operation.chunk, operation.is_done_said)}
 
 
-def _event(chunk: type[BaseModel] | None) -> Json:
-    """Of a stream; where its data has no schema, the event's name is the `type` in it."""
-    data: Json = {"contentMediaType": "application/json", "contentSchema": {"type": "object", "required": ["type"]}}
-    if chunk is not None:
-        told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]}
-        data = {"anyOf": [{"const": DONE}, data | {"contentSchema": told}]}
+def _event(chunk: type[BaseModel], is_done_said: bool) -> Json:
+    """Of a stream."""
+    told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]} if is_done_said else _reference(chunk)
+    data: Json = {"contentMediaType": "application/json", "contentSchema": told}
+    data = {"anyOf": [{"const": DONE}, data]} if is_done_said else data
     return {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"} | data}}
 
 

@@ -1,6 +1,7 @@
 """What is served: the model's names, and a fingerprint of all that decides its answers beside the request."""
 
 import hashlib
+import json
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -10,6 +11,7 @@ from cluster.errors import RequestError
 from serve_app.http.wire.replies import ModelCard, ModelList
 
 DISTRIBUTION = "slipstream-serving"
+SERVER_DECIDES = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # how requests are read
 
 
 class UnknownModelError(RequestError):
@@ -45,6 +47,13 @@ def find_card(models: ModelList, name: str) -> ModelCard:
 
 
 def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
-    """Of version, weights, dtype and split: with the same one, a seed gives the same answer. Drafts have no say."""
-    decisive = (version(), checkpoint or config.model.target, config.model.dtype, config.target.tensor_parallel)
-    return f"fp_{hashlib.sha256(repr(decisive).encode()).hexdigest()[:12]}"
+    """Of all that decides an answer beside its request. Drafts have no say."""
+    decisive = {
+        "version": version(),
+        "weights": checkpoint or config.model.target,
+        "model": config.model.model_dump(include={"dtype", "max_context"}),
+        "target": config.target.model_dump(include={"engine", "vllm", "tensor_parallel"}),
+        "server": config.server.model_dump(include=SERVER_DECIDES),
+    }
+    text = json.dumps(decisive, sort_keys=True, default=str)
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"

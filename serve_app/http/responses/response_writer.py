@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from serve_app.http.conversation.telling import Part, Stretch
+from serve_app.http.responses.as_chat import ResponsesChat
 from serve_app.http.wire.replies import ErrorDetail, FinishReason, ToolCallReply, Usage
-from serve_app.http.wire.responses_input import ResponsesRequest
 from serve_app.http.wire.responses_output import (
     CallItem,
     IncompleteDetails,
@@ -155,8 +155,9 @@ class ResponseWriter:
         yield f"event: {kind}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
-def begun(asked: ResponsesRequest, name: str, created: int) -> ResponseReply:
-    """The response before anything was generated."""
+def begun(chat: ResponsesChat, name: str, created: int) -> ResponseReply:
+    """The response before anything was generated. What was left out is told as the chat has it, which is used."""
+    asked = chat.asked
     choice = asked.tool_choice
     return ResponseReply(
         id=name,
@@ -167,11 +168,11 @@ def begun(asked: ResponsesRequest, name: str, created: int) -> ResponseReply:
         metadata=asked.metadata,
         parallel_tool_calls=asked.parallel_tool_calls,
         reasoning={"effort": asked.reasoning.effort, "summary": None},
-        temperature=1.0 if asked.temperature is None else asked.temperature,
+        temperature=chat.temperature,
         text=asked.text.model_dump(by_alias=True, exclude_none=True),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         tools=tuple({"parameters": None, "strict": False} | tool.model_dump(exclude_none=True) for tool in asked.tools),
-        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_p=chat.top_p,
         user=asked.user,
     )
 

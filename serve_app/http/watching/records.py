@@ -29,7 +29,7 @@ class RequestRecord:
     traceparent: str = ""  # of what is done for it; empty: it is not traced
     request: GenerationRequest | None = None  # once it is understood
     name: str = ""  # which the answer tells in a header
-    response_id: str = ""  # which ends with it; empty until the request is taken
+    response_id: str = ""  # empty until the request is taken
     sessions: Sequence[str] = ()
     prompt_tokens: int = 0
     choices: Sequence[ChoiceRecord] = ()

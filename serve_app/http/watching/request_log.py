@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from serve_app.http.watching.records import RequestRecord
@@ -32,4 +32,9 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
             }
             if record.request is not None and record.request.prompt_version is not None:
                 told["prompt_version"] = record.request.prompt_version
-            log.info("a request has ended", extra=told)
+            log.info("a request has ended: %s", _in_words(told), extra=told)
+
+
+def _in_words(told: Mapping[str, object]) -> str:
+    """For lines of text, which have nothing of a record's extras: a word for each fact."""
+    return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in told.items())

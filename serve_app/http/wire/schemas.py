@@ -37,7 +37,7 @@ MAX_MODEL_CHARS = 512
 PROMPT_VERSION = "prompt_version"  # of `metadata`: what it says is told by metrics and traces
 VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
-REQUEST_ID_PATTERN = r"^[\w.:-]{1,128}$"
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII: a header tells it
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],

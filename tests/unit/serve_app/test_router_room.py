@@ -1,5 +1,6 @@
-"""What a router takes, and how it says that it takes no more."""
+"""What a router takes, and how it says that it takes no more; what it logs of peers."""
 
+import logging
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,8 @@ from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignments
 from cluster.routing.membership import Members, StaticMembership
+from protos.codec import Decoded, Malformed
+from protos.messages import Refusal, RefusalReason
 from serve_app.router import Identity, Router, RouterLimits
 
 
@@ -40,3 +43,17 @@ async def test_a_session_that_was_not_checked_is_refused_all_the_same(router: Ro
     router.drain()
     with pytest.raises(DrainingError):
         await anext(router.generate(None))  # type: ignore[arg-type]  # it is not looked at
+
+
+def test_lines_about_peers_name_the_session_in_words_and_as_a_field(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = Refusal("5f3c", 1, RefusalReason.OVERLOADED, "full")
+    malformed = Malformed("Verdict", "91ab\n", 1, "no tokens")
+    with caplog.at_level(logging.INFO):
+        router._receive("target:1", Decoded((refusal,), (malformed,)))
+    told = [(line.getMessage(), vars(line)["session"]) for line in caplog.records]
+    assert told == [
+        ("target:1 refuses session '5f3c': full", "5f3c"),
+        ("malformed Verdict from target:1 for session '91ab\\n': no tokens", "91ab\n"),
+    ]

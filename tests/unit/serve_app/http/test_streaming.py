@@ -45,7 +45,7 @@ def as_failure(failure: Failure) -> str:
 async def stream(events: AsyncGenerator[str, None], client: Listener, keep_alive_s: float) -> RequestRecord:
     record = RequestRecord()
     first = await first_of(events, client.receive, keep_alive_s)
-    await EventStream(first, events, record, keep_alive_s, as_failure, {})({}, client.receive, client.send)
+    await EventStream(first, events, record, keep_alive_s, as_failure)({}, client.receive, client.send)
     return record
 
 

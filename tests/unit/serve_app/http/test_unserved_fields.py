@@ -191,7 +191,7 @@ def test_what_load_generators_send_is_understood() -> None:
     assert asked.stream_options.continuous_usage_stats
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\n"])
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\n", "é"])
 def test_a_request_id_is_short_and_plain(name: str) -> None:
     assert parsed(COMPLETION | {"request_id": "job-7.a:b_c"}).request_id == "job-7.a:b_c"
     with pytest.raises(RequestError) as caught:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.serve._private.logging_utils import ServeFormatter
 
 from cluster.config import validated
 from cluster.errors import RequestError
@@ -111,6 +112,22 @@ def test_a_line_tells_how_a_request_ended(caplog: pytest.LogCaptureFixture) -> N
     told = vars(line)
     assert (told["request"], told["sessions"], told["seconds"], told["status"]) == ("r1", "s1", 2.5, 200)
     assert (told["prompt_tokens"], told["completion_tokens"], told["prompt_version"]) == (5, 10, "v1")
+
+
+def test_a_line_of_text_lists_all_that_a_structured_one_has(caplog: pytest.LogCaptureFixture) -> None:
+    ended = record("v1")
+    ended.sessions = ["s1", "s2"]
+    with caplog.at_level(logging.INFO), logged("chat", ended, iter((1.0, 3.5)).__next__):
+        pass
+    (line,) = caplog.records
+    assert (
+        ServeFormatter("replica", "Router")
+        .format(line)
+        .endswith(
+            "a request has ended: request=r1 endpoint=chat status=200 seconds=2.5 prompt_tokens=5 completion_tokens=10"
+            " accepted_tokens=3 rejected_tokens=1 sessions=s1,s2 prompt_version=v1"
+        )
+    )
 
 
 @contextmanager

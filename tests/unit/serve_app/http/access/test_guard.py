@@ -1,5 +1,6 @@
 """The door, through OpenAI's client: who is let in, and to what."""
 
+import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +17,7 @@ from serve_app.page.page_routes import page_routes
 from serve_app.page.page_watch import PageWatch
 from serve_app.page.samples import Sample
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.integration.scripted_generator import STALL
 
 KEY = "sk-ann"
 KEYS = {"ann": {"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "max_tokens": 5, "max_sessions": 2}}
@@ -38,6 +40,24 @@ async def test_who_shows_the_key_is_served_within_its_bounds(front: AsgiFront) -
     assert caught.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError):
         await front.openai.completions.create(**ASKED, n=3)
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})])
+async def test_what_generates_nothing_counts_among_what_a_key_may_have_at_once(
+    front: AsgiFront, path: str, fields: Any
+) -> None:
+    front.plays([STALL])
+    shown = {"Authorization": f"Bearer {KEY}"}
+    for _ in range(3):  # none of them is counted longer than it lasts
+        assert (await front.http.post(path, json=fields, headers=shown)).status_code == 200
+    both = asyncio.create_task(front.openai.completions.create(**ASKED, n=2))
+    while len(front.generator.running) < 2:
+        await asyncio.sleep(0)
+    refused = await front.http.post(path, json=fields, headers=shown)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "capacity")
+    both.cancel()
+    await asyncio.wait((both,))
+    assert (await front.http.post(path, json=fields, headers=shown)).status_code == 200
 
 
 async def test_whoever_shows_a_key_finds_nothing_that_others_had_cached(front: AsgiFront, codec: TextCodec) -> None:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
+from cluster.config import SlipstreamConfig, validated
 from cluster.errors import TargetLostError
 from cluster.routing.session import Emit, Ended
 from protos.messages import Finish
@@ -93,12 +94,45 @@ async def test_answers_tell_what_they_were_made_with(front: AsgiFront) -> None:
     assert fingerprints == {fingerprint(config_of({}), "")}
 
 
+def configured(**sections: Any) -> SlipstreamConfig:
+    return validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}} | sections)
+
+
+def vllm(**arguments: Any) -> dict[str, Any]:
+    return {"engine": "vllm", "vllm": arguments, "cache_per_rank": {"gib": 1}}
+
+
+QUANTISED = vllm(quantization="fp8", enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"server": {"routers": 2}},
+        {"target": {"max_sessions": 8}},
+        {"draft": {"method": "suffix"}},
+    ],
+)
+def test_a_fingerprint_is_of_nothing_that_decides_no_answer(other: dict[str, Any]) -> None:
+    assert fingerprint(configured(**other), "a") == fingerprint(configured(), "a")
+
+
 def test_a_fingerprint_is_of_what_decides_answers() -> None:
-    config = config_of({})
-    assert fingerprint(config, "a") == fingerprint(config_of({"routers": 2}), "a")
-    assert fingerprint(config, "a") != fingerprint(config, "b")
-    other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
-    assert fingerprint(other, "a") != fingerprint(config, "a")
+    configs = [
+        configured(),
+        configured(model={"target": "toy", "dtype": "float32"}),
+        configured(model={"target": "toy", "max_context": 64}),
+        configured(target={"tensor_parallel": 2}),
+        configured(target=vllm()),
+        configured(target=QUANTISED),
+        configured(target=vllm(quantization="awq")),
+        *(configured(server=one) for one in ({"generation_defaults": "none"}, {"response_template": "none"})),
+        configured(server={"allow_special_tokens_in_text": True}),
+    ]
+    told = [fingerprint(config, weights) for config in configs for weights in ("a", "b")]
+    assert len(set(told)) == len(told)
+    other_order = vllm(enforce_eager=True, quantization="fp8")
+    assert fingerprint(configured(target=other_order), "a") == fingerprint(configured(target=QUANTISED), "a")
 
 
 async def test_the_usage_tells_what_of_each_prompt_was_cached(front: AsgiFront) -> None:

@@ -8,17 +8,20 @@ from typing import Any, get_type_hints
 import openai
 import pytest
 import pytest_asyncio
+from jsonschema import Draft202012Validator
 from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 
 from cluster.errors import TargetLostError
 from cluster.routing.session import Ended
 from protos.messages import Finish
+from serve_app.http.generation_defaults import GenerationDefaults
 from serve_app.http.wire.responses_input import ResponsesRequest
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.call_writers import Sayings
 from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
 
+COMPONENTS = "#/components/schemas/"
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
 SAID = f"<think>where</think>I look.\n{CALL}<|im_end|>"
 
@@ -145,6 +148,30 @@ async def test_an_answer_has_the_form_that_is_asked_for(front: AsgiFront, form: 
     assert [text for text in bad if sayings.takes(generation.grammar, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({}, (0.6, 0.9)),
+        ({"temperature": None, "top_p": None}, (0.6, 0.9)),
+        ({"temperature": 0.0}, (0.0, 0.9)),
+        ({"temperature": 1.5, "top_p": 0.5}, (1.5, 0.5)),
+    ],
+)
+async def test_a_response_tells_the_parameters_that_are_used(asked: Any, used: tuple[float, float]) -> None:
+    """Those of the checkpoint, where the request has none."""
+    async with asgi_front(talking_codec(), defaults=GenerationDefaults(temperature=0.6, top_p=0.9)) as front:
+        front.plays([*front.emits("Yes."), STOP])
+        body = {"model": MODEL, "input": "Tell.", **asked}
+        answer = (await front.http.post("/v1/responses", json=body)).json()
+        stream = (await front.http.post("/v1/responses", json={**body, "stream": True})).text
+        events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    whole = [answer, *(event["response"] for event in events if "response" in event)]
+    assert {(one["temperature"], one["top_p"]) for one in whole} == {used}
+    assert len(whole) == 4
+    sampling = front.generator.generations[0].sampling
+    assert (sampling.temperature, sampling.top_p) == used
+
+
 async def test_without_a_form_an_answer_is_any_text(front: AsgiFront) -> None:
     front.plays([STOP])
     for text in (None, {}, {"format": None}, {"format": {"type": "text"}}):
@@ -197,6 +224,25 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
         assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
+
+
+async def test_all_events_that_are_sent_are_described_and_no_others(front: AsgiFront) -> None:
+    document = (await front.http.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    described = Draft202012Validator({"$ref": f"{COMPONENTS}ResponseStreamEvent", "components": {"schemas": schemas}})
+    sent: set[str] = set()
+    for end in (STOP, Ended(Finish.LENGTH), TargetLostError("gone")):
+        front.plays([*front.emits(SAID, 4), end])
+        body = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "stream": True}
+        text = (await front.http.post("/v1/responses", json=body)).text
+        for line in text.splitlines():
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                described.validate(event)
+                for missing in event:
+                    assert not described.is_valid({name: event[name] for name in event.keys() - {missing}}), missing
+                sent.add(event["type"])
+    assert sent == schemas["ResponseStreamEvent"]["discriminator"]["mapping"].keys()
 
 
 @pytest.mark.parametrize(
