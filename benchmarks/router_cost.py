@@ -1,103 +1,115 @@
 """What HTTP and the router cost: streams of a target that answers at once, through everything but models.
 
     python benchmarks/router_cost.py --streams 64 --tokens 256 --json router_cost.json
+    git worktree add /tmp/older COMMIT && python benchmarks/router_cost.py --rounds 5 --against /tmp/older
 
-The API, the router, a drafter and a target replica run here, over real HTTP and gRPC on loopback, around a model that
-is one table: what is left is text, ledgers, scheduling and messages. All of it is one process and one event loop, so
-that its processor time a token can be told from the clients', who are a process of their own. A first run is timed, a
-second one is profiled, for a profile slows down what it looks at.
+The API, the router, a drafter and a target replica (`router_cost_server.py`) run in one process and one event loop,
+over real HTTP and gRPC on loopback, around a model that is one table: what is left is text, ledgers, scheduling and
+messages. The clients are a process of their own, so that the server's processor time a token can be told from theirs.
+
+With `--against`, another checkout's server is measured too, in turn with this one's in each round, because machines
+drift. The profile is of this checkout, in a run of its own, for a profile slows down what it looks at.
 """
 
 import argparse
 import asyncio
 import cProfile
 import json
+import os
 import pstats
-import resource
-import socket
+import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
-from cluster.config import validated
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
-from tests.byte_tokenizer import byte_tokenizer
-from tests.integration.harness import CONTEXT, PAGE_SIZE, cluster
+import psutil
+from rich.console import Console
+from rich.table import Table
+from router_cost_server import served
 
 TOP = 5
-SESSIONS = 64  # that the target serves at once
+HERE = Path(__file__).resolve().parent
+PRESENT = "this checkout"
+OTHER = "the other"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The load of one run."""
+
+    streams: int
+    tokens: int  # of each stream
+    drafted: int | None  # most draft tokens of a block; None: as the server will
+
+    @property
+    def body(self) -> str:
+        """Of each stream's request."""
+        asked = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
+        speculation = {} if self.drafted is None else {"speculation": {"max_draft_tokens": self.drafted}}
+        return json.dumps({**asked, "stream": True, **speculation})
 
 
 @dataclass(frozen=True)
 class Cost:
     """Of one run."""
 
-    streams: int
     tokens: int
     seconds: float
     cpu_s: float  # of the process with the API, router, drafter and target
 
     @property
-    def shown(self) -> str:
-        rate = self.tokens / self.seconds
-        cost_us = 1e6 * self.cpu_s / self.tokens
-        return f"{self.streams} streams: {rate:.0f} tokens/s, {cost_us:.0f} us of processor time a token"
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def us_per_token(self) -> float:
+        """Of processor time."""
+        return 1e6 * self.cpu_s / self.tokens
 
 
-def body(tokens: int, drafted: int | None) -> str:
-    """Of each stream's request."""
-    asked = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    speculation = {} if drafted is None else {"speculation": {"max_draft_tokens": drafted}}
-    return json.dumps({**asked, "stream": True, **speculation})
+@dataclass(frozen=True)
+class ServerProcess:
+    """A checkout's server."""
+
+    url: str
+    process: psutil.Process
+
+    async def run(self, asked: Asked) -> Cost:
+        cpu_s = self._cpu_s()
+        seconds = await clients(self.url, asked.body, asked.streams)
+        return Cost(asked.streams * asked.tokens, seconds, self._cpu_s() - cpu_s)
+
+    def _cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[str]:
-    """The API in front of a toy cluster whose steps take no time; its address."""
-    tokenizer = byte_tokenizer()
-    config = validated(
-        {
-            "model": {"target": "toy", "max_context": CONTEXT},
-            "draft": {"method": "prompt_lookup"},
-            "speculation": {"max_draft_tokens": 4},
-        }
-    )
-
-    async def ready() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    async with cluster(sessions=SESSIONS, pages=SESSIONS * CONTEXT // PAGE_SIZE) as toy:
-        toy.hurry()
-        codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
-        api = create_api(toy.router, codec, config, Metrics(model="toy"), ready)
-        server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # who comes early waits in it
-            serving = asyncio.create_task(server.serve([listening]))
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server.should_exit = True
-            await serving
+async def started(checkout: Path) -> AsyncIterator[ServerProcess]:
+    """Its server, which ends with the block."""
+    command = (sys.executable, str(HERE / "router_cost_server.py"))
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    process = await asyncio.create_subprocess_exec(*command, cwd=checkout, env=environment, **pipes)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    if not url:
+        raise SystemExit(f"the server of {checkout} did not start; what it said above tells why")
+    try:
+        yield ServerProcess(url, psutil.Process(process.pid))
+    finally:
+        process.stdin.close()
+        await process.wait()
 
 
-async def timed(url: str, streams: int, tokens: int, drafted: int | None) -> Cost:
-    """One run, after a stream that warms everything up."""
-    await _clients(url, body(tokens, drafted), 1)
-    cpu = _cpu_s()
-    seconds = await _clients(url, body(tokens, drafted), streams)
-    return Cost(streams, streams * tokens, seconds, _cpu_s() - cpu)
-
-
-async def _clients(url: str, asked: str, streams: int) -> float:
+async def clients(url: str, body: str, streams: int) -> float:
     """Seconds that they took, as they measured it themselves."""
-    command = [sys.executable, str(Path(__file__).with_name("stream_clients.py")), url, asked, str(streams)]
+    command = (sys.executable, str(HERE / "stream_clients.py"), url, body, str(streams))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
     if process.returncode:
@@ -105,14 +117,34 @@ async def _clients(url: str, asked: str, streams: int) -> float:
     return float(json.loads(said))
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> dict[str, list[Cost]]:
+    """By checkout, the costs of each round; every other round begins with the last one."""
+    costs: dict[str, list[Cost]] = {name: [] for name in checkouts}
+    async with AsyncExitStack() as stack:
+        servers = {name: await stack.enter_async_context(started(path)) for name, path in checkouts.items()}
+        for server in servers.values():
+            await clients(server.url, asked.body, 1)  # warms everything up
+        for number in range(rounds):
+            order = list(servers) if number % 2 == 0 else list(reversed(servers))
+            for name in order:
+                costs[name].append(await servers[name].run(asked))
+    return costs
 
 
-def hottest(profile: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]:
+async def profile(asked: Asked) -> list[dict[str, Any]]:
+    """The first functions of this checkout's server, in this process."""
+    async with served() as url:
+        await clients(url, asked.body, 1)
+        profiling = cProfile.Profile(time.thread_time)  # the processor's, and so nothing of waiting
+        profiling.enable()
+        await clients(url, asked.body, asked.streams)
+        profiling.disable()
+    return hottest(profiling)
+
+
+def hottest(profiling: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]:
     """The functions that most processor time went to, of the event loop's thread."""
-    stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profiling).stats  # type: ignore[attr-defined]
     found = [
         {"function": f"{Path(file).name}:{line} {name}", "calls": calls, "own_s": round(own_s, 4)}
         for (file, line, name), (_, calls, own_s, _, _) in stats.items()
@@ -120,14 +152,23 @@ def hottest(profile: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: -one["own_s"])[:top]
 
 
-async def measure(streams: int, tokens: int, drafted: int | None) -> tuple[Cost, list[dict[str, Any]]]:
-    async with served() as url:
-        cost = await timed(url, streams, tokens, drafted)
-        profile = cProfile.Profile(time.thread_time)  # the processor's, and so nothing of waiting
-        profile.enable()
-        await timed(url, streams, tokens, drafted)
-        profile.disable()
-    return cost, hottest(profile)
+def shown(costs: Mapping[str, Sequence[Cost]], asked: Asked) -> Table:
+    """Medians of the rounds; the ratio is this checkout's over the other's, with the lowest and highest of a round."""
+    table = Table("", "tokens/s", "processor time a token", title=f"{asked.streams} streams of {asked.tokens} tokens")
+    for name, runs in costs.items():
+        rate = statistics.median(run.tokens_per_s for run in runs)
+        cost_us = statistics.median(run.us_per_token for run in runs)
+        table.add_row(name, f"{rate:.0f}", f"{cost_us:.0f} us")
+    if OTHER in costs:
+        pairs = list(zip(costs[PRESENT], costs[OTHER], strict=True))
+        rates = [present.tokens_per_s / other.tokens_per_s for present, other in pairs]
+        times = [present.us_per_token / other.us_per_token for present, other in pairs]
+        table.add_row("ratio", _spread(rates), _spread(times))
+    return table
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,14 +176,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--drafted", type=int, help="most draft tokens of a block; 0: plain decoding")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--against", type=Path, help="another checkout of this project, measured too")
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
-    cost, top = asyncio.run(measure(options.streams, options.tokens, options.drafted))
-    print(cost.shown)
+    asked = Asked(options.streams, options.tokens, options.drafted)
+    checkouts = {PRESENT: HERE.parent} | ({OTHER: options.against.resolve()} if options.against else {})
+    costs = asyncio.run(measure(checkouts, asked, options.rounds))
+    Console().print(shown(costs, asked))
+    top = asyncio.run(profile(asked))
     for one in top:
         print(f"  {one['own_s']:.3f} s in {one['calls']} calls  {one['function']}")
     if options.json is not None:
-        options.json.write_text(json.dumps({**asdict(cost), "profile": top}, indent=1))
+        runs = {name: [asdict(run) for run in found] for name, found in costs.items()}
+        options.json.write_text(json.dumps({**asdict(asked), "runs": runs, "profile": top}, indent=1))
 
 
 if __name__ == "__main__":

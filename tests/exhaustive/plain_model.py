@@ -6,12 +6,15 @@ logits is asked of the processors themselves, which other tests compare with a r
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.sampling.logits.makers import chain_of
+from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.sampling.logits.makers import MAKERS, chain_of
 from actors.sampling.margin import margin
 from actors.sampling.reference import DrawAddress
 from cluster.config import SlipstreamConfig
@@ -36,6 +39,7 @@ class PlainModel:
         self._config = config
         self._defaults = load_defaults(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._makers = (*MAKERS, GrammarCompiler(load_grammar_vocabulary(Path(folder))).masking)
         self._spelt: dict[str, list[int]] = defaultdict(list)  # tokens by their text, which several may share
         for token in range(self.codec.vocabulary):
             self._spelt[self.codec.token_text(token)].append(token)
@@ -44,6 +48,14 @@ class PlainModel:
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
         """After each token, (tokens, vocabulary)."""
         return torch.log_softmax(self._logits(ids).double(), dim=-1)
+
+    def ids(self, texts: Sequence[str]) -> list[int]:
+        """Of tokens by their texts, none of which two tokens share."""
+        found = []
+        for one in texts:
+            (token,) = self._spelt[one]
+            found.append(token)
+        return found
 
     def generations(self, fields: dict[str, Any]) -> list[Generation]:
         """What the API makes of a completion's body."""
@@ -69,7 +81,7 @@ class PlainModel:
         0 where each is what plain decoding says after the ones before it.
         """
         text = list(generation.prompt)
-        chain = chain_of(_open(generation))
+        chain = chain_of(_open(generation), self._makers)
         widest = 0.0
         for one in texts:
             logits = self._logits(text)[-1]
@@ -102,5 +114,6 @@ def _open(generation: Generation) -> Open:
         hash_key=generation.hash_key,
         acceptance=generation.acceptance,
         max_draft_tokens=0,
+        grammar=generation.grammar,
         rules=generation.rules,
     )

@@ -116,6 +116,9 @@ def test_every_answer_validates_and_a_drafter_that_knows_the_schema_is_accepted_
         if index < len(ASKED):
             plain = pair.answer(pair.generation(index, asked, 0), pair.ignorant)
             assert plain.committed == session.committed
+    rates = {name: counts[f"{name} accepted"] / counts[f"{name} drafted"] for name in ("knowing", "ignorant")}
     with capsys.disabled():
         print(f"\n{ANSWERS} answers validate: {dict(counts)}")
+        print(f"accepted of drafted: {rates['knowing']:.3f} with the mask, {rates['ignorant']:.3f} without")
     assert counts["knowing accepted"] > counts["ignorant accepted"]
+    assert rates["knowing"] > rates["ignorant"]

@@ -26,7 +26,7 @@ from tests.exhaustive.test_structured import CONTEXT, DRAFTED, Pair
 ANSWERS = int(os.environ.get("SLIPSTREAM_CALLS", "20"))
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nCall one of these tools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
     '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -1,4 +1,6 @@
-"""What a stranger does to hurt a server, as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS`.
+"""What a stranger does to hurt a server, as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS [RATE]`.
+
+RATE is that of an overload, in requests a second; `ordinary` shows what the server answers when nobody hurries it.
 
 It runs in a process of its own, at the lowest priority: on few cores it would else take from the server the very time
 that is measured. It speaks HTTP over bare sockets, so that it costs little and may stop anywhere. It prints a line of
@@ -13,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +24,8 @@ COMPLETIONS = "/v1/completions"
 SLOW_READERS = 64
 TRICKLING = 500
 LEAVING = 200
-PER_SECOND = 50  # requests of an overload: ten times what a small pair answers on two cores
+OVERLOAD_TOKENS = 16
+PATIENT = 16  # clients that wait for their answers
 PATIENCE_S = 30
 LOWEST_PRIORITY = 19
 
@@ -33,6 +36,8 @@ class Answer:
 
     name: str
     status: int
+    is_error: bool = False  # in OpenAI's form
+    retry_after: str | None = None
     param: str | None = None
     ms: float = 0.0  # from the request's last byte to the answer's first
     length: int = 0  # bytes
@@ -76,22 +81,43 @@ class Place:
         """A whole request for a whole answer; the server may answer, and hang up, before all has been sent."""
         async with self.connection() as (reader, writer), asyncio.timeout(PATIENCE_S):
             writer.write(request)
-            try:
+            answering = asyncio.ensure_future(reader.readline())  # it may be there before all has been sent
+            with suppress(ConnectionError):
                 await writer.drain()
+            sent = time.monotonic()
+            try:
+                first = await answering
+                ms = 1000 * (time.monotonic() - sent)
+                rest = await reader.read()
             except ConnectionError:
                 return Answer(name, 0)
-            sent = time.monotonic()
-            first = await reader.readline()
-            ms = 1000 * (time.monotonic() - sent)
-            rest = await reader.read()
             return _answer(name, first + rest, ms)
 
 
-def _answer(name: str, answer: bytes, ms: float) -> Answer:
+def _answer(name: str, answer: bytes, ms: float = 0.0) -> Answer:
+    """Of an answer, or of its head alone."""
     head, _, body = answer.partition(b"\r\n\r\n")
-    status = int(head.split(maxsplit=2)[1])
-    error = json.loads(body)["error"] if status >= 400 and body.startswith(b"{") else {}
-    return Answer(name, status, error.get("param"), round(ms, 1), len(answer))
+    status_line, *lines = head.decode("latin-1").split("\r\n")
+    headers = {key.lower(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    status = int(status_line.split(maxsplit=2)[1])
+    error = _error(body) if status >= 400 else {}
+    is_error = all(isinstance(error.get(key), str) for key in ("message", "type")) and "code" in error
+    return Answer(
+        name, status, is_error, headers.get("retry-after"), error.get("param"), round(ms, 1), length=len(answer)
+    )
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    """Of a body of JSON, in one chunk or whole; nothing of any other."""
+    try:
+        return dict(json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])["error"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+async def _refusal(name: str, first: bytes, reader: asyncio.StreamReader) -> Answer:
+    """What began with this line and is no stream."""
+    return _answer(name, first + await reader.read())
 
 
 # ------------------------------------------------------------ bodies
@@ -155,11 +181,14 @@ async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
         async with place.connection(receive_buffer=2048) as (reader, writer):
             writer.write(place.asks(stream=True, max_tokens=400, ignore_eos=True, logprobs=20))
             first = await reader.readline()
+            if b" 200 " not in first:
+                return await _refusal("slow reader", first, reader)
             end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                await reader.read(16)
-                await asyncio.sleep(1)
-            return _answer("slow reader", first + b"\r\n", 0.0)
+            with suppress(ConnectionError):  # the server need not wait for such a reader
+                while time.monotonic() < end:
+                    await reader.read(16)
+                    await asyncio.sleep(1)
+            return _answer("slow reader", first)
 
     async for answer in _all([one for _ in range(SLOW_READERS)]):
         yield answer
@@ -178,8 +207,8 @@ async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
                 await asyncio.wait((answer,), timeout=1)
             if not answer.done():
                 answer.cancel()
-                return Answer("trickling", 0)
-            return _answer("trickling", answer.result() + b"\r\n", 0.0) if answer.result() else Answer("trickling", 0)
+                return Answer("never answered", 0)
+            return await _refusal("trickling", answer.result(), reader)
 
     async for answer in _all([one for _ in range(TRICKLING)]):
         yield answer
@@ -202,14 +231,29 @@ async def leaving(place: Place, seconds: float) -> AsyncIterator[Answer]:
         yield answer
 
 
-async def overload(place: Place, seconds: float) -> AsyncIterator[Answer]:
+async def ordinary(place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """What an overload asks for, by clients who wait for one answer before they ask for the next."""
+    end = time.monotonic() + seconds
+
+    async def one() -> list[Answer]:
+        answers = []
+        while time.monotonic() < end:
+            answers.append(await place.exchange("ordinary", place.asks(max_tokens=OVERLOAD_TOKENS)))
+        return answers
+
+    for answers in await asyncio.gather(*(one() for _ in range(PATIENT))):
+        for answer in answers:
+            yield answer
+
+
+async def overload(place: Place, seconds: float, per_second: float) -> AsyncIterator[Answer]:
     """So many a second, whatever is answered."""
 
     async def one(at_s: float) -> Answer:
         await asyncio.sleep(at_s)
-        return await place.exchange("overload", place.asks(max_tokens=16))
+        return await place.exchange("overload", place.asks(max_tokens=OVERLOAD_TOKENS))
 
-    moments = [number / PER_SECOND for number in range(int(seconds * PER_SECOND))]
+    moments = [number / per_second for number in range(int(seconds * per_second))]
     async for answer in _all([lambda at_s=at_s: one(at_s) for at_s in moments]):
         yield answer
 
@@ -227,23 +271,24 @@ async def _all(works: list[Callable[[], Awaitable[Answer]]]) -> AsyncIterator[An
         yield await done
 
 
-KINDS: dict[str, Callable[[Place, float], AsyncIterator[Answer]]] = {
+KINDS: dict[str, Callable[..., AsyncIterator[Answer]]] = {
     "bodies": bodies,
     "slow_readers": slow_readers,
     "trickling": trickling,
     "leaving": leaving,
+    "ordinary": ordinary,
     "overload": overload,
 }
 
 
-async def attack(kind: str, url: str, model: str, seconds: float) -> None:
+async def attack(kind: str, url: str, model: str, seconds: float, *rate: float) -> None:
     parts = urlsplit(url)
     place = Place(parts.hostname or "", parts.port or 80, model)
-    async with aclosing(KINDS[kind](place, seconds)) as answers:
+    async with aclosing(KINDS[kind](place, seconds, *rate)) as answers:
         async for answer in answers:
             print(json.dumps(asdict(answer)), flush=True)
 
 
 if __name__ == "__main__":
     os.nice(LOWEST_PRIORITY)
-    asyncio.run(attack(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])))
+    asyncio.run(attack(*sys.argv[1:4], *map(float, sys.argv[4:])))

@@ -28,6 +28,16 @@ WARM_UP_S = 60.0
 USUAL_S = 20.0  # for which the streams are watched before an attack
 SECONDS = {"bodies": 30.0, "slow_readers": 30.0, "trickling": 30.0, "leaving": 30.0, "overload": 60.0}
 WORST = 3  # times the usual worst gap
+OVERLOAD = 10  # times what the pair answers when nobody hurries it
+ORDINARY_S = 20.0
+SERVED_OR_REFUSED = frozenset({200, 429})
+STATUSES = {  # that each kind may have; 0: none, as nothing but silence or leaving was to be answered
+    "slow_readers": SERVED_OR_REFUSED,
+    "trickling": frozenset({408, 429}),
+    "leaving": frozenset({0}),
+    "overload": SERVED_OR_REFUSED,
+}
+CUT_OFF = ("too large", 0)  # its sender may be hung up on while it still sends
 MOST_KEPT = 50 << 20  # bytes of a process's memory
 MOST_OPEN = 8  # file descriptors more than before
 CALM_S = 5.0  # in which connections are closed and memory is given back
@@ -47,7 +57,7 @@ async def warm_up(url: str) -> None:
     """What is allocated once is allocated now: all of the cache, and room for the largest bodies."""
     streaming = asyncio.create_task(Watched(url).run())
     await asyncio.sleep(WARM_UP_S)
-    await attacked(url, "bodies")
+    await attacked(url, "bodies", SECONDS["bodies"])
     streaming.cancel()
     await asyncio.wait((streaming,))
 
@@ -117,9 +127,19 @@ def held() -> dict[str, Held]:
     return found
 
 
-async def attacked(url: str, kind: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def usual_rate(served: Served) -> float:
+    """Requests that the pair answers in a second, while it has nothing else to do."""
+    answers = asyncio.run(attacked(served.url, "ordinary", ORDINARY_S))
+    assert {one["status"] for one in answers} == {200}
+    rate = len(answers) / ORDINARY_S
+    print(f"\nusually {rate:.1f} requests are answered in a second")
+    return rate
+
+
+async def attacked(url: str, kind: str, seconds: float, *rate: float) -> list[dict[str, Any]]:
     """The answers that the stranger had."""
-    command = (sys.executable, "-m", "tests.hostile.attack", kind, url, MODEL, str(SECONDS[kind]))
+    command = (sys.executable, "-m", "tests.hostile.attack", kind, url, MODEL, str(seconds), *map(str, rate))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert process.returncode == 0
@@ -134,7 +154,8 @@ def describe(gaps: list[float]) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", SECONDS)
-async def test_streams_go_on_and_nothing_stays(served: Served, kind: str) -> None:
+async def test_streams_go_on_and_nothing_stays(served: Served, usual_rate: float, kind: str) -> None:
+    rate = (OVERLOAD * usual_rate,) if kind == "overload" else ()
     watched = Watched(served.url)
     streaming = asyncio.create_task(watched.run())
     try:
@@ -143,7 +164,9 @@ async def test_streams_go_on_and_nothing_stays(served: Served, kind: str) -> Non
         before = held()
         await asyncio.sleep(USUAL_S)
         usual = watched.taken()
-        answers = await attacked(served.url, kind)
+        began = time.monotonic()
+        answers = await attacked(served.url, kind, SECONDS[kind], *rate)
+        took_s = time.monotonic() - began
         under = watched.taken()
         await asyncio.sleep(CALM_S)
         after = held()
@@ -151,6 +174,7 @@ async def test_streams_go_on_and_nothing_stays(served: Served, kind: str) -> Non
         streaming.cancel()
         await asyncio.wait((streaming,))
     print(f"\n{kind}: usually {describe(usual)}; under attack {describe(under)}; {dict(watched.failures)}")
+    print(f"  {len(answers)} exchanges in {took_s:.0f} s")
     tell(answers)
     tell_growth(before, after)
     await asyncio.to_thread(assert_nothing_left, served)
@@ -165,13 +189,12 @@ async def test_streams_go_on_and_nothing_stays(served: Served, kind: str) -> Non
 
 def tell(answers: list[dict[str, Any]]) -> None:
     """How often each answer came, and how fast."""
-    rows: dict[tuple[str, int, str | None], list[float]] = {}
+    rows: dict[tuple[str, int, str], list[float]] = {}
     for one in answers:
-        rows.setdefault((one["name"], one["status"], one["param"]), []).append(one["ms"])
-    for (name, status, param), ms in sorted(rows.items(), key=str):
-        print(
-            f"  {name}: {status} {param or ''}, {len(ms)} times, median {statistics.median(ms)} ms, worst {max(ms)} ms"
-        )
+        words = one["param"] or ("" if one["is_error"] or one["status"] < 400 else "(in the proxy's words)")
+        rows.setdefault((one["name"], one["status"], words), []).append(one["ms"])
+    for (name, status, words), ms in sorted(rows.items(), key=str):
+        print(f"  {name}: {status} {words}, {len(ms)} times, median {statistics.median(ms)} ms, worst {max(ms)} ms")
 
 
 def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
@@ -184,12 +207,30 @@ def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
 
 
 def check(kind: str, answers: list[dict[str, Any]]) -> None:
-    """Each is an answer that was served, or a clean refusal."""
-    statuses = Counter(one["status"] for one in answers)
-    assert all(status in (0, 200) or 400 <= status < 500 for status in statuses), statuses
+    """Each is an answer that was served, where its kind may be, or a clean refusal.
+
+    Beyond twice `server.max_requests`, Serve's proxy refuses by itself, with 429 and its own words.
+    """
     if kind == "bodies":
-        names = {one["name"] for one in answers}
-        assert names == hostile_bodies(MODEL).keys()
+        check_bodies(answers)
+    else:
+        others = Counter((one["name"], one["status"]) for one in answers if one["status"] not in STATUSES[kind])
+        assert not others, others
+    for one in answers:
+        if one["status"] >= 400:
+            by_proxy = kind != "bodies" and one["status"] == 429
+            assert one["is_error"] or by_proxy, f"no error in OpenAI's form: {one}"
+        if one["status"] == 429:
+            assert one["retry_after"], f"nothing says when to try again: {one}"
+    statuses = Counter(one["status"] for one in answers)
     if kind == "overload":
-        assert statuses[429] > 0, "it was no overload"
-        assert statuses[200] > 0
+        assert statuses[429] > statuses[200] > 0, f"it was no overload: {statuses}"
+
+
+def check_bodies(answers: list[dict[str, Any]]) -> None:
+    """Each was refused."""
+    found = Counter((one["name"], one["status"]) for one in answers)
+    refused = Counter(one["name"] for one in answers if 400 <= one["status"] < 500)
+    others = {key: count for key, count in found.items() if not 400 <= key[1] < 500}
+    assert not others.keys() - {CUT_OFF}, others
+    assert refused.keys() | {CUT_OFF[0]} == hostile_bodies(MODEL).keys()

@@ -92,6 +92,7 @@ def test_every_answer_is_a_described_one(schema: Any, method: str, path: str) ->
 
     ask()
     print(f"{method} {path}: {dict(sorted(counts.items()))}")
+    assert counts.total() >= CASES[method, path], "fewer were asked than were meant to be"
     least = LEAST_SERVED if path in SOUND else 0
     assert counts[200] >= least * counts.total(), "hardly any was served, so this showed little"
 

@@ -1,0 +1,103 @@
+"""The application with targets that take chains alone for requests of `CHAIN` draft tokens, and count what they verify.
+
+On its own a target whose attention takes trees asks for trees of every request, and no answer says which it had.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve.schema import ServeApplicationSchema
+
+import serve_app.app
+from actors.engine.engine import Engine
+from cluster.config import SlipstreamConfig
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.messages import Open, Shape
+from serve_app.deployments import TargetDeployment
+from serve_app.operations import deploying
+from tests.integration.serving import Served
+
+CHAIN = 4  # draft tokens
+TREE = 8
+
+
+class CountingEngine:
+    """An engine whose verified blocks are counted by their shape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        outcomes = await self._engine.step(plan)
+        deciding = [row for row in plan.rows if row.decide]
+        for row, outcome in zip(deciding, outcomes, strict=True):
+            if row.drafted:
+                self.counts.update(traits(row, outcome))
+        return outcomes
+
+
+def traits(row: Row, outcome: Outcome) -> Iterator[str]:
+    """What a verified block is counted under."""
+    draft = row.draft
+    yield "chains" if draft.is_chain else "trees"
+    if draft.is_chain and len(draft) > 1:
+        yield "chains of several"
+    if outcome.accepted > 1:
+        yield "several accepted"
+    along = tuple(draft.tokens[node] for node in outcome.path)
+    if along != draft.trunk[: len(along)]:
+        yield "accepted off the trunk"
+
+
+class ShapedTarget(TargetDeployment):
+    """As it is, but for the shape of what it asks for."""
+
+    async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        await super().__init__(config)  # type: ignore[misc]
+        self._counting = CountingEngine(self._replica._engine)
+        self._replica._engine = self._counting
+        intake = self._replica.scheduler._intake
+        of_others = intake._block_shape
+
+        def shape(request: Open) -> Shape:
+            return Shape.CHAIN if request.max_draft_tokens == CHAIN else of_others(request)
+
+        intake._block_shape = shape  # type: ignore[method-assign]
+
+    def verified(self) -> dict[str, int]:
+        """Blocks by what they were, since the start."""
+        return dict(self._counting.counts)
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """In a process that does nothing else."""
+    serve_app.app.TargetDeployment = ShapedTarget  # type: ignore[misc]
+    return serve_app.app.build(args)
+
+
+@contextmanager
+def shaped_targets() -> Iterator[None]:
+    """What is served from now on has such targets."""
+    application_schema = deploying.application_schema
+
+    def shaped(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:
+        schema = application_schema(config, name, route_prefix)
+        return schema.model_copy(update={"import_path": "tests.exhaustive.shaped_target:build"})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(deploying, "application_schema", shaped)
+        yield
+
+
+def verified(served: Served) -> Counter[str]:
+    """By all targets together."""
+    handle = serve.get_deployment_handle("Target", served.application)
+    return sum(map(Counter, handle.broadcast("verified").results(timeout_s=20)), Counter())
