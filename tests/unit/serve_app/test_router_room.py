@@ -50,7 +50,7 @@ def test_lines_about_peers_name_the_session_in_words_and_as_a_field(
 ) -> None:
     refusal = Refusal("5f3c", 1, RefusalReason.OVERLOADED, "full")
     malformed = Malformed("Verdict", "91ab\n", 1, "no tokens")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "serve_app.router"):
         router._receive("target:1", Decoded((refusal,), (malformed,)))
     told = [(line.getMessage(), vars(line)["session"]) for line in caplog.records]
     assert told == [
