@@ -7,21 +7,13 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
-from serve_app.cli.demo_models import demo_config
 from tests.certificates import Authority
-from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import Reference, Served, demo_served
 from tests.integration.test_serving import assert_nothing_left, complete, eventually
 
 TOKENS = 64
+DRAFTING = ("speculation.pacing=lock_step", "draft.resources.background=false")
 PROMPTS = ("Tell me of rivers.", "Tell me of trains.", "Tell me of bread.")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_small_target(tmp_path_factory.mktemp("target"), Path(demo_config([]).model.target))
 
 
 def answers(served: Served) -> int:
@@ -37,19 +29,10 @@ def answers(served: Served) -> int:
     return accepted
 
 
-def overrides(target: str, trust: str) -> list[str]:
-    small = (
-        "model.served_name=SmolLM2-135M-Instruct",
-        "speculation.pacing=lock_step",
-        "draft={method: prompt_lookup, model: null}",
-    )
-    return [f"model.target={target}", trust, *small]
-
-
-def test_certificates_also_once_they_are_replaced(target: str, tmp_path: Path) -> None:
+def test_certificates_also_once_they_are_replaced(tmp_path: Path) -> None:
     authority = Authority()
     trust = authority.issue_all(tmp_path)
-    with demo_served(*overrides(target, f"trust.certificates={trust.certificates}")) as served:
+    with demo_served(*DRAFTING, f"trust.certificates={trust.certificates}") as served:
         assert answers(served) > 0
         authority.issue_all(tmp_path)
         (drafter,) = served.inspect("Drafter")
@@ -58,9 +41,9 @@ def test_certificates_also_once_they_are_replaced(target: str, tmp_path: Path) -
         assert_nothing_left(served)
 
 
-def test_a_token(target: str, tmp_path: Path) -> None:
+def test_a_token(tmp_path: Path) -> None:
     token = tmp_path / "tokens"
     token.write_text("a-secret-of-this-deployment\n")
-    with demo_served(*overrides(target, f"trust.token_file={token}")) as served:
+    with demo_served(*DRAFTING, f"trust.token_file={token}") as served:
         assert answers(served) > 0
         assert_nothing_left(served)

@@ -25,8 +25,8 @@ SESSIONS = 1000
 FALSE_ALARM = 1e-5
 EQUAL_SESSIONS = 300  # where texts are compared with those of plain decoding
 FEW = 8  # sessions in a world, and how many such worlds; `tests/exhaustive` has more
-FEW_WORLDS = 60
-EQUAL_WORLDS = 25
+FEW_WORLDS = 40
+EQUAL_WORLDS = 15
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(7)) * 1.5
 
 

@@ -38,7 +38,7 @@ FEW = 4  # tokens, for texts that can be counted
 FEW_NEW = 3
 FEW_PROMPT = (1, 2, 1)
 FEW_AT_ONCE = 8
-FEW_WORLDS = 60  # `tests/exhaustive` has more
+FEW_WORLDS = 40  # `tests/exhaustive` has more
 FEW_TARGET = drawn_by_history(FEW, seed=3, scale=1.5)
 FEW_DRAFT = disturbed(FEW_TARGET, drawn_by_history(FEW, seed=4, scale=0.5))
 

@@ -32,7 +32,7 @@ TOKEN_S = 0.002
 HOP_S = 0.0005
 COSTS = CostModel(target=ForwardCost.linear(STEP_S), draft=DraftCost(forward=ForwardCost.linear(TOKEN_S)), hop_s=HOP_S)
 ONE_AT_A_TIME = Workload(ClosedLoop(1), sessions=8, prompt_tokens=8, new_tokens=256)
-SCENARIOS = 100  # `make random_scenarios` has thousands
+SCENARIOS = 60  # `make random_scenarios` has thousands
 
 
 def run(
