@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,18 +25,26 @@ from tests.integration import harness
 
 SESSIONS = 64  # that the target serves at once
 STEP_TOKENS = 4 * SESSIONS
+ROOT = Path(harness.__file__).resolve().parents[2]
+OURS = ("protos", "cluster", "actors", "serve_app", "tests")
 CONTEXT = harness.CONTEXT
 PAGES = SESSIONS * CONTEXT // getattr(harness, "PAGE_SIZE", 16)
 
 
 def found(name: str, *modules: str) -> Any:
-    """The first of these modules that there is has the name."""
+    """The first of these modules that the checkout has has the name."""
     for module in modules:
-        try:
+        if (ROOT / f"{module.replace('.', '/')}.py").exists():
             return getattr(import_module(module), name)
-        except ModuleNotFoundError:
-            continue
     raise ImportError(f"this checkout has none of {', '.join(modules)}")
+
+
+def check_origin() -> None:
+    """A package without an `__init__.py` may have modules of an installed checkout, which is not what is measured."""
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] in OURS and file is not None and not Path(file).is_relative_to(ROOT):
+            raise ImportError(f"{name} is that of another checkout: {file}")
 
 
 @asynccontextmanager
@@ -73,6 +82,7 @@ async def served() -> AsyncIterator[str]:
     create_api = found("create_api", "serve_app.http.api", "serve_app.api")
     metrics = found("Metrics", "serve_app.http.metrics", "serve_app.metrics")()
     codec_of = found("TextCodec", "serve_app.http.text", "serve_app.text")
+    check_origin()
     tokenizer = byte_tokenizer()
     config = validated(
         {
