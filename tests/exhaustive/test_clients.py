@@ -61,7 +61,7 @@ def calling_target(demo: Path, folder: Path) -> Path:
 
 
 def response_template(folder: Path) -> dict[str, Any]:
-    """How calls are written that the chat template has: as Qwen's are, but with no thoughts, which it would never end."""
+    """How calls are written that the chat template has: as Qwen's are, with no thoughts, which it would never end."""
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
     template = dict(get_response_template(AutoTokenizer.from_pretrained(folder), model))
     fields = {name: field for name, field in template["fields"].items() if name != "reasoning_content"}
