@@ -86,8 +86,10 @@ def started_node(address: str, name: str, drain_s: int) -> Iterator[subprocess.P
     words = [word for option in options.items() for word in option]
     environment = os.environ | {RAY_DRAIN: str(drain_s)}
     with subprocess.Popen([*RAY_START, *words], env=environment, stdout=subprocess.DEVNULL) as process:
-        yield process
-        process.terminate()
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +99,11 @@ def nodes(target: str) -> Iterator[Nodes]:
     made = Cluster(initialize_head=True, head_node_args=head)
     seconds = drain_s(config_with(target, 1))
     with ExitStack() as running:
-        started = {name: running.enter_context(started_node(made.address, name, seconds)) for name in NODES}
+        started: dict[str, subprocess.Popen[bytes]] = {}
         client = GcsClient(address=made.address)
-        eventually(lambda: len(client.get_all_node_info()) == 1 + len(NODES), "the nodes have joined")
+        for name in NODES:  # in turn: two that start at once on one machine may miss the time that Ray gives them
+            started[name] = running.enter_context(started_node(made.address, name, seconds))
+            eventually(lambda: len(client.get_all_node_info()) == 1 + len(started), f"node {name} has joined")
         yield Nodes(made.address, started)
     made.shutdown()
 
