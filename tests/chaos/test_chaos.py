@@ -19,20 +19,17 @@ import psutil
 import pytest
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray.serve.schema import ServeApplicationSchema
 from rich.console import Console
 
-from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
-from serve_app.operations import deploying
 from serve_app.operations.local import checked_port, serving
 from tests.chaos.blows import KINDS, Scene, grpc_ports
 from tests.chaos.deck import Deck
 from tests.chaos.load import Answer, Load, Request
 from tests.chaos.recovery import Blow, Sizes, Stream, is_open, table
 from tests.exhaustive.small_target import make_small_target
-from tests.integration.serving import EXACT, Reference, Served
+from tests.integration.serving import EXACT, Reference, Served, built_by
 from tests.integration.test_serving import assert_nothing_left, eventually
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -111,16 +108,11 @@ def served(
     ranks = f"target.tensor_parallel={request.config.getoption('--ranks')}"
     pacing = f"speculation.pacing={request.config.getoption('--pacing')}"
     config = demo_config([*EXACT, f"model.target={target}", *POOLS, port, ranks, pacing])
-    application_schema = deploying.application_schema
-
-    def with_telling_routers(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:
-        schema = application_schema(config, name, route_prefix)
-        return schema.model_copy(update={"import_path": "tests.chaos.telling_router:build"})
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deploying, "application_schema", with_telling_routers)
-        with serving(config, Console(quiet=True), address=nodes.address) as url:
-            yield Served(url, config)
+    with (
+        built_by("tests.chaos.telling_router:build"),
+        serving(config, Console(quiet=True), address=nodes.address) as url,
+    ):
+        yield Served(url, config)
 
 
 def sizes() -> Sizes:

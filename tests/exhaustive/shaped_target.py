@@ -5,12 +5,9 @@ On its own a target whose attention takes trees asks for trees of every request,
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from ray import serve
-from ray.serve.schema import ServeApplicationSchema
 
 import serve_app.app
 from actors.engine.engine import Engine
@@ -18,7 +15,6 @@ from cluster.config import SlipstreamConfig
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Open, Shape
 from serve_app.deployments import TargetDeployment
-from serve_app.operations import deploying
 from tests.integration.serving import Served
 
 CHAIN = 4  # draft tokens
@@ -81,20 +77,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """In a process that does nothing else."""
     serve_app.app.TargetDeployment = ShapedTarget  # type: ignore[misc]
     return serve_app.app.build(args)
-
-
-@contextmanager
-def shaped_targets() -> Iterator[None]:
-    """What is served from now on has such targets."""
-    application_schema = deploying.application_schema
-
-    def shaped(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:
-        schema = application_schema(config, name, route_prefix)
-        return schema.model_copy(update={"import_path": "tests.exhaustive.shaped_target:build"})
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deploying, "application_schema", shaped)
-        yield
 
 
 def verified(served: Served) -> Counter[str]:

@@ -21,8 +21,8 @@ from openai.types import Completion
 
 from serve_app.demo_data import BENCH_PROMPTS
 from tests.exhaustive.plain_model import PlainModel
-from tests.exhaustive.shaped_target import CHAIN, TREE, shaped_targets, verified
-from tests.integration.serving import Served, demo_served
+from tests.exhaustive.shaped_target import CHAIN, TREE, verified
+from tests.integration.serving import Served, built_by, demo_served
 
 MODEL = "SmolLM2-135M-Instruct"
 MAX_TOKENS = 20
@@ -70,7 +70,7 @@ def served() -> Iterator[Served]:
     """Every session is drafted for in every round, whether it pays on this machine or not."""
     longest = f"speculation.max_draft_tokens={max(SHAPES.values())}"
     settings = ("speculation.pacing=lock_step", "draft.resources.background=false", longest)
-    with shaped_targets(), demo_served(*settings) as served:
+    with built_by("tests.exhaustive.shaped_target:build"), demo_served(*settings) as served:
         yield served
 
 

@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 from ray import serve
-from ray.serve.schema import ServeApplicationSchema
 
-from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
-from serve_app.operations import deploying
 from tests.exhaustive.small_target import make_small_target
 from tests.exhaustive.test_moves import GREEDY, MODEL, POOLS, TOKENS, Load, Request, draft, handovers, under_load
-from tests.integration.serving import Reference, Served, demo_served
+from tests.integration.serving import Reference, Served, built_by, demo_served
 from tests.integration.test_serving import assert_nothing_left, eventually
 
 PROMPTS = tuple(f"Explain to a child something about {topic}." for topic in ("rivers", "trains", "bread", "glass"))
@@ -31,14 +28,7 @@ REPLACED_S = 300  # on a busy machine, models take long to load
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target = make_small_target(tmp_path_factory.mktemp("target"), Path(demo_config([]).model.target))
-    application_schema = deploying.application_schema
-
-    def with_hanging_drafters(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:
-        schema = application_schema(config, name, route_prefix)
-        return schema.model_copy(update={"import_path": "tests.exhaustive.hanging_drafter:build"})
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deploying, "application_schema", with_hanging_drafters)
+    with built_by("tests.exhaustive.hanging_drafter:build"):
         where = (f"model.target={target}", f"model.served_name={MODEL}", "target.replicas={min: 2, max: 2}")
         with demo_served(*where, *POOLS[1:], draft(64).replace(", labels: {models: 'yes'}", "")) as served:
             yield served

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.schema import ServeApplicationSchema
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo_models import demo_config
+from serve_app.operations import deploying
 from serve_app.operations.deploying import deploy, withdraw
 from serve_app.operations.local import serving, wait_until_ready
 
@@ -72,6 +75,19 @@ def demo_served_beside(served: Served, name: str, *overrides: str) -> Iterator[S
         yield beside
     finally:
         withdraw(name)
+
+
+@contextmanager
+def built_by(import_path: str) -> Iterator[None]:
+    """What is served from now on is made by this builder, as `module:function`: of parts that tests put in place."""
+    application_schema = deploying.application_schema
+
+    def built(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:
+        return application_schema(config, name, route_prefix).model_copy(update={"import_path": import_path})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(deploying, "application_schema", built)
+        yield
 
 
 class Reference:

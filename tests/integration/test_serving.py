@@ -247,6 +247,15 @@ def test_a_target_that_is_stopped_and_woken_commits_nothing(served: Served, refe
     eventually(lambda: len(served.inspect("Target")) == 2, "both replicas answer again", 120)
 
 
+def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Reference) -> None:
+    def kill_the_busy_rank() -> None:
+        (busy,) = [r for r in served.inspect("Target") if not r["idle"]]
+        os.kill(busy["rank_pids"][0], signal.SIGKILL)
+
+    text = _stream_and_disturb(served, PROMPTS[3], 64, {5: kill_the_busy_rank})
+    reference.assert_greedy(PROMPTS[3], 64, text)  # that the replica is replaced is awaited below, beside other tests
+
+
 def test_replicas_say_what_they_cost(served: Served) -> None:
     assert ask(served, PROMPTS[0])
     costs = cost_model(served.inspect("Target"), served.inspect("Drafter"), recordings(APPLICATION))
@@ -278,19 +287,9 @@ def test_operators_see_what_replicas_count(served: Served) -> None:
     eventually(lambda: expected <= exposed(), "the replicas' counters are exposed")
 
 
-def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Reference) -> None:
-    """The last but one, for Serve takes a while to replace the replica."""
-
-    def kill_the_busy_rank() -> None:
-        (busy,) = [r for r in served.inspect("Target") if not r["idle"]]
-        os.kill(busy["rank_pids"][0], signal.SIGKILL)
-
-    text = _stream_and_disturb(served, PROMPTS[3], 64, {5: kill_the_busy_rank})
-    reference.assert_greedy(PROMPTS[3], 64, text)
-
-
 def test_while_draining_running_requests_finish_and_new_ones_are_sent_elsewhere(served: Served) -> None:
     """The last one: the router takes nothing any more."""
+    eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica of the killed rank", 120)
     refused: list[openai.APIStatusError] = []
 
     def drain() -> None:

@@ -1,27 +1,15 @@
 """What the figures about the code count, on sources of a few lines."""
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.unit.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[3]
 
 
-def loaded() -> ModuleType:
-    """The script; benchmarks are no package."""
-    spec = importlib.util.spec_from_file_location("code_figures", ROOT / "benchmarks" / "code_figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-code_figures = loaded()
+code_figures = script("code_figures")
 
 
 def a_module(text: str, path: str = "cluster/some.py"):

@@ -1,28 +1,14 @@
 """What load generators' reports say of failed requests; the reports are theirs, cut to what is read."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.unit.benchmarks.scripts import script
 
-def loaded() -> ModuleType:
-    """The script; benchmarks are no package."""
-    path = Path(__file__).parents[3] / "benchmarks" / "load_reports.py"
-    spec = importlib.util.spec_from_file_location("load_reports", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-reports = loaded()
+reports = script("load_reports")
 Requests = reports.Requests
 
 
