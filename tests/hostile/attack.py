@@ -81,21 +81,33 @@ class Place:
         """A whole request for a whole answer; the server may answer, and hang up, before all has been sent."""
         async with self.connection() as (reader, writer), asyncio.timeout(PATIENCE_S):
             writer.write(request)
-            answering = asyncio.ensure_future(reader.readline())  # it may be there before all has been sent
+            answering = asyncio.ensure_future(_arriving(reader))  # it may be there before all has been sent
             with suppress(ConnectionError):
                 await writer.drain()
             sent = time.monotonic()
-            try:
-                first = await answering
-                ms = 1000 * (time.monotonic() - sent)
-                rest = await reader.read()
-            except ConnectionError:
-                return Answer(name, 0)
-            return _answer(name, first + rest, ms)
+            first_at, answer = await answering
+            return _answer(name, answer, 1000 * (first_at - sent))
+
+
+async def _arriving(reader: asyncio.StreamReader) -> tuple[float, bytes]:
+    """When the first of an answer came, and all that came until the server hung up.
+
+    A server that hangs up on what it has not read resets the connection after its answer. A reader that is asked only
+    then would forget the answer for the reset, so it is asked all the while.
+    """
+    parts = []
+    first_at = 0.0
+    with suppress(ConnectionError):
+        while part := await reader.read(1 << 16):
+            first_at = first_at or time.monotonic()
+            parts.append(part)
+    return first_at, b"".join(parts)
 
 
 def _answer(name: str, answer: bytes, ms: float = 0.0) -> Answer:
-    """Of an answer, or of its head alone."""
+    """Of an answer, or of its head alone; status 0 of none."""
+    if not answer:
+        return Answer(name, 0)
     head, _, body = answer.partition(b"\r\n\r\n")
     status_line, *lines = head.decode("latin-1").split("\r\n")
     headers = {key.lower(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -200,15 +212,16 @@ async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
     async def one() -> Answer:
         async with place.connection() as (reader, writer):
             writer.write(place.head(100_000))
-            answer = asyncio.ensure_future(reader.readline())
+            answering = asyncio.ensure_future(_arriving(reader))
             end = time.monotonic() + seconds
-            while time.monotonic() < end and not answer.done():
+            while time.monotonic() < end and not answering.done():
                 writer.write(b" ")
-                await asyncio.wait((answer,), timeout=1)
-            if not answer.done():
-                answer.cancel()
+                await asyncio.wait((answering,), timeout=1)
+            if not answering.done():
+                answering.cancel()
                 return Answer("never answered", 0)
-            return await _refusal("trickling", answer.result(), reader)
+            _, answer = answering.result()
+            return _answer("trickling", answer)
 
     async for answer in _all([one for _ in range(TRICKLING)]):
         yield answer

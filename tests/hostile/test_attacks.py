@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +59,14 @@ async def warm_up(url: str) -> None:
     streaming = asyncio.create_task(Watched(url).run())
     await asyncio.sleep(WARM_UP_S)
     await attacked(url, "bodies", SECONDS["bodies"])
+    await stopped(streaming)
+
+
+async def stopped(streaming: asyncio.Task[None]) -> None:
+    """Raises what ended it before it was stopped."""
     streaming.cancel()
-    await asyncio.wait((streaming,))
+    with suppress(asyncio.CancelledError):
+        await streaming
 
 
 @dataclass
@@ -102,7 +109,7 @@ class Watched:
         """The gaps since they were last taken."""
         taken = self.gaps
         self.gaps = []
-        assert len(taken) > 10 * STREAMS, "the streams hardly went on"
+        assert len(taken) > 10 * STREAMS, f"the streams hardly went on: {dict(self.failures)}"
         return taken
 
 
@@ -171,8 +178,7 @@ async def test_streams_go_on_and_nothing_stays(served: Served, usual_rate: float
         await asyncio.sleep(CALM_S)
         after = held()
     finally:
-        streaming.cancel()
-        await asyncio.wait((streaming,))
+        await stopped(streaming)
     print(f"\n{kind}: usually {describe(usual)}; under attack {describe(under)}; {dict(watched.failures)}")
     print(f"  {len(answers)} exchanges in {took_s:.0f} s")
     tell(answers)
