@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from actors.attention.batch import RaggedBatch
 from actors.attention.choice import AttentionReport, choose_attention
 from actors.attention.shape import AttentionShape, attention_shape
 from actors.engine.executor import StepExecutor
@@ -29,6 +30,7 @@ from actors.engine.runner import ModelRunner
 from actors.models.decoder import Decoder
 from actors.models.forward_output import ForwardOutput
 from cluster.verification.step import Row, StepPlan
+from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Open, Sampling
 
 PAGE_SIZE = 16
@@ -100,9 +102,9 @@ class MarkedDecoder:
         self._marks = marks
         self.forwards: list[tuple[Any, Any]] = []
 
-    def __call__(self, batch: Any) -> ForwardOutput:
+    def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         began = self._marks.mark()
-        output = self._decode(batch)
+        output = self._decode(batch, layers)
         self.forwards.append((began, self._marks.mark()))
         return output
 
@@ -191,7 +193,7 @@ def measure(
     for each in TOKENS:
         fed = tuple(drawn.randrange(vocabulary) for _ in range(each))
         for count in ROWS:
-            rows = tuple(Row(s, fed, context, True, tables[s], draft_len=each - 1) for s in names[:count])
+            rows = tuple(Row(s, fed, context, True, tables[s], DraftTree.chain(fed[1:])) for s in names[:count])
             step_ms, between_ms = timed(executor, StepPlan((), (), rows), decoder, marks, repeats)
             floor_ms = 1000 * reads[count, each] / bandwidth
             found.append(Step(name, count, each, context, step_ms, floor_ms, between_ms))

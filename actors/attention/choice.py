@@ -27,7 +27,8 @@ from actors.compute.kv_cache import FeedRow, PagedCache
 QUERIES = 5
 PARENTS = (-1, 0, -1, 2)  # of all but the first, where the block is a tree
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
-WINDOWS = (None, 100)
+WINDOW = 100
+LONG = 300  # tokens of a prompt's part, more than one block of queries in a kernel
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -77,6 +78,8 @@ class Trial:
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
+        # A kernel for windows is one more to build, which may take a minute: only for a model that has them.
+        self.windows = (None, WINDOW) if shape.slides else (None,)
         per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
         generator = torch.Generator().manual_seed(0)
         # Every other page is none of the rows', and theirs lie in no order.
@@ -90,6 +93,7 @@ class Trial:
         def random(*sizes: int) -> Tensor:
             return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
 
+        self._scaling = shape.head_dim**-0.5
         self._query = random(total, shape.heads, shape.head_dim)
         self._new = random(total, 2 * shape.kv_heads, shape.head_dim)
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
@@ -104,13 +108,36 @@ class Trial:
             places = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
             pool[places[: len(old)]] = old
         batch = RaggedBatch(self._trees if trees else self._rows, self._cache, backend)
-        return batch.attend(0, self._query, self._new, None, window)
+        return batch.attend(0, self._query, self._new, self._scaling, window)
+
+    def build(self, backend: AttentionBackend) -> None:
+        """Attends once in every kind of step: kernels that are built by kind are there before anything is served."""
+        for window in self.windows:
+            for rows in self._kinds():
+                batch = RaggedBatch(rows, self._cache, backend)
+                total = sum(len(row.tokens) for row in rows)
+                query = self._query[:1].expand(total, -1, -1)
+                batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
+
+    def _kinds(self) -> list[list[FeedRow]]:
+        """One token, and chains and trees of one row and of several, also beside a long part of a prompt."""
+        token = replace(self._rows[0], tokens=(0,))
+        long = FeedRow((0,) * LONG, 0, 0, self._rows[-1].pages)
+        return [
+            [token],
+            self._rows[:1],
+            self._rows[:2],
+            [long],
+            self._trees[:1],
+            self._trees[:2],
+            [long, *self._trees[:2]],
+        ]
 
     def step(self, backend: AttentionBackend) -> None:
         """A step's attention in all layers, finished."""
         batch = RaggedBatch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
-            batch.attend(0, self._query, self._new, None, None)
+            batch.attend(0, self._query, self._new, self._scaling, None)
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
 
@@ -155,7 +182,7 @@ def _check(
     backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, trees: bool = False
 ) -> None:
     """Raises ValueError for results that are not the reference's."""
-    for window in WINDOWS:
+    for window in trial.windows:
         expected = trial.attend(reference, window, trees)
         found = trial.attend(backend, window, trees)
         if not torch.allclose(found, expected, atol=tolerance, rtol=tolerance):
@@ -184,7 +211,9 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
         "flex": lambda: flex_for(shape.page_size),
         "varlen": lambda: varlen_for(device),  # last: it puts its kernels in the place of torch's
     }
-    backend, report = fastest(makes, Trial(shape, device), TOLERANCE[shape.dtype])
+    trial = Trial(shape, device)
+    backend, report = fastest(makes, trial, TOLERANCE[shape.dtype])
+    trial.build(backend)
     if backend.name != "varlen":
         restore_flash_attention_impl(_raise_warn=False)
     if report.is_fallback:

@@ -6,6 +6,7 @@ of the whole pool and is good for tests only.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
 LEAST_PAGE = 16  # keys that a kernel takes at a time, at least
+COMPILED = 64  # kernels that torch may build before it gives up and computes every score: chains, trees, windows, ...
 WORD = 32  # nodes whose being on a path is said by one number
 WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
@@ -82,7 +84,7 @@ class FlexPlan:
             self._masks[window] = self._block_mask(window, len(query), len(pool))
         keys, values = (part.flatten(0, 1).transpose(0, 1).unsqueeze(0) for part in pages_of(pool, self._page_size))
         attended = self._kernel(
-            query.transpose(0, 1).unsqueeze(0),
+            _laid_out(query).transpose(0, 1).unsqueeze(0),
             keys,
             values,
             block_mask=self._masks[window],
@@ -141,6 +143,11 @@ class FlexPlan:
         return seen
 
 
+def _laid_out(query: Tensor) -> Tensor:
+    """The same, never a part of a larger product: torch builds a kernel for each way that a tensor lies in memory."""
+    return query.flatten().view(query.shape)
+
+
 def _tree_integers(rows: Sequence[FeedRow]) -> list[list[int]]:
     """By query: the last place up to which it sees everything, and WORDS numbers whose bits are the nodes on its path.
 
@@ -175,4 +182,13 @@ def flex_for(page_size: int) -> Flex:
     """Compiled. Raises RuntimeError for pages that no kernel can read."""
     if page_size < LEAST_PAGE or page_size & (page_size - 1):
         raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {LEAST_PAGE} on")
-    return Flex(torch.compile(flex_attention))
+    return Flex(compiled())
+
+
+def compiled(backend: str | Callable[..., Any] | None = None) -> Callable[..., Tensor]:
+    """FlexAttention whose kernels serve any number of rows, tokens and pages."""
+    options: dict[str, Any] = {"dynamic": True, "recompile_limit": COMPILED}
+    if backend is not None:
+        options["backend"] = backend
+    kernel: Callable[..., Tensor] = torch.compile(flex_attention, **options)
+    return kernel

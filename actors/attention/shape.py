@@ -16,6 +16,7 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    slides: bool = True  # whether any layer sees no further back than a window
 
     @property
     def page_bytes(self) -> int:
@@ -35,4 +36,5 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         page_size=page_size,
         dtype=model.dtype,
+        slides=getattr(config, "sliding_window", None) is not None,
     )

@@ -56,4 +56,6 @@ class EagleRunner:
 def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:
     """What the head requires of attention and of its cache."""
     config = head.config
-    return AttentionShape(config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype)
+    return AttentionShape(
+        config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype, slides=False
+    )

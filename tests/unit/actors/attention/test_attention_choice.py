@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch
 from actors.attention.choice import (
     REPEATS,
     AttentionReport,
@@ -19,7 +22,7 @@ from actors.attention.choice import (
     fastest,
 )
 from actors.attention.flashinfer import FlashInfer
-from actors.attention.flex import Flex
+from actors.attention.flex import COMPILED, Flex, compiled
 from actors.attention.gathered import Gathered, GatheredPlan
 from actors.attention.shape import AttentionShape
 from actors.attention.varlen import Varlen
@@ -151,6 +154,18 @@ def test_the_trial_notices_a_window_that_is_one_too_long():
     assert "with a window of 100" in report.tried[1].refused
 
 
+def test_a_model_without_windows_is_tried_without_them():
+    """Kernels are built by window or none, and each takes its time."""
+
+    def windowless(*arguments, window_size, **more):
+        assert window_size[0] < 0, "a window"
+        return varlen(*arguments, window_size=window_size, **more)
+
+    trial = Trial(replace(SHAPE, slides=False), CPU)
+    _, report = fastest({"windowless": lambda: Varlen(windowless)}, trial, 1e-4, Clock())
+    assert report.tried[1].refused == ""
+
+
 def test_on_a_cpu_there_is_nothing_to_choose():
     backend, report = choose_attention(SHAPE, CPU)
     assert type(backend) is Gathered
@@ -161,6 +176,37 @@ def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
     """Uncompiled it multiplies all of the pool, and what others left there with it."""
     _, report = fastest({"flex": lambda: Flex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, Clock())
     assert "off by nan" in report.tried[1].refused
+
+
+def steps_of_a_server() -> list[list[FeedRow]]:
+    """Of prompts and blocks as they come, in no order that a trial knows."""
+    pages = tuple(range(40))
+    tree = (-1, 0, 0, 1, 1, 3)
+    told = [FeedRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]
+    trees = [FeedRow((1,) * (1 + at % 6), 7 * at + 3, 0, pages, tree[: at % 6]) for at in range(1, 9)]
+    prompts = [FeedRow((1,) * length, 0, 0, pages) for length in (1, 2, 17, 129, 400)]
+    alone = [[row] for row in (*prompts, *told[:4], *trees)]
+    return [*alone, told, trees, told + trees, [*told, prompts[3]], [*trees, prompts[4]], [*prompts, *told]]
+
+
+def test_what_flex_builds_is_built_before_anything_is_served(monkeypatch):
+    """A kernel takes seconds to build, in which all of a replica's sessions would wait."""
+    torch.compiler.reset()
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    built = CompileCounter()
+    backend = Flex(compiled(built))
+    with torch.inference_mode():
+        Trial(SHAPE, CPU).build(backend)
+        before = built.frame_count
+        assert before <= COMPILED / 2, "few, for each costs time at a start"
+        cache = PagedCache(64, SHAPE.page_size, SHAPE.dtype, CPU)
+        for rows in steps_of_a_server():
+            total = sum(len(row.tokens) for row in rows)
+            fused = torch.zeros(total, SHAPE.heads + 2 * SHAPE.kv_heads, SHAPE.head_dim)
+            query, new = fused.split([SHAPE.heads, 2 * SHAPE.kv_heads], dim=1)
+            for window in (None, 20):
+                RaggedBatch(rows, cache, backend).attend(0, query, new, 0.3, window)
+    assert built.frame_count == before
 
 
 def test_gathered_on_a_gpu_is_a_fallback_that_says_what_is_missing():
@@ -182,7 +228,7 @@ def test_where_there_was_no_choice_or_a_better_one_nothing_is_a_fallback():
 def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
     report = AttentionReport("gathered", (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler")))
     monkeypatch.setattr("actors.attention.choice.fastest", lambda *_: (Gathered(), report))
-    monkeypatch.setattr("actors.attention.choice.Trial", lambda *_: None)
+    monkeypatch.setattr("actors.attention.choice.Trial", lambda *_: Mock())
     choose_attention(SHAPE, torch.device("cuda"))
     assert [(record.levelname, "RuntimeError: no compiler" in record.message) for record in caplog.records] == [
         ("ERROR", True)
