@@ -25,6 +25,7 @@ from serve_app.operations.local import serving
 
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 32
+VLLM_BENCH = Path(__file__).with_name("vllm_bench.py")
 DRAFT_FIGURES = "spec_decode"  # begins the names of its figures of drafts
 
 
@@ -71,7 +72,16 @@ def vllm_loads(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> dict[str
     kinds = {"completions": ("openai", "/v1/completions"), "chat": ("openai-chat", "/v1/chat/completions")}
     commands = {
         f"vllm-{kind}-{streams}": [
-            *(str(program), "bench", "serve", "--backend", backend, "--endpoint", endpoint, "--base-url", at.url),
+            *(
+                str(program.with_name("python")),
+                str(VLLM_BENCH),
+                "--backend",
+                backend,
+                "--endpoint",
+                endpoint,
+                "--base-url",
+                at.url,
+            ),
             *("--model", at.model, "--tokenizer", at.tokenizer, "--dataset-name", "random"),
             *("--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(ANSWER_TOKENS)),
             *("--num-prompts", str(sweep.requests), "--max-concurrency", str(streams), "--disable-tqdm"),
