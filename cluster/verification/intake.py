@@ -127,6 +127,8 @@ class Intake:
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
         session = TargetSession(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
+        if known is not None:
+            session.replaced = known.drafters_so_far
         self._admission.waiting[name] = session
         self.admit(now)
         if name in self._admission.waiting:
@@ -188,7 +190,8 @@ class Intake:
             return
         if not session.admits(drafter):
             self.unasked += 1
-            self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
+            if drafter not in session.replaced:  # else it was on its way when another drafter came
+                self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self._counts.drop("not_assigned", block)
             return
         if session.shape is Shape.CHAIN and not block.tree.is_chain:

@@ -87,6 +87,7 @@ class TargetSession:
     feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
     ticket: Ticket | None = None  # the latest assignment's that was presented
     presented_by: str | None = None  # the drafter that presented it
+    replaced: frozenset[str] = frozenset()  # drafters that presented an earlier one: of theirs something may still come
     displaced_from: int | None = None  # position from which on the cache is in order only once moves are made
 
     @property
@@ -168,8 +169,14 @@ class TargetSession:
         if self.ticket is not None and ticket.assignment < self.ticket.assignment:
             return False
         self.ticket = ticket
+        self.replaced = self.drafters_so_far
         self.presented_by = drafter
         return True
+
+    @property
+    def drafters_so_far(self) -> frozenset[str]:
+        """All that it was ever assigned to."""
+        return self.replaced if self.presented_by is None else self.replaced | {self.presented_by}
 
     def admits(self, drafter: str) -> bool:
         """Whether what this drafter sends is heard."""

@@ -152,6 +152,21 @@ def test_blocks_are_the_attached_drafters_alone():
     assert session.has_no_draft
 
 
+def test_a_block_of_an_earlier_drafter_is_late_and_no_strangers():
+    """Nor after the router has opened the session anew: what is counted as refused raises an alarm."""
+    scheduler = opened()
+    attach(scheduler, FIRST)
+    attach(scheduler, issue(SECRET, "s", 2), "second#1")
+    scheduler.receive(DRAFTER, a_block((1, 2), (5,)), 0.0)
+    scheduler.receive(ROUTER, an_open(tokens=(1, 2), attempt=2, ticket_key=SECRET), 0.0)
+    scheduler.receive(DRAFTER, a_block((1, 2), (5,)), 0.0)
+    scheduler.receive("second#1", a_block((1, 2), (5,)), 0.0)
+    assert +scheduler.dropped == {"not_assigned": 3}
+    assert scheduler.refusals.counts == {}
+    scheduler.receive("thief#1", a_block((1, 2), (5,)), 0.0)
+    assert scheduler.refusals.counts == {"a Block for a session that it was not assigned": 1}
+
+
 def test_a_stranger_detaches_nobody():
     scheduler = opened()
     attach(scheduler, FIRST)
