@@ -1,7 +1,6 @@
 """The live page while the demo's pair answers several people at once: what is seen then, and pictures of it."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.timeout(1500)  # where other work holds the machine, th
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The demo's pair, served as people serve it: in processes of its own, until Ctrl-C."""
+    """The demo's pair, served as people serve it: in processes of its own, until it is asked to end."""
     command = [sys.executable, "-c", SERVE, "serve", str(CONFIG), "--port", "0", "--set", LOCK_STEP]
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
@@ -38,7 +37,7 @@ def url() -> Iterator[str]:
         line = next((line for line in server.stdout if line.startswith(READY)), None)
         assert line is not None, "the server ended before it was ready"
         yield line.removeprefix(READY).partition("/v1")[0]
-        server.send_signal(signal.SIGINT)
+        server.terminate()  # a process of a script may have been told to ignore SIGINT
 
 
 @pytest.fixture
