@@ -3,11 +3,14 @@
 Not part of the default suite: `make test-exhaustive`. Here too a test has a false-alarm rate of 1e-5.
 """
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from protos.messages import Acceptance, Sampling, TokenRules
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Block, Sampling, TokenRules
 from tests.lossless import test_pools
 from tests.lossless.parts import EOS
 from tests.lossless.test_distribution import (
@@ -57,15 +60,26 @@ def test_suffix_lookup_keeps_the_distribution(schedule):
     assert p_value_over_answers_of_others(schedule, WORLDS) > FALSE_ALARM
 
 
+def with_a_sibling(block: Block, rng: random.Random) -> Block:
+    """A block of two has another token beside its first, in the place of the one after it."""
+    if len(block.tree) < 2:
+        return block
+    first = block.tree.tokens[0]
+    other = rng.choice([token for token in range(test_pools.FEW) if token != first])
+    return replace(block, tree=DraftTree((first, other), (-1, -1)))
+
+
 @pytest.mark.parametrize("name", FEW_PARAMETERS)
 @pytest.mark.parametrize(
-    ("shape", "rule"), [("chain", Acceptance.RATIO), ("tree", Acceptance.COUPLED)], ids=["chain", "tree"]
+    ("shape", "rule", "schedule", "altered"),
+    [("chain", Acceptance.RATIO, stormy, None), ("tree", Acceptance.COUPLED, calm, with_a_sibling)],
+    ids=["chain", "tree"],
 )
-def test_each_parameter_has_its_own_distribution_without_a_seed(shape, rule, name):
+def test_each_parameter_has_its_own_distribution_without_a_seed(shape, rule, schedule, altered, name):
     """And another than without it: that the test sees the difference is shown by the plain distribution."""
     asked = FEW_PARAMETERS[name]
     sampling = Sampling(**asked.get("sampling", {}))
-    found = drawn(rule, stormy, sampling, TokenRules(**asked.get("rules", {})), WORLDS_OF_EACH)
+    found = drawn(rule, schedule, sampling, TokenRules(**asked.get("rules", {})), WORLDS_OF_EACH, altered)
     assert (found.branches_accepted > 0) == (shape == "tree")
     assert found.p_value > FALSE_ALARM
     plain = dict.fromkeys(found.samples, 0.0) | test_pools.exact_distribution(test_pools.FEW_PROMPT)

@@ -70,8 +70,10 @@ def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, 
     common = [tokens for tokens, probability in exact.items() if probability * len(samples) >= 5]
     counts = [samples.count(tokens) for tokens in common]
     expected = [exact[tokens] * len(samples) for tokens in common]
-    rest = len(samples) - sum(counts)
-    return float(chisquare([*counts, rest], [*expected, len(samples) - sum(expected)]).pvalue)
+    if len(common) < len(exact):
+        counts.append(len(samples) - sum(counts))
+        expected.append(len(samples) - sum(expected))
+    return float(chisquare(counts, expected).pvalue)
 
 
 def plainly(new_tokens: int) -> Setting:

@@ -5,7 +5,9 @@ The reference changes one row of logits at a time, with loops over a list of num
 
 import itertools
 import math
+import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from actors.sampling.processors import filtered
 from actors.sampling.reference import DrawAddress, accept
 from cluster.routing.session import Generation
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Sampling, TokenRules
+from protos.messages import Acceptance, Block, Sampling, TokenRules
 from tests.lossless.history import NextLogits
 from tests.lossless.parts import EOS, Schedule, Setting
 from tests.lossless.pools import Pools, PoolWorld
@@ -181,11 +183,27 @@ class Drawn:
         return p_value_of(self.exact, self.samples)
 
 
-def drawn(rule: Acceptance, schedule: Schedule, sampling: Sampling, rules: TokenRules, worlds: int) -> Drawn:
-    """By speculation, in so many worlds: with trees under coupled acceptance, with chains under ratio."""
+def drawn(
+    rule: Acceptance,
+    schedule: Schedule,
+    sampling: Sampling,
+    rules: TokenRules,
+    worlds: int,
+    altered: Callable[[Block, random.Random], Block] | None = None,
+) -> Drawn:
+    """By speculation, in so many worlds; `altered` makes of a drafter's block what is verified."""
     few = torch.zeros(FEW, FEW)
     setting = Setting(
-        few, few, rule, schedule, new_tokens=FEW_NEW, prompt=(1, 2, 1), ahead=2, sampling=sampling, rules=rules
+        few,
+        few,
+        rule,
+        schedule,
+        new_tokens=FEW_NEW,
+        prompt=(1, 2, 1),
+        ahead=2,
+        sampling=sampling,
+        altered=altered,
+        rules=rules,
     )
     samples: list[tuple[int, ...]] = []
     accepted = 0
