@@ -51,7 +51,9 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             row = self._planned.get(request.request_id)
             if row is None:
                 request.next_decode_eligible_step = self.current_step + 2  # not in the step that begins now
-            request.spec_token_ids = list(row.draft.tokens) if row is not None and _is_decoding(request) else []
+            # What is left of a prompt is fed by itself, be it one token: vLLM takes drafts after it for placeholders.
+            takes_draft = row is not None and not request.is_prefill_chunk
+            request.spec_token_ids = list(row.draft.tokens) if takes_draft else []
         output = super().schedule(*args, **kwargs)
         for name, scheduled in output.num_scheduled_tokens.items():
             planned = self._planned[name]
@@ -78,8 +80,3 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         is_ready: bool = super()._handle_blocked_waiting_request(request)
         return is_ready and request.request_id in self._planned
-
-
-def _is_decoding(request: Any) -> bool:
-    """Whether all but the last of its tokens are computed."""
-    return bool(request.num_computed_tokens == request.num_tokens - 1)
