@@ -21,8 +21,6 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # vLLM would pad requests that come back with placeholders for drafts, which nobody drafted.
         self.num_spec_tokens = 0
-        self.drafts_after_prefill_only = False
-        self._prefilled: dict[str, int] = {}  # by request: tokens that it began with, or came back with
         self._planned: Mapping[str, Row] = {}
         self.fed: dict[str, Row] = {}  # of the latest step, by session
         self.outcomes: list[Outcome] = []
@@ -53,9 +51,10 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             row = self._planned.get(request.request_id)
             if row is None:
                 request.next_decode_eligible_step = self.current_step + 2  # not in the step that begins now
-            request.spec_token_ids = list(row.draft.tokens) if row is not None and self._may_draft(request) else []
+            # What is left of a prompt is fed by itself, be it one token: vLLM takes drafts after it for placeholders.
+            takes_draft = row is not None and not request.is_prefill_chunk
+            request.spec_token_ids = list(row.draft.tokens) if takes_draft else []
         output = super().schedule(*args, **kwargs)
-        self._note_prefills(output)
         for name, scheduled in output.num_scheduled_tokens.items():
             planned = self._planned[name]
             request = self.requests[name]
@@ -81,20 +80,3 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         is_ready: bool = super()._handle_blocked_waiting_request(request)
         return is_ready and request.request_id in self._planned
-
-    def _may_draft(self, request: Any) -> bool:
-        """Whether all but the last of its tokens are computed; where asked for, also that this one was drawn here.
-
-        The second runner takes every draft of a step that begins inside what a request came with for a placeholder, and
-        rejects it.
-        """
-        if request.num_computed_tokens != request.num_tokens - 1:
-            return False
-        came_with = self._prefilled[request.request_id] if self.drafts_after_prefill_only else 0
-        return bool(request.num_computed_tokens >= came_with)
-
-    def _note_prefills(self, output: Any) -> None:
-        came = [new.req_id for new in output.scheduled_new_reqs]
-        came += output.scheduled_cached_reqs.resumed_req_ids
-        lengths = {name: int(self.requests[name].num_tokens) for name in came}
-        self._prefilled = {name: it for name, it in self._prefilled.items() if name in self.requests} | lengths

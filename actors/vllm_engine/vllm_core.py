@@ -65,7 +65,6 @@ class VllmCore:
         found = self._core.collective_rpc("draw_as_slipstream", args=(vocabulary, folder))
         self.runner = str(found[0])
         self._scheduler: Any = self._core.scheduler
-        self._scheduler.drafts_after_prefill_only = self.runner == "v2"
         cache = settings.cache_config
         self.memory = EnginePages(int(cache.num_gpu_blocks), int(cache.block_size))
         self._keeps_states = capture is not None

@@ -19,7 +19,7 @@ from cluster.verification.bounds import VerificationLimits
 from protos.messages import Open, Sampling, TokenRules
 from protos.scores import Scoring
 from protos.states import StatesFormat
-from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, Life, ScriptedTarget, request
+from tests.vllm.scripted import CONTEXT, LONGEST, STEP_TOKENS, VOCABULARY, Life, ScriptedTarget, request
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -68,7 +68,7 @@ def config(folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, **vl
                 "engine": "vllm",
                 "tensor_parallel": ranks,
                 "max_sessions": 8,
-                "max_step_tokens": 64,
+                "max_step_tokens": STEP_TOKENS,
                 "cache_per_rank": {"gib": 0.1},
                 "vllm": arguments,
             },
@@ -83,7 +83,7 @@ def limits(pages: int, page_size: int, states: StatesFormat | None = None) -> Ve
         vocabulary=VOCABULARY,
         max_context=CONTEXT,
         max_sessions=8,
-        max_step_tokens=64,
+        max_step_tokens=STEP_TOKENS,
         pages=pages,
         page_size=page_size,
         trees=False,

@@ -18,6 +18,7 @@ from protos.scores import TokenScore
 LONGEST = 6  # tokens of a block
 VOCABULARY = 259
 CONTEXT = 256
+STEP_TOKENS = 64  # that a step feeds
 Script = Callable[[str, Prefix], Iterable[Block]]
 """What drafters send for a session once it has come to a prefix."""
 

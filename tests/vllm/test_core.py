@@ -12,9 +12,9 @@ import pytest
 
 from actors.vllm_engine.self_test import check_engine
 from cluster.errors import EngineError
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import Outcome, Row, StepPlan
 from tests.vllm.cases import SAMPLINGS, asked, assert_scored_alike, config, on_own_engine, on_vllm, open_all, prompts
-from tests.vllm.scripted import LONGEST, VOCABULARY, Life, Script, Scripts, request
+from tests.vllm.scripted import LONGEST, STEP_TOKENS, VOCABULARY, Life, Script, Scripts, request
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,35 @@ def test_texts_are_the_own_engines_whatever_blocks_come(
         verdicts = sum(life.verdicts for life in target.lives.values())
         assert verdicts < sum(len(life.text) for life in target.lives.values()) / 3
     assert target.scheduler.is_idle
+    assert core.is_idle
+
+
+@pytest.mark.parametrize("name", ["greedy", "grammar"])
+def test_a_block_after_the_one_token_left_of_a_prompt_is_verified_whole_or_waits(
+    core: object, tiny_llama: Path, name: str
+) -> None:
+    """The first step feeds all of the prompt but one token, and there is a right block for its end already."""
+    first = len(name)  # a prompt of its own, of which nothing is in the cache
+    opened = asked(name, list(range(first, first + STEP_TOKENS + 1)))
+    own = on_own_engine(tiny_llama)
+    own.open(opened)
+    own.run(Scripts({}).none)
+    text = {name: own.lives[name].prefix.tokens}
+    rejected: list[Row] = []
+
+    def step(plan: StepPlan) -> list[Outcome]:
+        outcomes = core.step(plan)
+        accepted = {outcome.session: outcome.accepted for outcome in outcomes}
+        fed = [core.memory.fed(row) for row in plan.rows]
+        rejected.extend([row for row in fed if accepted.get(row.session, 0) < row.drafted])
+        return outcomes
+
+    target = replace(on_vllm(core), step=step)
+    target.open(opened)
+    target.run(Scripts(text).right)
+    assert target.lives[name].prefix.tokens == text[name]
+    assert target.lives[name].accepted > 0
+    assert not rejected, "a right draft was rejected, so it is not what was fed"
     assert core.is_idle
 
 
