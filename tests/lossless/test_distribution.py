@@ -66,14 +66,42 @@ def p_value(setting: Setting, samples: list[tuple[int, ...]]) -> float:
 def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, ...]]) -> float:
     """Of the samples, if `exact` is the probability of each text."""
     assert set(samples) <= exact.keys(), "a continuation that plain decoding cannot give"
-    # Rare continuations share a cell, so that every expected count is at least 5.
-    common = [tokens for tokens, probability in exact.items() if probability * len(samples) >= 5]
-    counts = [samples.count(tokens) for tokens in common]
-    expected = [exact[tokens] * len(samples) for tokens in common]
-    if len(common) < len(exact):
-        counts.append(len(samples) - sum(counts))
-        expected.append(len(samples) - sum(expected))
-    return float(chisquare(counts, expected).pvalue)
+    seen = Counter(samples)
+    # Rare continuations share a cell, so that every expected count is at least 5. There is none where none is rare.
+    cells: list[tuple[float, int]] = []
+    rare_expected = 0.0
+    rare_seen = 0
+    for tokens, probability in sorted(exact.items(), key=lambda text: text[1]):
+        expected = probability * len(samples)
+        if expected < 5 or 0 < rare_expected < 5:
+            rare_expected += expected
+            rare_seen += seen[tokens]
+        else:
+            cells.append((expected, seen[tokens]))
+    if rare_expected:
+        cells.append((rare_expected, rare_seen))
+    elif rare_seen:
+        return 0.0  # what cannot be was seen
+    return float(chisquare([count for _, count in cells], [expected for expected, _ in cells]).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "counts", "is_likely"),
+    [
+        pytest.param((0.7, 0.3), (69, 31), True, id="no text is rare"),
+        pytest.param((0.7, 0.3), (20, 80), False, id="no text is rare, and another distribution"),
+        pytest.param((0.7, 0.28, 0.01, 0.01), (70, 28, 1, 1), True, id="the rare ones share a cell with the next"),
+        pytest.param((0.9, 0.07, 0.03), (50, 47, 3), False, id="a rare one hides nothing"),
+        pytest.param((0.7, 0.3, 0.0), (69, 30, 1), False, id="what cannot be"),
+    ],
+)
+def test_a_p_value_tells_another_distribution_and_is_a_number(probabilities, counts, is_likely):
+    exact = {(token,): probability for token, probability in enumerate(probabilities)}
+    samples = [(token,) for token, count in enumerate(counts) for _ in range(count)]
+    p = p_value_of(exact, samples)
+    assert 0.0 <= p <= 1.0
+    assert (p > 0.1) == is_likely
+    assert (p < FALSE_ALARM) != is_likely
 
 
 def plainly(new_tokens: int) -> Setting:
