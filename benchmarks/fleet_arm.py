@@ -87,7 +87,7 @@ class FleetArm:
         self._drafter = context.Process(target=_draft, args=(config, theirs), daemon=True)
         self._drafter.start()
         replica = await _target(config)
-        target = await serve_target(replica, "127.0.0.1")
+        self._server = target = await serve_target(replica, "127.0.0.1")  # it serves as long as it is held
         draft: str = await asyncio.to_thread(pipe.recv)
         members = Members((Endpoint(target.address, target.address),), (Endpoint(draft, draft),))
         audits = Audits(AuditConfig(), config.model.dtype, lambda difference: None)
