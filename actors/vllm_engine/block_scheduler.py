@@ -52,8 +52,8 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             if row is None:
                 request.next_decode_eligible_step = self.current_step + 2  # not in the step that begins now
             # What is left of a prompt is fed by itself, be it one token: vLLM takes drafts after it for placeholders.
-            takes_draft = row is not None and not request.is_prefill_chunk
-            request.spec_token_ids = list(row.draft.tokens) if takes_draft else []
+            is_read = not request.is_prefill_chunk
+            request.spec_token_ids = list(row.draft.tokens) if row is not None and is_read else []
         output = super().schedule(*args, **kwargs)
         for name, scheduled in output.num_scheduled_tokens.items():
             planned = self._planned[name]

@@ -26,7 +26,7 @@ VLLM = (
     "target.replicas={min: 2, max: 2}",
     "target.resources_per_rank.num_cpus=0.3",
     "speculation.max_draft_tokens=4",
-    "draft.resources.background=false",  # else other work may leave it nothing, and then nothing is drafted
+    "draft.resources.background=false",  # two targets take all of two cores: nothing would ever be drafted
 )
 
 
