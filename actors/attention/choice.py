@@ -110,28 +110,21 @@ class Trial:
         batch = RaggedBatch(self._trees if trees else self._rows, self._cache, backend)
         return batch.attend(0, self._query, self._new, self._scaling, window)
 
-    def build(self, backend: AttentionBackend) -> None:
+    def build(self, backend: AttentionBackend, trees: bool) -> None:
         """Attends once in every kind of step: kernels that are built by kind are there before anything is served."""
         for window in self.windows:
-            for rows in self._kinds():
+            for rows in self._kinds(trees):
                 batch = RaggedBatch(rows, self._cache, backend)
                 total = sum(len(row.tokens) for row in rows)
                 query = self._query[:1].expand(total, -1, -1)
                 batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
 
-    def _kinds(self) -> list[list[FeedRow]]:
+    def _kinds(self, trees: bool) -> list[list[FeedRow]]:
         """One token, and chains and trees of one row and of several, also beside a long part of a prompt."""
         token = replace(self._rows[0], tokens=(0,))
         long = FeedRow((0,) * LONG, 0, 0, self._rows[-1].pages)
-        return [
-            [token],
-            self._rows[:1],
-            self._rows[:2],
-            [long],
-            self._trees[:1],
-            self._trees[:2],
-            [long, *self._trees[:2]],
-        ]
+        chains = [[token], self._rows[:1], self._rows[:2], [long]]
+        return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
     def step(self, backend: AttentionBackend) -> None:
         """A step's attention in all layers, finished."""
@@ -213,7 +206,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
     }
     trial = Trial(shape, device)
     backend, report = fastest(makes, trial, TOLERANCE[shape.dtype])
-    trial.build(backend)
+    trial.build(backend, report.takes_trees)
     if backend.name != "varlen":
         restore_flash_attention_impl(_raise_warn=False)
     if report.is_fallback:

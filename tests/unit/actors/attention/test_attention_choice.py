@@ -166,6 +166,19 @@ def test_a_model_without_windows_is_tried_without_them():
     assert report.tried[1].refused == ""
 
 
+@pytest.mark.parametrize("trees", [True, False])
+def test_kernels_for_trees_are_built_only_for_who_takes_them(trees):
+    planned: list[FeedRow] = []
+
+    class Noting(Gathered):
+        def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+            planned.extend(rows)
+            return super().plan(rows, cache)
+
+    Trial(SHAPE, CPU).build(Noting(), trees)
+    assert any(row.parents for row in planned) == trees
+
+
 def test_on_a_cpu_there_is_nothing_to_choose():
     backend, report = choose_attention(SHAPE, CPU)
     assert type(backend) is Gathered
@@ -196,7 +209,7 @@ def test_what_flex_builds_is_built_before_anything_is_served(monkeypatch):
     built = CompileCounter()
     backend = Flex(compiled(built))
     with torch.inference_mode():
-        Trial(SHAPE, CPU).build(backend)
+        Trial(SHAPE, CPU).build(backend, trees=True)
         before = built.frame_count
         assert before <= COMPILED / 2, "few, for each costs time at a start"
         cache = PagedCache(64, SHAPE.page_size, SHAPE.dtype, CPU)
