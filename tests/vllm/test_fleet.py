@@ -150,17 +150,20 @@ async def fleet(folder: Path, vllm_engine: VllmEngine) -> AsyncIterator[Fleet]:
                 await asyncio.sleep(0.05)
         yield Fleet(router, replicas, servers)
         async with asyncio.timeout(60):
-            while not all(replica.is_idle for replica in replicas.values()):
+            while not (all(replica.is_idle for replica in replicas.values()) and vllm_engine._core.is_idle):
                 await asyncio.sleep(0.01)  # the vLLM engine is the next fleet's too
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
         await router.close()
         await drafter.close()
         for server in servers.values():
             await server.stop(0)
         await own.close()
+        for failure in ended:
+            if isinstance(failure, Exception):  # and not that it was cancelled
+                raise failure
 
 
 async def test_both_kinds_serve_the_same_texts_with_drafts(
