@@ -72,16 +72,8 @@ def vllm_loads(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> dict[str
     kinds = {"completions": ("openai", "/v1/completions"), "chat": ("openai-chat", "/v1/chat/completions")}
     commands = {
         f"vllm-{kind}-{streams}": [
-            *(
-                str(program.with_name("python")),
-                str(VLLM_BENCH),
-                "--backend",
-                backend,
-                "--endpoint",
-                endpoint,
-                "--base-url",
-                at.url,
-            ),
+            *(str(program.with_name("python")), str(VLLM_BENCH)),
+            *("--backend", backend, "--endpoint", endpoint, "--base-url", at.url),
             *("--model", at.model, "--tokenizer", at.tokenizer, "--dataset-name", "random"),
             *("--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(ANSWER_TOKENS)),
             *("--num-prompts", str(sweep.requests), "--max-concurrency", str(streams), "--disable-tqdm"),
