@@ -95,7 +95,12 @@ def create_api(
     """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
-    bodies = Bodies(server.max_body_bytes, HELD_BODIES * server.max_body_bytes, server.body_timeout_s)
+    bodies = Bodies(
+        max_bytes=server.max_body_bytes,
+        max_held_bytes=HELD_BODIES * server.max_body_bytes,
+        max_reading=server.max_requests,  # with as many in flight, what Serve gives to a router: it has none waiting
+        timeout_s=server.body_timeout_s,
+    )
     service = Service(
         generator,
         text,

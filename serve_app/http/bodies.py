@@ -1,12 +1,15 @@
-"""Bodies of requests on their way in: each bounded in size and time, all together in what they hold of memory."""
+"""Bodies of requests on their way in: each bounded in size and time, all together in number and in what they hold."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from cluster.errors import CapacityError, RequestError
+
+GRANTED_S = 0.25  # in which bodies come whose senders do not dawdle
 
 
 class BodyTooLargeError(RequestError):
@@ -17,37 +20,87 @@ class BodyTimeoutError(RequestError):
     """The request's body did not come in time."""
 
 
-class Bodies:
-    """What has come of the bodies that are being read, or are not requests yet."""
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """A body that is being read."""
 
-    def __init__(self, max_bytes: int, max_held_bytes: int, timeout_s: float) -> None:
+    bound: asyncio.Timeout
+    since: float  # by the event loop's clock
+    body: bytearray = field(default_factory=bytearray)
+
+
+class Bodies:
+    """What has come of the bodies that are being read, or are not requests yet.
+
+    Where there is room for no more, the one that has been read for longest is given up, once it was granted its time:
+    whoever sends a byte now and then keeps nobody out. Where none has been read for long, it is the newcomer that is
+    refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_held_bytes: int,
+        max_reading: int,
+        timeout_s: float,
+        granted_s: float = GRANTED_S,
+    ) -> None:
         self.held = 0  # bytes
         self._max_bytes = max_bytes
         self._max_held = max_held_bytes
+        self._max_reading = max_reading
         self._timeout_s = timeout_s
+        self._granted_s = granted_s
+        self._arriving: dict[_Arrival, None] = {}  # the oldest first
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """The whole body, which counts as held until the block ends."""
         self._check(_announced(request))
-        body = bytearray()
+        if len(self._arriving) >= self._max_reading and not self._gives_one_up():
+            raise CapacityError(f"{len(self._arriving)} requests' bodies are being read; try again later")
+        arrival = _Arrival(asyncio.timeout(self._timeout_s), asyncio.get_running_loop().time())
         try:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._receive(request, body)
-            except TimeoutError as error:
-                raise BodyTimeoutError(f"the body did not come within {self._timeout_s:g} s") from error
-            yield bytes(body)
+            await self._receive_in_time(request, arrival)
+            yield bytes(arrival.body)
         finally:
-            self.held -= len(body)
+            self.held -= len(arrival.body)
+
+    async def _receive_in_time(self, request: Request, arrival: _Arrival) -> None:
+        self._arriving[arrival] = None
+        try:
+            async with arrival.bound:
+                await self._receive(request, arrival.body)
+            if arrival not in self._arriving:  # as its last bytes came
+                raise TimeoutError
+        except TimeoutError as error:
+            in_time = arrival in self._arriving
+            late = f"within {self._timeout_s:g} s" if in_time else "before many others wanted its place"
+            raise BodyTimeoutError(f"the body did not come {late}") from error
+        finally:
+            self._arriving.pop(arrival, None)
 
     async def _receive(self, request: Request, body: bytearray) -> None:
         async for chunk in request.stream():
             body += chunk
             self.held += len(chunk)
             self._check(len(body))
-            if self.held > self._max_held:
-                raise CapacityError(f"other requests' bodies fill {self._max_held} bytes; try again later")
+            while self.held > self._max_held:
+                if not self._gives_one_up():
+                    raise CapacityError(f"other requests' bodies fill {self._max_held} bytes; try again later")
+
+    def _gives_one_up(self) -> bool:
+        """Whether it gave up, and forgot, the body that has been read for longest."""
+        oldest = next(iter(self._arriving), None)
+        if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._granted_s:
+            return False
+        del self._arriving[oldest]
+        self.held -= len(oldest.body)
+        oldest.body.clear()
+        if not oldest.bound.expired():
+            oldest.bound.reschedule(0)
+        return True
 
     def _check(self, size: int) -> None:
         """Refuses a body as soon as it is known to be too large; where its length is announced, before it is read."""

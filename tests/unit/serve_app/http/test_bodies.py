@@ -13,6 +13,10 @@ from serve_app.http.bodies import Bodies, BodyTimeoutError, BodyTooLargeError
 FOREVER_S = 1e6
 
 
+def bounded(*, max_reading: int = 9, timeout_s: float = FOREVER_S, granted_s: float = 0) -> Bodies:
+    return Bodies(max_bytes=10, max_held_bytes=20, max_reading=max_reading, timeout_s=timeout_s, granted_s=granted_s)
+
+
 def request(*chunks: bytes, announced: str | None = None, never_ends: bool = False) -> Request:
     """A request whose body comes in pieces; one that never ends is refused or held where it is."""
 
@@ -28,7 +32,7 @@ def request(*chunks: bytes, announced: str | None = None, never_ends: bool = Fal
 
 
 async def test_a_body_is_held_until_it_is_a_request() -> None:
-    bodies = Bodies(10, 20, FOREVER_S)
+    bodies = bounded()
     async with bodies.read(request(b"abc", b"de")) as body:
         assert body == b"abcde"
         assert bodies.held == 5
@@ -36,7 +40,7 @@ async def test_a_body_is_held_until_it_is_a_request() -> None:
 
 
 async def test_the_largest_body_is_taken_and_no_larger() -> None:
-    bodies = Bodies(10, 20, FOREVER_S)
+    bodies = bounded()
     async with bodies.read(request(b"x" * 10, announced="10")) as body:
         assert len(body) == 10
     with pytest.raises(BodyTooLargeError, match="larger than 10 bytes"):
@@ -47,18 +51,18 @@ async def test_the_largest_body_is_taken_and_no_larger() -> None:
 
 async def test_an_announced_length_is_enough_to_refuse() -> None:
     with pytest.raises(BodyTooLargeError):
-        async with Bodies(10, 20, FOREVER_S).read(request(announced="11", never_ends=True)):
+        async with bounded().read(request(announced="11", never_ends=True)):
             pass
 
 
 @pytest.mark.parametrize("announced", ["-1", "many", "", "1e9"])
 async def test_a_length_that_is_none_is_not_believed(announced: str) -> None:
-    async with Bodies(10, 20, FOREVER_S).read(request(b"abc", announced=announced)) as body:
+    async with bounded().read(request(b"abc", announced=announced)) as body:
         assert body == b"abc"
 
 
 async def test_bodies_together_are_bounded() -> None:
-    bodies = Bodies(10, 20, FOREVER_S)
+    bodies = bounded(granted_s=FOREVER_S)
     async with bodies.read(request(b"x" * 10)), bodies.read(request(b"x" * 9)):
         with pytest.raises(CapacityError, match="20 bytes"):
             async with bodies.read(request(b"xx", never_ends=True)):
@@ -69,7 +73,7 @@ async def test_bodies_together_are_bounded() -> None:
 
 
 async def test_a_body_that_does_not_come_in_time_is_given_up_and_forgotten() -> None:
-    bodies = Bodies(10, 20, timeout_s=0)
+    bodies = bounded(timeout_s=0)
     with pytest.raises(BodyTimeoutError, match="within 0 s"):
         async with bodies.read(request(b"abc", never_ends=True)):
             pass
@@ -78,6 +82,103 @@ async def test_a_body_that_does_not_come_in_time_is_given_up_and_forgotten() -> 
 
 async def test_only_the_reading_is_timed() -> None:
     with pytest.raises(TimeoutError) as caught:
-        async with Bodies(10, 20, FOREVER_S).read(request(b"abc")):
+        async with bounded().read(request(b"abc")):
             raise TimeoutError
     assert not isinstance(caught.value, BodyTimeoutError)
+
+
+async def read(bodies: Bodies, *chunks: bytes, never_ends: bool = False) -> bytes:
+    async with bodies.read(request(*chunks, never_ends=never_ends)) as body:
+        return body
+
+
+async def dawdling(bodies: Bodies, *chunks: bytes) -> asyncio.Task[bytes]:
+    """A body that began to come, and never ends."""
+    reading = asyncio.create_task(read(bodies, *chunks, never_ends=True))
+    await asyncio.sleep(0)
+    return reading
+
+
+async def test_who_dawdles_longest_makes_room_for_a_newcomer() -> None:
+    bodies = bounded(max_reading=2)
+    slowest = await dawdling(bodies, b"a")
+    slow = await dawdling(bodies, b"b")
+    assert await read(bodies, b"abc") == b"abc"
+    with pytest.raises(BodyTimeoutError, match="before many others wanted its place"):
+        await slowest
+    assert not slow.done()
+    assert bodies.held == 1
+    assert await read(bodies, b"abc") == b"abc"  # for which there was room
+    assert not slow.done()
+    await ended(slow)
+
+
+async def test_each_that_makes_room_does_so_once() -> None:
+    bodies = bounded(max_reading=2)
+    slow = [await dawdling(bodies) for _ in range(5)]
+    done, waiting = await asyncio.wait(slow, timeout=0)
+    assert done == set(slow[:3])
+    assert waiting == set(slow[3:])
+    for one in done:
+        with pytest.raises(BodyTimeoutError):
+            await one
+    await ended(*waiting)
+
+
+async def test_where_none_dawdles_the_newcomer_is_refused() -> None:
+    bodies = bounded(max_reading=2, granted_s=FOREVER_S)
+    reading = [await dawdling(bodies), await dawdling(bodies)]
+    with pytest.raises(CapacityError, match="2 requests' bodies"):
+        await read(bodies, b"abc")
+    assert not any(one.done() for one in reading)
+    await ended(*reading)
+    assert await read(bodies, b"abc") == b"abc"
+
+
+async def test_who_dawdles_makes_room_for_what_others_hold() -> None:
+    bodies = bounded()
+    slow = [await dawdling(bodies, b"x" * 10), await dawdling(bodies, b"x" * 10)]
+    assert await read(bodies, b"abc") == b"abc"
+    with pytest.raises(BodyTimeoutError):
+        await slow[0]
+    assert bodies.held == 10
+    await ended(slow[1])
+    assert bodies.held == 0
+
+
+async def test_of_who_was_given_up_as_it_ended_nothing_is_taken() -> None:
+    bodies = bounded(max_reading=1)
+    ends = asyncio.Event()
+
+    async def messages() -> AsyncIterator[dict[str, Any]]:
+        yield {"type": "http.request", "body": b"abc", "more_body": True}
+        await ends.wait()
+        yield {"type": "http.request", "body": b"de", "more_body": False}
+
+    async def ending() -> bytes:
+        slow = Request({"type": "http", "method": "POST", "headers": []}, messages().__anext__)
+        async with bodies.read(slow) as body:
+            return body
+
+    reading = asyncio.create_task(ending())
+    await asyncio.sleep(0)
+    ends.set()
+    assert await read(bodies, b"x") == b"x"
+    with pytest.raises(BodyTimeoutError):
+        await reading
+    assert bodies.held == 0
+
+
+async def test_who_gives_itself_up_with_its_last_bytes_is_not_taken_either() -> None:
+    bodies = bounded()
+    async with bodies.read(request(b"x" * 10)), bodies.read(request(b"x" * 10)):
+        with pytest.raises(BodyTimeoutError):
+            await read(bodies, b"x")
+    assert bodies.held == 0
+
+
+async def ended(*reading: asyncio.Task[bytes]) -> None:
+    """Their clients are gone."""
+    for one in reading:
+        one.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
