@@ -10,6 +10,7 @@ from cluster.config import SlipstreamConfig, validated
 from cluster.trust.roles import PeerRole
 from cluster.trust.trust_options import TrustConfig
 from serve_app.declaration import application, serve_file
+from serve_app.http.access.proxy_words import PROXY_ENVIRONMENT
 from serve_app.kubernetes.pod_templates import (
     CLAIM,
     MODELS,
@@ -106,7 +107,10 @@ def _autoscaler() -> Json:
 
 def _head(config: SlipstreamConfig, image: str) -> Json:
     pods = config.kubernetes.head
-    env = {RAY_DRAIN: "0"}  # nothing runs there that could finish, and Ray's 30 s are all that Kubernetes waits
+    env = {
+        RAY_DRAIN: "0",  # nothing runs there that could finish, and Ray's 30 s are all that Kubernetes waits
+        **PROXY_ENVIRONMENT,
+    }
     return {
         # No replica on the head: its loss must cost no session.
         "rayStartParams": {"num-cpus": "0"},
@@ -120,6 +124,7 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
         # The weights are on the volume; a replica that misses one fails at once instead of downloading it.
         "HF_HUB_OFFLINE": "1",
         RAY_DRAIN: str(drain_s(config)),
+        **PROXY_ENVIRONMENT,
     }
     main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})

@@ -19,6 +19,7 @@ from rich.status import Status
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
 from serve_app.declaration import APPLICATION
+from serve_app.http.access.proxy_words import PROXY_ENVIRONMENT
 from serve_app.operations.capacity import check_resources, demand
 from serve_app.operations.deploying import deploy, withdraw
 from serve_app.operations.fitting import check_fit
@@ -88,6 +89,8 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
 def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at 15
+    for variable, value in PROXY_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     # Ray only counts these, it hands out no cores: pools larger than the machine start too, and share its cores.
     cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
     for starts_left in reversed(range(STARTS)):

@@ -143,6 +143,18 @@ def test_an_answer_behind_serve_has_one_name_and_the_id_that_was_asked_for(serve
         assert answer.json()["id"] == "cmpl-job-7"
 
 
+def test_what_serves_proxy_says_by_itself_is_in_openais_form(served: Served) -> None:
+    """Serve lets a client say how long it waits; then the proxy answers, and the router never does."""
+    waits = {"x-request-timeout-seconds": "0.5"}
+    with pytest.raises(openai.APIStatusError) as failure:
+        served.client.completions.create(
+            model=served.config.model.name, prompt="Hello", max_tokens=900, extra_headers=waits
+        )
+    assert failure.value.status_code == 408
+    assert failure.value.code == "request_timeout"
+    assert "timed out after 0.5s" in failure.value.message
+
+
 def test_two_choices_differ(served: Served) -> None:
     answer = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",

@@ -1,0 +1,67 @@
+"""What Serve's proxy says by itself, in OpenAI's form. The proxy loads it, where its node's environment says so.
+
+A request that no router takes gets its answer from the proxy: the routers' queue is full, or none is there. Serve has
+plain text for that.
+"""
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.http.wire.replies import ErrorBody, ErrorDetail
+
+# Serve reads it as it starts, of its own environment: that of `ray start`, or of whoever starts Ray.
+PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
+OF_SERVE = "/-/"  # where Serve tells those who run it of its state
+KINDS = {  # by status: OpenAI's type and code
+    404: ("invalid_request_error", "not_found"),
+    408: ("server_error", "request_timeout"),
+    429: ("rate_limit_error", "capacity"),
+    503: ("server_error", "unavailable"),
+}
+PASSES = frozenset({429, 503})
+RETRY_AFTER_S = 1
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve is to put around its proxy."""
+    return [Middleware(ProxyWords)]
+
+
+class ProxyWords:
+    """Around Serve's proxy. What routers answer passes as it is: none of their errors is plain text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(OF_SERVE):
+            await self._app(scope, receive, send)
+            return
+        begun: Message | None = None  # by the proxy itself
+
+        async def send_in_form(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start" and _is_by_proxy(message):
+                begun = message
+            elif begun is not None:
+                await _in_form(begun, message["body"])(scope, receive, send)
+            else:
+                await send(message)
+
+        await self._app(scope, receive, send_in_form)
+
+
+def _is_by_proxy(start: Message) -> bool:
+    return start["status"] in KINDS and Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
+
+
+def _in_form(start: Message, words: bytes) -> Response:
+    status = start["status"]
+    kind, code = KINDS[status]
+    headers = {name: text for name, text in Headers(raw=start["headers"]).items() if not name.startswith("content-")}
+    if status in PASSES:
+        headers.setdefault("retry-after", str(RETRY_AFTER_S))
+    detail = ErrorDetail(message=words.decode(errors="replace"), type=kind, code=code)
+    return Response(ErrorBody(error=detail).model_dump_json(), status, headers, "application/json")
