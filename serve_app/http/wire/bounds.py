@@ -21,4 +21,4 @@ class RequestBounds:
     labels: int = 16  # in `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body
     members: int = 1 << 16  # fields of all its objects
-    strings: int = 1 << 18  # of a body whose text must be told from the rest to count these
+    strings: int = 160_000  # names and texts of as many fields, and of lists, where brackets and colons may be text
