@@ -45,6 +45,8 @@ def application(config: SlipstreamConfig) -> serve.Application:
     router = serve.deployment(RouterDeployment, name="Router").options(
         **router_sizes(config.server),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
+        # A router that was full has room again at once, for it refuses most of what it is given.
+        request_router_config={"max_backoff_s": 0.05},
         ray_actor_options=dict(ROUTER_OPTIONS),
         max_surge_percent=100,  # of an update: new requests are taken while those that run are finished
         graceful_shutdown_wait_loop_s=0.5,

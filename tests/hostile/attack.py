@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 COMPLETIONS = "/v1/completions"
 SLOW_READERS = 64
 TRICKLING = 500
+COMES_AGAIN_S = 10.0
 LEAVING = 200
 OVERLOAD_TOKENS = 16
 PATIENT = 16  # clients that wait for their answers
@@ -207,14 +208,16 @@ async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Each sends a byte of its body a second, and never the last."""
+    """Each sends a byte of its body a second, and never the last; when it is hung up on, it comes again."""
+    end = time.monotonic() + seconds
+    rng = random.Random(1)
 
-    async def one() -> Answer:
+    async def once() -> Answer:
         async with place.connection() as (reader, writer):
             writer.write(place.head(100_000))
             answering = asyncio.ensure_future(_arriving(reader))
-            end = time.monotonic() + seconds
-            while time.monotonic() < end and not answering.done():
+            gives_up = time.monotonic() + PATIENCE_S
+            while time.monotonic() < gives_up and not answering.done():
                 writer.write(b" ")
                 await asyncio.wait((answering,), timeout=1)
             if not answering.done():
@@ -223,8 +226,16 @@ async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
             _, answer = answering.result()
             return _answer("trickling", answer)
 
-    async for answer in _all([one for _ in range(TRICKLING)]):
-        yield answer
+    async def one() -> list[Answer]:
+        answers = []
+        while time.monotonic() < end:
+            answers.append(await _guarded(once))
+            await asyncio.sleep(COMES_AGAIN_S * rng.uniform(0.5, 1.5))
+        return answers
+
+    for answers in await asyncio.gather(*(one() for _ in range(TRICKLING))):
+        for answer in answers:
+            yield answer
 
 
 async def leaving(place: Place, seconds: float) -> AsyncIterator[Answer]:
@@ -272,16 +283,17 @@ async def overload(place: Place, seconds: float, per_second: float) -> AsyncIter
 
 
 async def _all(works: list[Callable[[], Awaitable[Answer]]]) -> AsyncIterator[Answer]:
-    """At once, as they end; a connection that the server does not take, or ends, is an answer too."""
-
-    async def guarded(work: Callable[[], Awaitable[Answer]]) -> Answer:
-        try:
-            return await work()
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, IndexError) as error:
-            return Answer(type(error).__name__, 0)
-
-    for done in asyncio.as_completed([guarded(work) for work in works]):
+    """At once, as they end."""
+    for done in asyncio.as_completed([_guarded(work) for work in works]):
         yield await done
+
+
+async def _guarded(work: Callable[[], Awaitable[Answer]]) -> Answer:
+    """A connection that the server does not take, or ends, is an answer too."""
+    try:
+        return await work()
+    except (OSError, asyncio.IncompleteReadError, TimeoutError, IndexError) as error:
+        return Answer(type(error).__name__, 0)
 
 
 KINDS: dict[str, Callable[..., AsyncIterator[Answer]]] = {
