@@ -327,7 +327,9 @@ class ServerConfig(_Frozen):
     body_timeout_s: Seconds = Field(30, description="how long a request's body may take to come; then it gets 408")
     keep_alive_s: Positive = Field(60, description="how long a connection stays open between two requests")
     max_requests: Positive = Field(
-        1024, description="sessions in flight per router, and requests that Serve's proxy holds back; more get 429"
+        1024,
+        description="sessions in flight per router, bodies that it reads at once, and requests that Serve's proxy holds"
+        " back; more get 429",
     )
     max_request_sessions: Positive = Field(
         128, description="sessions that one request may have: its prompts, times n; more get 400"
