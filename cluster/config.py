@@ -325,6 +325,11 @@ class ServerConfig(_Frozen):
     routers: Positive = Field(1, description="router replicas")
     max_body_bytes: Positive = Field(4 << 20, description="largest request body; a larger one gets 413")
     body_timeout_s: Seconds = Field(30, description="how long a request's body may take to come; then it gets 408")
+    request_timeout_s: Seconds | None = Field(
+        None,
+        description="how long a whole request may take, its answer included; then it gets 408, or its stream an error"
+        " and its end; empty: as long as its tokens take",
+    )
     keep_alive_s: Positive = Field(60, description="how long a connection stays open between two requests")
     max_requests: Positive = Field(
         1024,

@@ -33,7 +33,6 @@ from serve_app.http.access.guard import CALLER, KeyGuard
 from serve_app.http.access.operators import OperatorsDoor
 from serve_app.http.access.request_name import REQUEST_ID, asked_name, check_name
 from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
-from serve_app.http.bodies import Bodies
 from serve_app.http.conversation.telling import Telling
 from serve_app.http.failures import failure_of
 from serve_app.http.formats import (
@@ -47,6 +46,8 @@ from serve_app.http.formats import (
 )
 from serve_app.http.generation import Generator
 from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from serve_app.http.limits.bodies import Bodies
+from serve_app.http.limits.deadline import Deadline
 from serve_app.http.metrics import Metrics
 from serve_app.http.plain.plain_routes import add_plain_routes
 from serve_app.http.plain.served_model import fingerprint
@@ -205,30 +206,39 @@ class ApiEndpoint(Generic[RequestT]):
             caller.exchange() as exchange,
         ):
             record.name = asked_name(request) or service.new_name()
-            response = await self._respond(request, record, exchange)
+            deadline = Deadline.within(service.config.server.request_timeout_s)
+            response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
             with suppress(ClientDisconnect):  # the record says how far the answer came
                 await response(scope, receive, send)
 
-    async def _respond(self, request: Request, record: RequestRecord, exchange: Exchange) -> Response:
+    async def _respond(
+        self, request: Request, record: RequestRecord, exchange: Exchange, deadline: Deadline
+    ) -> Response:
         try:
             self._service.generator.check_room(1)
             check_name(request)
-            async with self._service.bodies.read(request) as body:
-                answer = await self._prepare(body, exchange, asked_name(request), record)
-            self._service.metrics.prompt(answer.prompt_tokens)
-            if not answer.stream:
-                whole = await while_connected(request.receive, answer.whole())
-                record.status = 200
-                return as_json(whole)
-            events = answer.events()
-            keep_alive_s = self._service.config.server.stream_keep_alive_s
-            first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
-            return EventStream(first, events, record, keep_alive_s, answer.writer.failed)
+            async with deadline.kept():
+                return await self._answer(request, record, exchange, deadline)
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
+
+    async def _answer(
+        self, request: Request, record: RequestRecord, exchange: Exchange, deadline: Deadline
+    ) -> Response:
+        async with self._service.bodies.read(request) as body:
+            answer = await self._prepare(body, exchange, asked_name(request), record)
+        self._service.metrics.prompt(answer.prompt_tokens)
+        if not answer.stream:
+            whole = await while_connected(request.receive, answer.whole())
+            record.status = 200
+            return as_json(whole)
+        events = answer.events()
+        keep_alive_s = self._service.config.server.stream_keep_alive_s
+        first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
+        return EventStream(first, events, record, keep_alive_s, deadline, answer.writer.failed)
 
     async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
         """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""

@@ -1,9 +1,10 @@
 """The one place that turns exceptions into HTTP statuses and OpenAI's error bodies.
 
-RequestError       400     UnknownModelError  404     BodyTooLargeError  413     BodyTimeoutError  408
-CapacityError      429     TargetLostError    503     ClientDisconnect   499
-DrainingError      503     with Retry-After, as with CapacityError
-routing errors     as Starlette has them              anything else      500, logged
+RequestError         400     UnknownModelError  404     BodyTooLargeError  413     BodyTimeoutError  408
+CapacityError        429     TargetLostError    503     ClientDisconnect   499
+DrainingError        503     with Retry-After, as with CapacityError
+RequestTimeoutError  408     with a word to OpenAI's clients that another try would take as long
+routing errors       as Starlette has them              anything else      500, logged
 """
 
 import logging
@@ -15,13 +16,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
-from serve_app.http.bodies import BodyTimeoutError, BodyTooLargeError
+from serve_app.http.limits.bodies import BodyTimeoutError, BodyTooLargeError
+from serve_app.http.limits.deadline import RequestTimeoutError
 from serve_app.http.plain.served_model import UnknownModelError
 from serve_app.http.watching.records import CLIENT_LEFT
 from serve_app.http.wire.parsing import shortened
 from serve_app.http.wire.replies import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
+SHOULD_RETRY = "x-should-retry"  # OpenAI's
 MAX_MESSAGE_CHARS = 4096
 
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
@@ -57,6 +60,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(429, detail, {"Retry-After": str(RETRY_AFTER_S)})
         case DrainingError():
             return Failure(503, _detail(error, "server_error", "draining"), {"Retry-After": str(RETRY_AFTER_S)})
+        case RequestTimeoutError():
+            return Failure(408, _detail(error, "server_error", "request_timeout"), {SHOULD_RETRY: "false"})
         case TargetLostError():
             return Failure(503, _detail(error, "server_error", "target_lost"))
         case ClientDisconnect():

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -11,11 +11,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.http.failures import Failure, failure_of
+from serve_app.http.limits.deadline import Deadline, RequestTimeoutError
 from serve_app.http.watching.records import RequestRecord
 
 T = TypeVar("T")
 
 
+LAST_WORDS_S = 1.0  # for what a client is told whose time is over
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which no client shows
 
 
@@ -30,6 +32,7 @@ class EventStream(Response):
         events: AsyncGenerator[str, None],
         record: RequestRecord,
         keep_alive_s: float,
+        deadline: Deadline,
         as_failure: Callable[[Failure], str],
     ) -> None:
         """`first` is the first of the events, come or coming."""
@@ -39,6 +42,7 @@ class EventStream(Response):
         self._events = events
         self._record = record
         self._keep_alive_s = keep_alive_s
+        self._deadline = deadline
         self._as_failure = as_failure
         self._is_quiet = True  # since the last look
 
@@ -48,11 +52,17 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with _ended(asyncio.create_task(self._keep_alive(send))):
-            async for event in self._guarded():
-                self._is_quiet = False
-                await _send_part(send, event)
-        await _send_part(send, "", more=False)
+        try:
+            async with self._deadline.kept(), _ended(asyncio.create_task(self._keep_alive(send))):
+                async for event in self._guarded():
+                    self._is_quiet = False
+                    await _send_part(send, event)
+                await _send_part(send, "", more=False)
+        except RequestTimeoutError as error:
+            with suppress(TimeoutError):  # who has stopped reading is hung up on
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await _send_part(send, self._failed(error))
+                    await _send_part(send, "", more=False)
 
     async def _keep_alive(self, send: Send) -> None:
         """Beside the events, which it costs nothing."""
@@ -70,9 +80,12 @@ class EventStream(Response):
                 yield event
             self._record.status = 200
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
-            failure = failure_of(error)
-            self._record.status = failure.status  # the client was told 200 long ago
-            yield self._as_failure(failure)
+            yield self._failed(error)
+
+    def _failed(self, error: Exception) -> str:
+        failure = failure_of(error)
+        self._record.status = failure.status  # the client was told 200 long ago
+        return self._as_failure(failure)
 
 
 async def first_of(events: AsyncGenerator[str, None], receive: Receive, patience_s: float) -> asyncio.Future[str]:

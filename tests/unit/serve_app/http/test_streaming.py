@@ -8,7 +8,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from cluster.errors import TargetLostError
+from serve_app.http import streaming
 from serve_app.http.failures import Failure
+from serve_app.http.limits.deadline import Deadline
 from serve_app.http.metrics import RequestRecord
 from serve_app.http.streaming import KEEP_ALIVE, EventStream, first_of
 
@@ -42,10 +44,13 @@ def as_failure(failure: Failure) -> str:
     return f"failed: {failure.detail.code}"
 
 
-async def stream(events: AsyncGenerator[str, None], client: Listener, keep_alive_s: float) -> RequestRecord:
+async def stream(
+    events: AsyncGenerator[str, None], client: Listener, keep_alive_s: float, limit_s: float | None = None
+) -> RequestRecord:
     record = RequestRecord()
+    deadline = Deadline.within(limit_s)
     first = await first_of(events, client.receive, keep_alive_s)
-    await EventStream(first, events, record, keep_alive_s, as_failure)({}, client.receive, client.send)
+    await EventStream(first, events, record, keep_alive_s, deadline, as_failure)({}, client.receive, client.send)
     return record
 
 
@@ -129,4 +134,57 @@ async def test_who_leaves_ends_the_source(came: list[str]) -> None:
     async with asyncio.timeout(20):
         with pytest.raises(ClientDisconnect):
             await stream(events(), client, NEVER_S)
+    assert closed == [True]
+
+
+async def test_a_stream_whose_time_is_over_ends_with_an_error() -> None:
+    closed = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            yield "a"
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    client = Listener()
+    async with asyncio.timeout(20):
+        record = await stream(events(), client, NEVER_S, limit_s=SOON_S)
+    assert client.bodies == ["a", "failed: request_timeout", ""]
+    assert record.status == 408
+    assert closed == [True]
+
+
+async def test_a_stream_that_is_over_in_time_has_no_error() -> None:
+    async def events() -> AsyncGenerator[str, None]:
+        yield "a"
+
+    client = Listener()
+    record = await stream(events(), client, NEVER_S, limit_s=NEVER_S)
+    assert client.bodies == ["a", ""]
+    assert record.status == 200
+
+
+async def test_who_has_stopped_reading_is_hung_up_on_when_his_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "LAST_WORDS_S", SOON_S)
+    closed = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            while True:
+                yield "a"
+        finally:
+            closed.append(True)
+
+    class Deaf(Listener):
+        async def send(self, message: Any) -> None:
+            await super().send(message)
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+    client = Deaf()
+    async with asyncio.timeout(20):
+        record = await stream(events(), client, NEVER_S, limit_s=SOON_S)
+    assert client.bodies == ["a", "failed: request_timeout"]
+    assert record.status == 408
     assert closed == [True]

@@ -1,0 +1,1 @@
+"""What a request may take of the server: memory and time."""

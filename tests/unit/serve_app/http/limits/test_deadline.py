@@ -1,0 +1,53 @@
+"""A request that takes longer than requests may is told so, and leaves nothing running."""
+
+import asyncio
+import json
+
+import pytest
+
+from serve_app.http.limits.deadline import Deadline, RequestTimeoutError
+from serve_app.http.text import TextCodec
+from tests.asgi_front import MODEL, asgi_front
+from tests.integration.scripted_generator import STALL
+
+SOON_S = 0.001
+BOUNDED = {"request_timeout_s": SOON_S}
+ASKS = {"model": MODEL, "prompt": "hi", "max_tokens": 9}
+
+
+async def test_an_answer_that_takes_too_long_is_408_and_not_asked_for_again(codec: TextCodec) -> None:
+    async with asgi_front(codec, BOUNDED) as front:
+        front.plays([*front.emits("a"), STALL])
+        answer = await front.http.post("/v1/completions", json=ASKS)
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "request_timeout"
+        assert "within 0.001 s" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+        assert not front.generator.running
+
+
+async def test_a_streams_last_event_says_it(codec: TextCodec) -> None:
+    async with asgi_front(codec, {"request_timeout_s": 0.5}) as front:
+        front.plays([*front.emits("ab"), STALL])
+        answer = await front.http.post("/v1/completions", json={**ASKS, "stream": True})
+        assert answer.status_code == 200
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert json.loads(events[-1])["error"]["code"] == "request_timeout"
+        assert not front.generator.running
+
+
+async def test_without_a_bound_nothing_is_too_late() -> None:
+    async with Deadline.within(None).kept():
+        await asyncio.sleep(0)
+
+
+async def test_what_another_bound_cancels_is_not_the_requests_fault() -> None:
+    with pytest.raises(TimeoutError):
+        async with Deadline.within(1e6).kept(), asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+
+async def test_what_is_not_over_in_time_is_cancelled() -> None:
+    with pytest.raises(RequestTimeoutError):
+        async with Deadline.within(0).kept():
+            await asyncio.Event().wait()
