@@ -12,7 +12,7 @@ from cluster.config import Replicas, ServerConfig, SlipstreamConfig, validated
 from cluster.placement import ALONE_POLICY, actor_options, bounds, scaling_settings, target_group_options
 from serve_app.declaration import APPLICATION as APPLICATION
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
-from serve_app.http.failures import RETRY_AFTER_S
+from serve_app.http.wire.replies import RETRY_AFTER_S
 from serve_app.parts import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}

@@ -99,7 +99,7 @@ def create_api(
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
         max_held_bytes=HELD_BODIES * server.max_body_bytes,
-        max_reading=server.max_requests,  # with as many in flight, what Serve gives to a router: it has none waiting
+        max_reading=server.max_requests,  # with those in flight, no more than Serve gives to a router
         timeout_s=server.body_timeout_s,
     )
     service = Service(

@@ -21,9 +21,8 @@ from serve_app.http.limits.deadline import RequestTimeoutError
 from serve_app.http.plain.served_model import UnknownModelError
 from serve_app.http.watching.records import CLIENT_LEFT
 from serve_app.http.wire.parsing import shortened
-from serve_app.http.wire.replies import ErrorBody, ErrorDetail
+from serve_app.http.wire.replies import RETRY_AFTER_S, ErrorBody, ErrorDetail, error_response
 
-RETRY_AFTER_S = 1
 SHOULD_RETRY = "x-should-retry"  # OpenAI's
 MAX_MESSAGE_CHARS = 4096
 
@@ -46,7 +45,7 @@ class Failure:
 
     @property
     def response(self) -> Response:
-        return Response(self.body, self.status, dict(self.headers), "application/json")
+        return error_response(self.status, self.detail, self.headers)
 
 
 def failure_of(error: Exception) -> Failure:

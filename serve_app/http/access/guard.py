@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.http.access.callers import Caller, Callers
-from serve_app.http.wire.replies import ErrorBody, ErrorDetail
+from serve_app.http.wire.replies import ErrorDetail, error_response
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/"})
 OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # of the live page, which asks for a key itself
@@ -58,5 +58,4 @@ def _refusal(scope: Scope) -> Response:
     else:
         message = "the API key is not known here"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="invalid_api_key")
-    body = ErrorBody(error=detail).model_dump_json()
-    return Response(body, 401, {"WWW-Authenticate": "Bearer"}, "application/json")
+    return error_response(401, detail, {"WWW-Authenticate": "Bearer"})

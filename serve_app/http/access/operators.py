@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ConfigError
-from serve_app.http.wire.replies import ErrorBody, ErrorDetail
+from serve_app.http.wire.replies import ErrorDetail, error_response
 
 PATHS = frozenset({"/", "/metrics"})
 FOLDER = "/page/"
@@ -73,7 +73,7 @@ def _is_theirs(path: str) -> bool:
 def _elsewhere(path: str) -> Response:
     message = f"{path} is answered at another address, which server.operators names"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="not_found")
-    return Response(ErrorBody(error=detail).model_dump_json(), 404, media_type="application/json")
+    return error_response(404, detail)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.http.wire.replies import ErrorBody, ErrorDetail
+from serve_app.http.wire.replies import RETRY_AFTER_S, ErrorDetail, error_response
 
 # Serve reads it as it starts, of its own environment: that of `ray start`, or of whoever starts Ray.
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
@@ -20,8 +20,7 @@ KINDS = {  # by status: OpenAI's type and code
     429: ("rate_limit_error", "capacity"),
     503: ("server_error", "unavailable"),
 }
-PASSES = frozenset({429, 503})
-RETRY_AFTER_S = 1
+TRANSIENT = frozenset({429, 503})
 
 
 def middlewares() -> list[Middleware]:
@@ -61,7 +60,7 @@ def _in_form(start: Message, words: bytes) -> Response:
     status = start["status"]
     kind, code = KINDS[status]
     headers = {name: text for name, text in Headers(raw=start["headers"]).items() if not name.startswith("content-")}
-    if status in PASSES:
+    if status in TRANSIENT:
         headers.setdefault("retry-after", str(RETRY_AFTER_S))
     detail = ErrorDetail(message=words.decode(errors="replace"), type=kind, code=code)
-    return Response(ErrorBody(error=detail).model_dump_json(), status, headers, "application/json")
+    return error_response(status, detail, headers)

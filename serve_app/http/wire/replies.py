@@ -1,9 +1,12 @@
 """The wire format of answers: OpenAI's completions and chat completions, models, health and errors."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from starlette.responses import Response
 
+RETRY_AFTER_S = 1  # what clients are told where another try may help
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None
 """vLLM's: what the request named and the choice ended with, a token or a stop string."""
@@ -244,3 +247,8 @@ class ErrorDetail(_Body):
 
 class ErrorBody(_Body):
     error: ErrorDetail
+
+
+def error_response(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> Response:
+    """What is answered whose whole body is an error."""
+    return Response(ErrorBody(error=detail).model_dump_json(), status, dict(headers or {}), "application/json")

@@ -37,8 +37,13 @@ async def test_a_streams_last_event_says_it(codec: TextCodec) -> None:
 
 
 async def test_without_a_bound_nothing_is_too_late() -> None:
-    async with Deadline.within(None).kept():
+    deadline = Deadline.within(None)
+    assert deadline.at is None
+    is_over = False
+    async with deadline.kept():
         await asyncio.sleep(0)
+        is_over = True
+    assert is_over
 
 
 async def test_what_another_bound_cancels_is_not_the_requests_fault() -> None:
