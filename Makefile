@@ -114,7 +114,7 @@ VARIANT ?= cpu
 image-steps:
 	$(PYTHON) k8s/images/clean_root.py $(VARIANT)
 
-# The generated halves of docs/map.md and docs/configuration.md.
+# The generated half of docs/configuration.md.
 docs: setup
 	$(BIN)/python docs/generate.py
 

@@ -1,6 +1,6 @@
 """The configuration: one frozen pydantic model, read from YAML, overridden by environment and command line.
 
-Each part of the system is given the narrow sub-model it needs. Long because a key is described where it is declared.
+Each part of the system is given the narrow sub-model it needs.
 """
 
 from collections.abc import Iterable, Mapping

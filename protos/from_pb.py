@@ -1,7 +1,6 @@
 """From protobuf to domain messages: one function a kind, each of which raises ValueError for what does not fit.
 
 It checks everything that can be checked without knowing a session: sizes that fit together, values in range.
-Long because there is a function for each kind.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Domain messages: what peers say to each other, as frozen values.
 
 `speculation.proto` documents every field; `codec.py` is the only translation. Knows nothing of protobuf.
-Long because all that is said is in one place.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The three Serve deployments: thin shells that give each part its process, its place and its health.
 
-`app.py` binds them together. Long because Serve finds all that it calls of a deployment in one class.
+`app.py` binds them together.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Tensor-parallel ranks: each its own Ray actor, one torch.distributed group, one engine to the coordinator.
 
 The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
-done for: its replica is replaced as a whole. Long because a rank and its coordinator are two ends of one conversation.
+done for: its replica is replaced as a whole.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """A drafter's sessions, each of which follows its target: it is opened, told verdicts and what is wanted, and closed.
 
 Where a session cannot follow, it asks the target for what it missed, and when that fails the router for the ledger.
-Long because one class has all that is said of a session.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """All sessions of a router: which target and drafter each one has, and when it gets others.
 
-Router and simulator run it: the time is handed in, and what is to be sent is handed out. Long because every way that a
-session loses a peer ends in the same placing.
+Router and simulator run it: the time is handed in, and what is to be sent is handed out.
 """
 
 import logging

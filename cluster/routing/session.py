@@ -7,7 +7,7 @@ Events in, commands out; nothing here waits, sends or looks at a clock. The rule
 * a lost drafter costs speed; a lost target costs a new attempt, twice at most without getting on in between;
 * a target that leaves as planned is no loss: that costs a new attempt too, however often.
 
-Knows nothing of text, of streams, or of how a peer was chosen. Long because the rules are together, whoever fails.
+Knows nothing of text, of streams, or of how a peer was chosen.
 """
 
 from collections.abc import Sequence

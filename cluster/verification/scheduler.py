@@ -2,7 +2,7 @@
 
 The alternation of `plan` and `apply` is the whole verification loop; between them an engine computes. A block is
 verified only at exactly the length and hash it was drafted for. Knows nothing of torch, gRPC or a clock: times
-are handed in. Long because one class has both halves of the loop and all that is asked of it meanwhile.
+are handed in.
 """
 
 import logging

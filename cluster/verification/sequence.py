@@ -1,7 +1,4 @@
-"""One session as its target replica has it: decided tokens, waiting blocks, and its next row.
-
-Long because all that is known of a session is in one place.
-"""
+"""One session as its target replica has it: decided tokens, waiting blocks, and its next row."""
 
 from collections import deque
 from collections.abc import Collection, Sequence

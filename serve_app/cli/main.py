@@ -1,7 +1,6 @@
 """The command line. Every command is thin: it reads the config, checks it, and hands over.
 
 Modules that bring in torch or Ray are imported by the commands that need them, so that help and config stay quick.
-Long because a command's options are declared where it is.
 """
 
 import asyncio

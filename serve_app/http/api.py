@@ -2,8 +2,7 @@
 
 The way of a request: its body is read and parsed, its prompts become tokens, each choice becomes a session, the
 sessions' committed tokens become text, and the text goes out whole or as server-sent events. A client that leaves
-cancels its sessions. Knows nothing of drafters, targets or Ray. Long because an exchange is told from its first byte to
-its last in one place.
+cancels its sessions. Knows nothing of drafters, targets or Ray.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """The formats of requests and answers: completions, chat completions and responses.
 
 A dialect knows its request's schema and how deltas and transcripts look on the wire; nothing of how they come about.
-Long because what one format has is compared with the others'.
 """
 
 from abc import ABC, abstractmethod
