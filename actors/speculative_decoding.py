@@ -1,0 +1,100 @@
+"""Speculative decoding on one screen: draft K tokens, score them in one target forward, accept a prefix, commit.
+
+This is the whole algorithm over plain tensors, for one sequence and without a cache. Everything else in this project
+runs the same rounds as a distributed system: drafters and targets in actors, blocks and verdicts over gRPC, paged
+caches, many sequences a step, trees of drafts, drafting ahead of the verdict. `tests/lossless/test_algorithm.py` holds
+the engine to this page, token for token.
+
+Two acceptance rules are exact, and greedy decoding is the special case of both:
+
+* Gumbel coupling (`Acceptance.COUPLED`): draft and target add the same noise to their logits and take the argmax. A
+  draft token is accepted when it equals the target's own draw, so the text does not depend on the draft at all
+  (Daliri et al. 2024, arXiv 2408.07978).
+* Rejection sampling (`Acceptance.RATIO`): draft token x is accepted with probability
+  min(1, target_probs[x] / draft_probs[x]); after a rejection the next token is drawn from the normalised residual
+  max(target_probs - draft_probs, 0) (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+
+Noise is a pure function of seed, position, purpose and token id (`actors.sampling.noise`); no generator has state.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.sampling.noise import Purpose, gumbel_argmax, key, uniform_scalar
+from protos.messages import Acceptance
+
+Model = Callable[[list[int]], Tensor]
+"""Maps tokens to logits, shape (tokens, vocabulary); row i scores the token after tokens[: i + 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Parameters of one sequence; the draft never gets `seed` under rejection sampling."""
+
+    new_tokens: int
+    draft_tokens: int  # K
+    rule: Acceptance = Acceptance.COUPLED
+    temperature: float = 1.0  # 0: greedy
+    seed: int = 0
+    draft_seed: int = 1
+    stop_ids: Collection[int] = ()
+
+    def draw(self, logits: Tensor, seed: int, position: int, purpose: Purpose) -> int:
+        """Draws the token at `position` from softmax(logits / temperature), by argmax of logits plus Gumbel noise."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        return gumbel_argmax(logits / self.temperature, key(seed, 0, position, purpose))
+
+
+def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], how: Decoding) -> Iterator[list[int]]:
+    """Yields the tokens that each round commits: the accepted draft tokens and one token of the target's own."""
+    tokens = list(prompt)
+    end = len(tokens) + how.new_tokens
+    while len(tokens) < end:
+        block, draft_logits = propose(draft, tokens, min(how.draft_tokens, end - len(tokens) - 1), how)
+        target_logits = target(tokens + block)[len(tokens) - 1 :]  # (block + 1, vocabulary)
+        accepted, next_token = verify(target_logits, draft_logits, block, len(tokens), how)
+        committed = [*block[:accepted], next_token]
+        stop = next((at for at, token in enumerate(committed) if token in how.stop_ids), None)
+        committed = committed if stop is None else committed[: stop + 1]
+        tokens += committed
+        yield committed
+        if stop is not None:
+            return
+
+
+def propose(draft: Model, tokens: list[int], count: int, how: Decoding) -> tuple[list[int], list[Tensor]]:
+    """Drafts `count` tokens one by one; returns them with the logits that each was drawn from."""
+    is_coupled = how.rule is Acceptance.COUPLED
+    seed, purpose = (how.seed, Purpose.DRAW) if is_coupled else (how.draft_seed, Purpose.DRAFT)
+    block: list[int] = []
+    rows: list[Tensor] = []
+    for _ in range(count):
+        rows.append(draft(tokens + block)[-1])
+        block.append(how.draw(rows[-1], seed, len(tokens) + len(block), purpose))
+    return block, rows
+
+
+def verify(
+    target_logits: Tensor, draft_logits: Sequence[Tensor], block: Sequence[int], position: int, how: Decoding
+) -> tuple[int, int]:
+    """Returns how many tokens of the block are accepted, and the recovered or bonus token that follows them.
+
+    `target_logits` has shape (block + 1, vocabulary); `position` is that of the block's first token.
+    """
+    for at, token in enumerate(block):
+        if how.rule is Acceptance.COUPLED or how.temperature == 0:
+            own = how.draw(target_logits[at], how.seed, position + at, Purpose.DRAW)
+            if token != own:
+                return at, own
+        else:
+            target_probs = torch.softmax(target_logits[at].double() / how.temperature, dim=-1)
+            draft_probs = torch.softmax(draft_logits[at].double() / how.temperature, dim=-1)
+            chance = uniform_scalar(key(how.seed, 0, position + at, Purpose.ACCEPT))
+            if chance * draft_probs[token] >= target_probs[token]:
+                residual = (target_probs - draft_probs).clamp_min(0)
+                return at, gumbel_argmax(residual.log(), key(how.seed, 0, position + at, Purpose.RECOVER))
+    return len(block), how.draw(target_logits[-1], how.seed, position + len(block), Purpose.DRAW)
