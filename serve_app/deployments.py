@@ -71,6 +71,22 @@ def pacing_of(speculation: SpeculationConfig) -> Pacing:
     return LockStep() if speculation.is_lock_step else Adaptive()
 
 
+async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
+    """Runs a replica's loop; logs the cause of its end with a traceback, and raises EngineError with type and text."""
+    try:
+        await loop
+    except Exception as error:
+        log.exception("%s has ended", name)
+        raise EngineError(f"{name} has ended: {type(error).__name__}: {error}") from error
+    raise EngineError(f"{name} has ended")
+
+
+def check_running(work: asyncio.Task[None]) -> None:
+    """Raises what ended a loop, if it has ended."""
+    if work.done() and not work.cancelled():
+        work.result()
+
+
 async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
     """Until the replica has left, or its work has failed."""
     task = asyncio.create_task(leaving)
@@ -112,8 +128,7 @@ class TargetDeployment:
         self._mirror = RayMirror(self._levels)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._drain_s = config.target.drain_s
-        self._failure: BaseException | None = None
-        self._work = asyncio.create_task(self._serve())
+        self._work = asyncio.create_task(run_logged("the verification loop", self._serve()))
         self._ending.push_async_callback(self._leave)
 
     async def _serve(self) -> None:
@@ -121,9 +136,6 @@ class TargetDeployment:
         tasks = [asyncio.create_task(self._replica.run()), asyncio.create_task(self._engine.watch())]
         try:
             await asyncio.gather(*tasks)
-        except EngineError as error:
-            log.error("this target replica ends: %s", error)
-            self._failure = error
         finally:
             for task in tasks:
                 task.cancel()
@@ -143,10 +155,7 @@ class TargetDeployment:
 
     def check_health(self) -> None:
         """Serve asks every second, in a thread beside the event loop; what was counted leaves on that occasion."""
-        if self._failure is not None:
-            raise self._failure
-        if self._work.done():
-            raise EngineError("the verification loop has ended") from self._work.exception()
+        check_running(self._work)
         if (stuck_s := self._replica.stuck_s) is not None:
             raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
@@ -253,7 +262,7 @@ class DraftDeployment:
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
         self._mirror = RayMirror(self._levels)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
-        self._work = asyncio.create_task(self._drafter.run())
+        self._work = asyncio.create_task(run_logged("the drafting loop", self._drafter.run()))
         self._ending.push_async_callback(self._leave)
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -266,8 +275,7 @@ class DraftDeployment:
 
     def check_health(self) -> None:
         """As a target's."""
-        if self._work.done():
-            raise EngineError("the drafting loop has ended") from self._work.exception()
+        check_running(self._work)
         if (stuck_s := self._drafter.stuck_s) is not None:
             raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
         self._counters.publish()
@@ -389,7 +397,7 @@ class RouterDeployment:
         at = config.server.operators
         if at.port:
             self._ending.push_async_callback(OperatorsAddress(self._api, at.host, at.port).close)
-        self._work = asyncio.create_task(self._router.run())
+        self._work = asyncio.create_task(run_logged("the router's membership loop", self._router.run()))
         self._ending.push_async_callback(self._stop_working)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -404,8 +412,7 @@ class RouterDeployment:
         self._router.drain()
 
     def check_health(self) -> None:
-        if self._work.done():
-            raise EngineError("the router's membership loop has ended") from self._work.exception()
+        check_running(self._work)
         self._counters.publish()
         self._mirror.publish()
 

@@ -68,7 +68,7 @@ class DraftModel:
         self._cache = cache
         self._min_confidence = limits.min_confidence
         self._clock = clock
-        self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens, feed)
+        self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens, feed, limits.max_positions)
         self._feed = feed
         self._sampler = DraftSampler(
             token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)

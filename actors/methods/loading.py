@@ -20,6 +20,7 @@ from actors.methods.model.vocab_pruning import read_frequent_tokens, reduce_head
 from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import check_draft, load_model, local_folder
 from actors.models.decoder import decoder_for
+from actors.models.positions import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
@@ -89,7 +90,9 @@ def draft_with(
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
     runner = ModelRunner(model, pages, page_size, decoder=decoder)
     draft_cache = DraftCache(pages, page_size)
-    limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence)
+    limits = DraftingLimits(
+        options.draft_probs_top_k, options.min_confidence, max_positions=context_length(model.config)
+    )
     return DraftModel(
         runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration, makers=setup.makers
     )

@@ -1,5 +1,6 @@
 """Forwards of a draft model: what is pending of several blocks goes in together, as far as budget and cache go."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,7 +34,10 @@ class _Fed(NamedTuple):
 
 
 class DraftForwards:
-    """A model and its cache. A forward feeds at most `pass_tokens`, to a draft head with what `states` has for them."""
+    """Feeds a draft model through its cache, a draft head with what `states` has for the tokens.
+
+    A forward feeds at most `pass_tokens`, and no token from position `max_positions` on.
+    """
 
     def __init__(
         self,
@@ -42,11 +46,13 @@ class DraftForwards:
         masks: MaskTokens,
         pass_tokens: int,
         states: FedStates | None = None,
+        max_positions: int | None = None,
     ) -> None:
         self._runner = runner
         self._cache = cache
         self._masks = masks
         self._pass_tokens = pass_tokens
+        self._max_positions = sys.maxsize if max_positions is None else max_positions
         self._states = states
 
     def read(self, drafts: Sequence[CachedDraft], busy: set[str], interrupted: Callable[[], bool]) -> list[ReadDraft]:
@@ -88,7 +94,8 @@ class DraftForwards:
             part = self._feedable(draft, draft.pending[:budget])
             rest = draft.pending[len(part) :]
             cached = len(draft.branch.tokens)
-            masks = () if rest or draft.is_root else self._masks.after(draft.missing)[: budget - len(part)]
+            room = min(budget, self._max_positions - cached) - len(part)
+            masks = () if rest or draft.is_root else self._masks.after(draft.missing)[:room]
             wanted = 1 if rest else draft.logits
             if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
                 row, copied = feed
@@ -101,4 +108,7 @@ class DraftForwards:
         return fed
 
     def _feedable(self, draft: CachedDraft, part: list[int]) -> list[int]:
+        """Returns what of `part` can be fed now; nothing of a text that goes beyond the model's positions."""
+        if len(draft.branch.tokens) + len(draft.pending) > self._max_positions:
+            return []
         return part if self._states is None else part[: self._states.feedable(draft, len(part))]

@@ -1,5 +1,7 @@
 """What deployments make of the configuration."""
 
+import asyncio
+import logging
 import threading
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
@@ -129,3 +131,32 @@ async def test_what_was_started_is_ended_where_a_later_part_failed() -> None:
     await replica.__del__()
     started.engine.close.assert_awaited_once_with()
     tracing.close.assert_called_once_with()
+
+
+class Broken(Exception):
+    """What no loop expects."""
+
+
+async def test_health_reports_what_ended_a_loop_and_the_log_has_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def loop() -> None:
+        raise Broken("position 64 is out of range")
+
+    work = asyncio.create_task(deployments.run_logged("the drafting loop", loop()))
+    deployments.check_running(work)
+    with caplog.at_level(logging.ERROR):
+        await asyncio.wait([work])
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the drafting loop has ended: Broken: position 64 is out of range"):
+            deployments.check_running(work)
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("ERROR", "the drafting loop has ended")
+    assert record.exc_info is not None
+    assert record.exc_info[0] is Broken
+
+
+async def test_a_loop_that_is_stopped_reports_nothing() -> None:
+    work = asyncio.create_task(deployments.run_logged("a loop", asyncio.Event().wait()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    work.cancel()
+    await asyncio.wait([work])
+    deployments.check_running(work)

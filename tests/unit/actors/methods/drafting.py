@@ -82,9 +82,10 @@ def a_method(
     pass_tokens: int = 2048,
     clock: Callable[[], float] = lambda: 0.0,
     min_confidence: float = 0.0,
+    max_positions: int | None = None,
 ) -> DraftModel:
     """`kept` are the ids whose logits the runner's columns are."""
-    limits = DraftingLimits(top_k, min_confidence, pass_tokens)
+    limits = DraftingLimits(top_k, min_confidence, pass_tokens, max_positions=max_positions)
     return DraftModel(runner, torch.tensor(list(kept)), DraftCache(pages, PAGE_SIZE), limits, clock)
 
 

@@ -123,6 +123,34 @@ def test_what_finds_no_page_at_all_goes_without_and_the_others_are_drafted():
     assert again.tokens == greedy(4, 3)
 
 
+@pytest.mark.parametrize(("length", "drafted"), [(3, 3), (5, 3), (6, 2), (7, 1), (8, 0), (20, 0)])
+def test_a_block_ends_at_the_model_s_positions(length, drafted):
+    """The token at the last position predicts one more: 7 positions reach a text of 8 tokens."""
+    runner = SpyRunner()
+    method = a_method(runner, max_positions=7)
+    short = a_want((4,), session="short")
+    (proposal, other) = propose(method, [a_want((1,) * length), short], never)
+    assert proposal.tokens == greedy(1, drafted)
+    assert other.tokens == greedy(4, 3), "a short session beside a long one gets its block"
+    assert max(row.end for rows in runner.fed for row in rows) <= 7
+
+
+def test_a_session_that_outgrows_the_model_s_positions_gets_no_more_blocks():
+    method = a_method(SpyRunner(), max_positions=6)
+    text = (1, 2)
+    sizes = []
+    while len(text) < 10:
+        (proposal,) = propose(method, [a_want(text)], never)
+        ahead = replace(a_want(text), unverified=proposal.tree)
+        if proposal.tokens:
+            propose(method, [ahead], never)
+        sizes.append(len(proposal.tokens))
+        text = (*text, 7)
+    assert sizes == [3, 3, 3, 2, 1, 0, 0, 0]
+    method.close(["s"])
+    assert method.is_idle
+
+
 def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
     """Whole pages of it: drafts are never shared, for they may be wrong."""
     runner = SpyRunner()

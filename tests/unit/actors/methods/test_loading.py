@@ -1,13 +1,14 @@
 """A draft's folder as a drafting method: with and without what may lie beside the model, and in 8 bits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from actors.methods import loading
 from actors.methods.draft_model import DraftModel
@@ -19,8 +20,9 @@ from cluster.config import CacheConfig, DraftPool
 from cluster.draft_options import DraftModelOptions
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
+from protos.messages import Acceptance, Shape
 from tests.unit.actors.methods.asking import propose
-from tests.unit.actors.methods.drafting import a_want, never
+from tests.unit.actors.methods.drafting import DRAWN, a_want, never
 
 VOCABULARY = 40
 HIDDEN = 16
@@ -105,6 +107,27 @@ def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(folder: Path, m
     bound = drafted(load(folder)).tokens
     assert bound[0] == free[0], "the forward's own token may be any"
     assert set(bound[1:3]) <= set(others)
+
+
+@pytest.mark.parametrize("acceptance", Acceptance)
+@pytest.mark.parametrize("shape", Shape)
+def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
+    tmp_path: Path, acceptance: Acceptance, shape: Shape
+) -> None:
+    """Its table has no row for the next position."""
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": HIDDEN, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
+    method = load(tmp_path)
+    found = []
+    for length in range(3, 14):
+        want = replace(a_want(tuple(range(1, length + 1)), 4, sampling=DRAWN, acceptance=acceptance), shape=shape)
+        (proposal,) = propose(method, [want], never)
+        found.append(len(proposal.tree.trunk))
+        if proposal.tokens:
+            propose(method, [replace(want, unverified=proposal.tree)], never)
+    assert found[-5:] == [0] * 5
+    if acceptance is Acceptance.RATIO:
+        assert found[:6] == [4, 4, 4, 3, 2, 1]
 
 
 def test_eight_bits_are_refused_where_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,14 @@ def test_a_block_takes_a_forward_for_each_group_of_its_tokens(length, forwards):
     assert len(runner.fed) == forwards
 
 
+@pytest.mark.parametrize(("positions", "drafted"), [(2, 1), (3, 2), (4, 3), (5, 4), (1, 0)])
+def test_masks_stay_within_the_model_s_positions(positions, drafted):
+    runner = MaskRunner()
+    (proposal,) = propose(a_method(runner, max_positions=positions), [a_want((1, 2), 6)], never)
+    assert len(proposal.tokens) == drafted
+    assert all(row.end <= positions for rows in runner.fed for row in rows)
+
+
 def test_masks_are_fed_for_what_is_still_missing_and_forgotten_after():
     """Tokens named by masks were never fed themselves, so that they come with what follows."""
     runner = MaskRunner()
