@@ -355,7 +355,7 @@ class RouterDeployment:
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._model = config.model.name
-        text = TextCodec.load(str(folder), config.server)
+        text = TextCodec.load(folder, config.server)
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)

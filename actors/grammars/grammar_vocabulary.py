@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from actors.models.config_reader import one_line
+from actors.models.end_of_text import end_ids as end_ids
+from actors.models.tokenizer_reader import load_tokenizer
 from cluster.errors import ModelError
 
 
@@ -16,27 +18,21 @@ def load_grammar_vocabulary(folder: Path) -> LLTokenizer:
 
     Raises ModelError where grammars cannot be kept to: no token ends a text, or tokens are of another library.
     """
-    return grammar_vocabulary(AutoTokenizer.from_pretrained(folder), end_ids(str(folder)))
+    return grammar_vocabulary(load_tokenizer(folder), end_ids(folder))
 
 
 def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
     """Of a Hugging Face tokenizer, with the ids of the tokens that end a text."""
     if not ends:
-        raise ModelError("no token of this model ends a text, expected one for a grammar to end with")
+        raise ModelError(
+            "the model has no end-of-text token, and grammars need one; add eos_token_id to generation_config.json"
+        )
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(f"{type(tokenizer).__name__} has no tokens of the tokenizers library, which grammars need")
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    return LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=list(ends))
-
-
-def end_ids(model: str) -> tuple[int, ...]:
-    """Every token id that ends a generation: several are usual, and few models without a generation config exist."""
     try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        found = AutoConfig.from_pretrained(model).eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)
+        return LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=list(ends))
+    except ValueError as error:
+        raise ModelError(f"grammars cannot be kept to with this tokenizer: {one_line(error)}") from error

@@ -14,17 +14,14 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from actors.compute.collectives import Alone, Group
+from actors.models.config_reader import read_config as read_config
+from actors.models.end_of_text import end_ids as end_ids
 from actors.models.sharding import check_plan, shard
+from actors.models.tokenizer_reader import has_tokenizer
+from actors.models.tokenizer_reader import load_tokenizer as load_tokenizer
 from actors.models.weights import LoadReport, fill, misfit, report, stored_tensors
 from cluster.errors import ModelError
 
@@ -61,7 +58,7 @@ def fetched(name: str, patterns: Sequence[str]) -> Path:
 
 def vocabulary(folder: Path) -> dict[int, str]:
     """Token by id, as the tokenizer has it: without the padding rows that a model's embedding may have."""
-    ids: Mapping[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    ids: Mapping[str, int] = load_tokenizer(folder).get_vocab()
     return {token_id: token for token, token_id in ids.items()}
 
 
@@ -93,9 +90,9 @@ def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
     A draft without a tokenizer of its own was made for the target's. Either must have a row for each of the
     target's tokens, for it is fed all of them.
     """
-    if any((draft_folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if has_tokenizer(draft_folder):
         check_same_vocabulary(target, vocabulary(draft_folder))
-    rows = int(AutoConfig.from_pretrained(draft_folder).get_text_config().vocab_size)
+    rows = int(read_config(draft_folder).get_text_config().vocab_size)
     if rows <= max(target):
         raise ModelError(
             f"draft {draft_folder} has {rows} vocabulary rows, but the target's ids go up to {max(target)};"
@@ -103,15 +100,7 @@ def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
         )
 
 
-def stop_ids(folder: Path) -> tuple[int, ...]:
-    """Token ids that end an answer, from the generation config or else the model's; several are usual."""
-    if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
-    else:
-        found = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+stop_ids = end_ids  # the name that scripts outside the project may use
 
 
 # ---------------------------------------------------------------- weights
@@ -150,7 +139,7 @@ class Loaded:
 
 def check_tensor_parallel(folder: Path, ranks: int) -> None:
     """Raises ModelError, naming the sizes that work, when a model cannot be split over `ranks`."""
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = read_config(folder).get_text_config()
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     widths = _mlp_widths(config)
@@ -162,7 +151,7 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
             f" can only be split by {', '.join(map(str, possible))}"
         )
     if ranks > 1:
-        check_plan(empty_model(folder, AutoConfig.from_pretrained(folder), "float32"))
+        check_plan(empty_model(folder, read_config(folder), "float32"))
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -184,7 +173,7 @@ def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded
 
 def _read(folder: Path, dtype: str, device: torch.device, group: Group) -> PreTrainedModel:
     """Straight from the safetensors, or through transformers where it would have to change them, on one rank only."""
-    model = empty_model(folder, AutoConfig.from_pretrained(folder), dtype)
+    model = empty_model(folder, read_config(folder), dtype)
     stored = stored_tensors(folder)
     if reason := misfit(model, stored):
         if group.size > 1:
@@ -214,7 +203,7 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTraine
 
 def _quantization(folder: Path) -> str:
     """The method a checkpoint is quantised with, or nothing."""
-    found = AutoConfig.from_pretrained(folder).to_dict().get("quantization_config") or {}
+    found = read_config(folder).to_dict().get("quantization_config") or {}
     return str(found.get("quant_method", "unknown")) if found else ""
 
 

@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.models.checkpoint import empty_model
+from actors.models.config_reader import read_config
 from actors.models.weights import Stored, fill, misfit, stored_tensors
 from cluster.errors import ModelError
 
 
 def check_layers(folder: Path, layers: Sequence[int]) -> None:
     """Raises ModelError when the checkpoint lacks some of these layers."""
-    count = int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
+    count = int(read_config(folder).get_text_config().num_hidden_layers)
     missing = [layer for layer in layers if not 0 <= layer < count]
     if missing or not layers:
         raise ModelError(
@@ -29,7 +30,7 @@ def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.d
     Raises ModelError when the checkpoint lacks some of them, or is not simply tensors under the model's names.
     """
     check_layers(folder, layers)
-    model = empty_model(folder, _config_of(AutoConfig.from_pretrained(folder), layers), dtype)
+    model = empty_model(folder, _config_of(read_config(folder), layers), dtype)
     stored = _renumbered(stored_tensors(folder), _name_of_layers(model), layers)
     if reason := misfit(model, stored):
         raise ModelError(

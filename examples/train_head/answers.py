@@ -19,7 +19,8 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from actors.models.checkpoint import load_model, local_folder, stop_ids
+from actors.models.checkpoint import load_model, local_folder
+from actors.models.end_of_text import end_ids
 from cluster.errors import ModelError
 from examples.train_head.token_files import read_tokens, write_tokens
 
@@ -130,7 +131,7 @@ def main(
     asked = prompt_ids(tokenizer, prompts) if prompts else [opening_ids(tokenizer)] * dialogues
     if not asked:
         raise typer.BadParameter("expected --prompts with a line or more, or --dialogues with a number")
-    stops = stop_ids(folder) if prompts else ()  # a dialogue goes on after the user's turn
+    stops = end_ids(folder) if prompts else ()  # a dialogue goes on after the user's turn
     found = [list(map(int, sequence)) for sequence in read_tokens(out)] if out.is_file() else []
     with Progress() as progress:
         task = progress.add_task("sequences", total=len(asked), completed=len(found))

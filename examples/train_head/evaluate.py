@@ -24,7 +24,8 @@ from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
 from actors.methods.registry import capture_spec, create_method, states_format
 from actors.methods.setup import DraftSetup
-from actors.models.checkpoint import load_model, local_folder, stop_ids, vocabulary
+from actors.models.checkpoint import load_model, local_folder, vocabulary
+from actors.models.end_of_text import end_ids
 from cluster.config import DraftPool, load_config
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
@@ -80,7 +81,7 @@ class Pair:
     def __init__(self, folder: Path, model: PreTrainedModel, draft: DraftPool, dtype: str) -> None:
         self._draft = draft
         self._layout = states_format(draft, folder)
-        self._stops = stop_ids(folder)
+        self._stops = end_ids(folder)
         self._setup = DraftSetup(dtype, CONTEXT, MAX_BLOCK, vocabulary(folder), str(folder), self._layout)
         spec = capture_spec(draft, folder, dtype)
         capture = None if spec is None else StateCapture(spec, PAGES, PAGE_SIZE, CPU, spec.projection_on(CPU))

@@ -79,7 +79,7 @@ def main() -> None:
     use_cpu(resources)
     folder: Path = local_folder(setup["target"])
     model = load_model(folder, setup["dtype"], device_of(resources))
-    codec = TextCodec.load(str(folder))
+    codec = TextCodec.load(folder)
     print(json.dumps({"loaded": str(folder)}), file=replies, flush=True)
     for line in sys.stdin:
         answer = _generate(model, codec, ChatQuestion(**json.loads(line)))

@@ -1,24 +1,30 @@
 """Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings."""
 
+import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
-from actors.grammars.grammar_vocabulary import end_ids, grammar_vocabulary
+from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.models.config_reader import read_config
+from actors.models.end_of_text import end_of_text
+from actors.models.tokenizer_reader import load_tokenizer
 from cluster.config import ServerConfig
 from cluster.errors import ModelError
 from serve_app.http.conversation.call_form import CallForm, find_call_form
 from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
 from serve_app.http.conversation.response_templates import ResponseReaders, find_template
+
+log = logging.getLogger("ray.serve")
 
 _UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
 _MOST_TOKENS_OF_A_CHARACTER = 4  # one for each of its bytes
@@ -201,13 +207,15 @@ class TextCodec:
         self._added = {token.content: token_id for token_id, token in added.items()}
 
     @classmethod
-    def load(cls, model: str, server: ServerConfig | None = None) -> Self:
-        """The codec of a Hugging Face model id or folder."""
+    def load(cls, folder: Path, server: ServerConfig | None = None) -> Self:
+        """Loads a checkpoint's codec. Raises ModelError when it has no tokenizer that can be served."""
         options = server or ServerConfig()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        response = find_template(options.response_template, tokenizer, AutoConfig.from_pretrained(model).model_type)
+        tokenizer = load_tokenizer(folder)
+        response = find_template(options.response_template, tokenizer, read_config(folder).model_type)
         special = options.allow_special_tokens_in_text
-        return cls(tokenizer, end_ids(model), response, special_tokens_in_text=special)
+        ends = end_of_text(folder)
+        log.info("%s", ends)
+        return cls(tokenizer, ends.ids, response, special_tokens_in_text=special)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from actors.methods.heads.head_files import PICKLES
 from actors.models.checkpoint import check_draft, check_tensor_parallel, local_folder, vocabulary
+from actors.models.config_reader import read_config
 from actors.models.layer_subset import check_layers
 from actors.models.positions import context_length, uses_rope
 from cluster.config import SlipstreamConfig
@@ -21,7 +20,7 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool) -> None:
 def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
     """The same of the target alone, as a node needs it that no drafter runs on; returns its folder."""
     target = local_folder(config.model.target, with_weights=with_weights)
-    context = context_length(AutoConfig.from_pretrained(target))
+    context = context_length(read_config(target))
     if context is not None and config.model.max_context > context:
         raise ModelError(
             f"model.max_context is {config.model.max_context}, but {target} reads {context} tokens at most; lower"
@@ -50,7 +49,7 @@ def check_draft_positions(draft: Path, max_context: int) -> None:
 
     A draft with rotary positions drafts up to its own length; longer sessions go on without it.
     """
-    config = AutoConfig.from_pretrained(draft)
+    config = read_config(draft)
     context = context_length(config)
     if context is not None and context < max_context and not uses_rope(config):
         raise ModelError(

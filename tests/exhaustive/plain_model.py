@@ -34,7 +34,7 @@ class PlainModel:
 
     def __init__(self, config: SlipstreamConfig) -> None:
         folder = config.model.target
-        self.codec = TextCodec.load(folder, config.server)
+        self.codec = TextCodec.load(Path(folder), config.server)
         self.tokenizer = self.codec.tokenizer
         self._config = config
         self._defaults = load_defaults(folder)

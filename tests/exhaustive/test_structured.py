@@ -48,7 +48,7 @@ class Pair:
     def __init__(self) -> None:
         config = demo_config(["model.dtype=float32"])
         self.folder = local_folder(config.model.target)
-        self.codec = TextCodec.load(str(self.folder))
+        self.codec = TextCodec.load(self.folder)
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.grammars = GrammarCompiler(load_grammar_vocabulary(self.folder))
         self._tokens = vocabulary(self.folder)

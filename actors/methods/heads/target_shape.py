@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig
+from actors.models.config_reader import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +17,5 @@ class TargetShape:
 
 def target_shape(folder: Path) -> TargetShape:
     """Of the checkpoint in a folder, by its configuration alone."""
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = read_config(folder).get_text_config()
     return TargetShape(int(config.hidden_size), int(config.vocab_size), int(config.num_hidden_layers))

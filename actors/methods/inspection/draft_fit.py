@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from actors.methods.heads.draft_columns import draft_columns
 from actors.methods.heads.eagle.eagle_names import NEITHER
 from actors.methods.heads.eagle.eagle_names import NOT_COMPUTED_WITH as OF_TRAINING
@@ -15,6 +13,7 @@ from actors.methods.inspection.draft_facts import DraftFacts, Misfit
 from actors.methods.inspection.expected_tensors import MASK_STATE, ExpectedTensors, expected_tensors
 from actors.methods.inspection.head_facts import presumed_target, resolved
 from actors.models.checkpoint import check_draft, vocabulary
+from actors.models.config_reader import read_config
 from actors.models.weights import stored_tensors
 from cluster.config import DraftPool
 from cluster.errors import ModelError
@@ -33,10 +32,7 @@ class TargetFacts:
 
 def target_facts(folder: Path) -> TargetFacts:
     """Of the checkpoint in a folder. Raises ModelError where there is none that transformers knows."""
-    try:
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is no target: {error}") from error
+    config = read_config(folder).get_text_config()
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 

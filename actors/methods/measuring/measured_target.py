@@ -7,7 +7,6 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-from transformers import AutoTokenizer
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.capture import StateCapture
@@ -17,8 +16,10 @@ from actors.engine.runner import ModelRunner
 from actors.methods.lookup.prompt_lookup import PromptLookup
 from actors.methods.registry import capture_spec, states_format
 from actors.methods.setup import DraftSetup
-from actors.models.checkpoint import load_model, local_folder, stop_ids, vocabulary
+from actors.models.checkpoint import load_model, local_folder, vocabulary
 from actors.models.decoder import decoder_for
+from actors.models.end_of_text import end_ids
+from actors.models.tokenizer_reader import load_tokenizer
 from cluster.config import DraftPool, ModelConfig, Resources
 from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
@@ -59,7 +60,7 @@ class MeasuredTarget:
         self._decoder = decoder_for(self._model.eval())
         self._pages = -(-context // PAGE_SIZE)
         self._runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder)
-        self._stops = stop_ids(self._folder)
+        self._stops = end_ids(self._folder)
         self._vocabulary = vocabulary(self._folder)
         self._steps: list[float] = []  # seconds of steps of one token
 
@@ -70,7 +71,7 @@ class MeasuredTarget:
 
     def prompt(self, text: str) -> tuple[int, ...]:
         """Tokens of a chat's first turn, or of the text itself where the target has no template."""
-        tokenizer = AutoTokenizer.from_pretrained(self._folder)
+        tokenizer = load_tokenizer(self._folder)
         if tokenizer.chat_template is None:
             return tuple(tokenizer(text)["input_ids"])
         chat = [{"role": "user", "content": text}]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from actors.methods.heads.head_files import EMBEDDING, HEAD, target_tensor
 from actors.models.checkpoint import local_folder
+from actors.models.config_reader import read_config
 from actors.models.decoder import LLAMA_KIND
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
@@ -72,7 +72,7 @@ class TargetParts:
 def target_parts(target: str) -> TargetParts:
     """Of a folder or a Hugging Face id. Raises ModelError where logits are more than a product with the LM head."""
     folder = local_folder(target)
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     text = config.get_text_config()
     for key in CHANGE_LOGITS:
         if getattr(text, key, None) not in (None, 1.0):

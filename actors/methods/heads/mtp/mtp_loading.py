@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from actors.compute.linear import Product, projection
 from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleKind
@@ -21,6 +20,7 @@ from actors.methods.heads.head_files import EMBEDDING, HEAD, HeadFiles
 from actors.methods.heads.mtp.mtp_names import MtpLayout, check_layer, layout_in
 from actors.methods.heads.target_shape import TargetShape, target_shape
 from actors.models.checkpoint import local_folder
+from actors.models.config_reader import read_config
 from actors.models.hub_files import first_of_each, folder_with
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
@@ -80,7 +80,7 @@ def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) 
     if layout.state_first:
         state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
         tensors["fc.weight"] = torch.cat((embedding, state), dim=-1)
-    config = AutoConfig.from_pretrained(target).get_text_config().to_dict()
+    config = read_config(target).get_text_config().to_dict()
     return HeadFiles(target, config | {"num_hidden_layers": 1, "layer_types": None, "norm_output": True}, tensors)
 
 

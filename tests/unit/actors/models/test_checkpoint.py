@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    GenerationConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -28,7 +27,6 @@ from actors.models.checkpoint import (
     load,
     load_model,
     local_folder,
-    stop_ids,
     vocabulary,
     vocabulary_fingerprint,
 )
@@ -108,18 +106,6 @@ def test_a_draft_without_a_row_for_each_of_the_targets_tokens_is_refused(tmp_pat
 
 def test_a_draft_without_a_tokenizer_is_taken_for_the_targets(tmp_path):
     check_draft(TARGET, a_checkpoint(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [([0, 2], 1, (0, 2)), (3, 1, (3,)), (None, 1, (1,)), (None, None, ())],
-    ids=["several", "one", "from the model", "none"],
-)
-def test_stop_ids(tmp_path, generation, config, expected):
-    a_config(eos_token_id=config).save_pretrained(tmp_path)
-    if generation is not None:
-        GenerationConfig(eos_token_id=generation).save_pretrained(tmp_path)
-    assert stop_ids(tmp_path) == expected
 
 
 # ---------------------------------------------------------------- weights

@@ -1,0 +1,124 @@
+"""Reads a checkpoint's config.json. The only caller of AutoConfig, so that every refusal is one line with a remedy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from cluster.errors import ModelError
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"  # written by peft
+PLAIN_ROPE = frozenset({"default", "axial"})  # beside those that transformers computes by function
+MODES = ("vision_config", "audio_config")
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Returns the configuration of a causal language model. Raises ModelError when the folder holds none."""
+    folder = Path(folder)
+    _check_has_config(folder)
+    raw = read_json(folder / CONFIG)
+    _check_model_type(folder, raw)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # config classes validate values in ways of their own
+        raise ModelError(
+            f"{folder / CONFIG} is no valid {raw['model_type']} configuration: {one_line(error)};"
+            " correct it, or fetch the checkpoint again"
+        ) from error
+    _check_is_causal(folder, config)
+    _check_rope(folder, config)
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file of a checkpoint. Raises ModelError when it holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"cannot read {path}: {one_line(error)}; fetch the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__} instead of an object; fetch it again")
+    return content
+
+
+def one_line(error: object) -> str:
+    """Returns another library's message on one line, shortened, without the full stop at its end."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text if len(text) <= 300 else f"{text[:297]}...").removesuffix(".")
+
+
+def _check_has_config(folder: Path) -> None:
+    has_config = (folder / CONFIG).is_file()
+    if (folder / ADAPTER).is_file():
+        what = "a LoRA adapter beside a model" if has_config else "a LoRA adapter, not a model"
+        raise ModelError(
+            f"{folder} holds {what} ({ADAPTER}), and adapters are not applied; merge it into its base model with peft's"
+            " merge_and_unload() and save_pretrained(), and serve the merged folder"
+        )
+    if has_config:
+        return
+    if any(folder.glob("*.gguf")):
+        raise ModelError(
+            f"{folder} has no {CONFIG}, only GGUF files, which are not read; load them with transformers"
+            " (from_pretrained(..., gguf_file=...)) and write a folder with save_pretrained()"
+        )
+    raise ModelError(
+        f"{folder} has no {CONFIG}, so it holds no model in Hugging Face format; fetch the whole checkpoint, or write"
+        " the model with save_pretrained()"
+    )
+
+
+def _check_model_type(folder: Path, raw: dict[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError(
+            f"{folder / CONFIG} names no model_type; add the architecture's, such as"
+            ' "model_type": "llama", or fetch the original file'
+        )
+    if kind in CONFIG_MAPPING_NAMES:
+        return
+    if raw.get("auto_map"):
+        raise ModelError(
+            f"{folder} needs Python code of its own (auto_map in {CONFIG}, model_type '{kind}'), which is never run"
+            f" here; use a version of the model whose model_type transformers {transformers.__version__} implements"
+        )
+    raise ModelError(
+        f"{folder / CONFIG} has model_type '{kind}', which transformers {transformers.__version__} does not implement;"
+        " correct the name, or use a checkpoint of an architecture that it implements"
+    )
+
+
+def _check_is_causal(folder: Path, config: PretrainedConfig) -> None:
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    if config.is_encoder_decoder:
+        what = "an encoder-decoder model"
+    elif any(hasattr(config, mode) for mode in MODES):
+        what = "a multimodal model without a text-only class"
+    else:
+        what = "no language model that continues a text"
+    raise ModelError(
+        f"{folder} holds {what} (model_type '{config.model_type}'); only decoder-only causal language models are"
+        " served, so use one of these"
+    )
+
+
+def _check_rope(folder: Path, config: PretrainedConfig) -> None:
+    """Raises ModelError for a position scaling that would fail only once the model is built."""
+    text = config.get_text_config()
+    said = getattr(text, "rope_parameters", None) or {}
+    by_layer = [value for value in said.values() if isinstance(value, dict)]
+    for rope in by_layer or [said]:
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_INIT_FUNCTIONS and kind not in PLAIN_ROPE:
+            known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
+            raise ModelError(
+                f"{folder / CONFIG} has rope_type '{kind}', which transformers {transformers.__version__} does not"
+                f" implement; expected one of {known}"
+            )

@@ -1,0 +1,70 @@
+"""Finds the tokens that end a text: the same for sampling, for grammars and for drafting."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.models.config_reader import CONFIG, read_json
+from actors.models.tokenizer_reader import has_tokenizer, load_tokenizer
+from cluster.errors import ModelError
+
+GENERATION_CONFIG = "generation_config.json"
+KEY = "eos_token_id"
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfText:
+    """The ids that end a text, and the file that names them."""
+
+    ids: tuple[int, ...]
+    source: str  # empty: no file names any
+
+    def __str__(self) -> str:
+        if not self.ids:
+            return f"no token ends a text: no {KEY} in {GENERATION_CONFIG} or {CONFIG}, and the tokenizer has none"
+        ids = ", ".join(map(str, self.ids))
+        return f"text ends with token {ids} ({self.source})"
+
+
+def end_of_text(folder: Path) -> EndOfText:
+    """Takes the ids from generation_config.json, else from config.json, else from the tokenizer.
+
+    A file that says null or [] names none, and the next one is asked. Raises ModelError for a file that is broken.
+    """
+    for source, said in _sources(Path(folder)):
+        if ids := _ids(said, source, folder):
+            return EndOfText(ids, source)
+    return EndOfText((), "")
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Returns the ids that end a text; several are usual, none possible."""
+    return end_of_text(folder).ids
+
+
+def _sources(folder: Path) -> Iterator[tuple[str, Any]]:
+    for name in (GENERATION_CONFIG, CONFIG):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            yield name, content.get(KEY)
+            text = content.get("text_config")
+            if isinstance(text, dict):
+                yield name, text.get(KEY)
+    if has_tokenizer(folder):
+        yield "tokenizer", load_tokenizer(folder).eos_token_id
+
+
+def _ids(said: Any, source: str, folder: Path) -> tuple[int, ...]:
+    """Returns token ids from a number, a number in quotes, or a list of these."""
+    values = said if isinstance(said, list) else [] if said is None else [said]
+    ids = [_id(value) for value in values]
+    if None in ids:
+        raise ModelError(f"{KEY} in {folder / source} is {said!r}; expected one token id or a list of them")
+    return tuple(dict.fromkeys(number for number in ids if number is not None))
+
+
+def _id(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

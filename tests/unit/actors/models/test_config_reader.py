@@ -1,0 +1,84 @@
+"""Every config.json that cannot be served is refused in one line, with its remedy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from actors.models.config_reader import read_config
+from cluster.errors import ModelError
+
+LLAMA = {"model_type": "llama"}
+CODE = {"auto_map": {"AutoConfig": "configuration_new.NewConfig"}}
+
+
+def a_folder(folder: Path, config: Any, **files: str) -> Path:
+    """Writes config.json (text as it is), and other files by their names without .json."""
+    if config is not None:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(content)
+    return folder
+
+
+def the_refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        read_config(folder)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    assert str(folder) in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("config", "problem", "remedy"),
+    [
+        (None, "has no config.json", "fetch the whole checkpoint"),
+        ("{", "cannot read .*config.json", "fetch"),
+        ("[]", "a JSON list instead of an object", "fetch"),
+        ({}, "names no model_type", "add the architecture's"),
+        ({"model_type": None}, "names no model_type", "add the architecture's"),
+        ({"model_type": "new"}, "model_type 'new', which transformers 5", "correct the name"),
+        ({"model_type": "new", **CODE}, "needs Python code of its own", "use a version of the model whose"),
+        (LLAMA | {"rope_scaling": {"rope_type": "new", "factor": 2.0}}, "rope_type 'new'", "expected one of default, "),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "no valid llama configuration: .*factor", "correct it"),
+        (LLAMA | {"hidden_size": "wide"}, "no valid llama configuration: .*hidden_size", "correct it"),
+        (LLAMA | {"dtype": "float17"}, "no valid llama configuration: .*float17", "correct it"),
+        ({"model_type": "t5"}, "an encoder-decoder model", "decoder-only causal language models"),
+        ({"model_type": "llava"}, "a multimodal model", "decoder-only causal language models"),
+        ({"model_type": "vit"}, "no language model that continues a text", "decoder-only causal language models"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(tmp_path, config, problem, remedy):
+    message = the_refusal(a_folder(tmp_path, config))
+    assert remedy in message
+    with pytest.raises(ModelError, match=problem):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("config", [None, LLAMA], ids=["alone", "beside a model"])
+def test_a_lora_adapter_is_to_be_merged(tmp_path, config):
+    assert "merge_and_unload()" in the_refusal(a_folder(tmp_path, config, adapter_config="{}"))
+
+
+def test_gguf_files_are_to_be_converted(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    assert "save_pretrained()" in the_refusal(tmp_path)
+
+
+@pytest.mark.parametrize("rope_type", ["llama3", "linear", "dynamic"])
+def test_a_config_is_read_with_its_position_scaling(tmp_path, rope_type):
+    scaling = {"rope_type": rope_type, "factor": 2.0}
+    if rope_type == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    LlamaConfig(vocab_size=7, rope_parameters=scaling).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config.vocab_size == 7
+    assert config.rope_parameters["rope_type"] == rope_type
+
+
+def test_an_architecture_that_transformers_has_needs_no_code_of_its_own(tmp_path):
+    assert read_config(a_folder(tmp_path, LLAMA | CODE)).model_type == "llama"
