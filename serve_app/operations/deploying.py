@@ -4,23 +4,68 @@ Serve has no public call for it but over its dashboard, which a local cluster ha
 and nowhere else.
 """
 
+import re
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError, ModelError, SlipstreamError
 from serve_app.declaration import application
+
+POLL_S = 0.5
+RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # as a traceback names what a replica raised
+PERMANENT: Mapping[str, type[SlipstreamError]] = MappingProxyType(
+    {"ConfigError": ConfigError, "ModelError": ModelError}
+)
+
+
+class StartError(SlipstreamError):
+    """The application could not be started."""
 
 
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
-    """Returns once the application runs; raises RuntimeError with what Serve says if it does not start."""
+    """Returns once the application runs.
+
+    A replica's ModelError or ConfigError is raised at once, for Serve would only meet it again; any other failure is a
+    StartError with its cause once Serve has given up.
+    """
     ours = application_schema(config, name, route_prefix)
-    client = _get_global_client()
+    earlier = _messages(name)
     _apply([*_others(name), ours])
-    client._wait_for_application_running(name)
-    client.wait_for_proxies_serving(wait_for_applications_running=True)
+    _wait_until_running(name, earlier)
+    _get_global_client().wait_for_proxies_serving(wait_for_applications_running=True)
+
+
+def check_start(messages: Mapping[str, str]) -> None:
+    """Raises the ModelError or ConfigError that ended a replica's start; takes Serve's messages by deployment."""
+    for message in messages.values():
+        if (raised := last_raised(message)) is not None and raised[0] in PERMANENT:
+            raise PERMANENT[raised[0]](raised[1])
+
+
+def start_failure(messages: Mapping[str, str]) -> StartError:
+    """Returns the error of a start that Serve has given up, with the last cause that its messages name."""
+    raised = {deployment: last_raised(message) for deployment, message in messages.items()}
+    causes = {deployment: error[1] for deployment, error in raised.items() if error is not None} or {
+        deployment: message.strip().rpartition("\n")[2] for deployment, message in messages.items()
+    }
+    told = "; ".join(f"{deployment}: {cause}" for deployment, cause in causes.items())
+    return StartError(f"the application did not start: {told or 'Serve names no cause'}")
+
+
+def last_raised(message: str) -> tuple[str, str] | None:
+    """Returns name and text of the last deliberate error that a traceback names, if any."""
+    found = list(RAISED.finditer(message))
+    if not found:
+        return None
+    text = message[found[-1].end() :].strip().partition("\n\n")[0]
+    return found[-1][1], text
 
 
 def withdraw(name: str) -> None:
@@ -43,6 +88,27 @@ def serve_details() -> dict[str, Any]:
     """What Serve says of itself, of its proxies and of all applications."""
     details: dict[str, Any] = _get_global_client().get_serve_details()
     return details
+
+
+def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
+    """Waits for an application; `earlier` are messages that its deployments had before this start."""
+    while True:
+        status = serve.status().applications[name].status
+        messages = {one: text for one, text in _messages(name).items() if text and earlier.get(one) != text}
+        check_start(messages)
+        if status is ApplicationStatus.RUNNING:
+            return
+        if status is ApplicationStatus.DEPLOY_FAILED:
+            raise start_failure(messages)
+        time.sleep(POLL_S)
+
+
+def _messages(name: str) -> dict[str, str]:
+    """Returns Serve's messages by deployment, and its message about the application itself."""
+    overview = serve.status().applications.get(name)
+    if overview is None:
+        return {}
+    return {"application": overview.message} | {one: status.message for one, status in overview.deployments.items()}
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:

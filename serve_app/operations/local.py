@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.status import Status
 
 from cluster.config import SlipstreamConfig
-from cluster.errors import ConfigError, SlipstreamError
+from cluster.errors import ConfigError
 from serve_app.declaration import APPLICATION
 from serve_app.http.access.proxy_words import PROXY_ENVIRONMENT
 from serve_app.operations.capacity import check_resources, demand
-from serve_app.operations.deploying import deploy, withdraw
+from serve_app.operations.deploying import StartError, deploy, withdraw
 from serve_app.operations.fitting import check_fit
 from serve_app.operations.publicity import check_keys
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, check_reachable, deployed, disconnect
@@ -32,10 +32,6 @@ OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
 READY_TIMEOUT_S = 60.0  # from "deployed" to "a target is reached"
 POLL_S = 0.1
 STARTS = 2  # of Ray: on a busy machine its processes can miss the seconds that it gives them
-
-
-class StartError(SlipstreamError):
-    """The application could not be started."""
 
 
 @contextmanager
@@ -57,14 +53,16 @@ def serving(
         serve.start(proxy_location="HeadOnly", http_options=options)
         try:
             status.update("Loading the models")
-            _deploy(config)
+            deploy(config, APPLICATION)
             wait_until_ready(url)
             status.stop()
-            yield url
+            try:
+                yield url
+            finally:
+                status.start()
+                status.update("Letting running requests finish")
+                let_requests_finish(config.server.drain_s)
         finally:
-            status.start()
-            status.update("Letting running requests finish")
-            let_requests_finish(config.server.drain_s)
             status.update("Stopping")
             withdraw(APPLICATION)
 
@@ -119,13 +117,6 @@ def _connect_ray(config: SlipstreamConfig, address: str, level: int, verbose: bo
     except ConnectionError as error:
         raise StartError(f"there is no Ray cluster at {address}: {error}") from error
     check_fit(config, alive_nodes())
-
-
-def _deploy(config: SlipstreamConfig) -> None:
-    try:
-        deploy(config, APPLICATION)
-    except RuntimeError as error:
-        raise StartError(f"the application did not start: {error}") from error
 
 
 def wait_until_ready(url: str) -> None:

@@ -18,9 +18,9 @@ from rich.status import Status
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
 from serve_app.declaration import APPLICATION, http_options, whole_file
-from serve_app.operations.deploying import deploy, is_running, serve_details, withdraw
+from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
 from serve_app.operations.fitting import Node, check_fit, needs
-from serve_app.operations.local import READY_TIMEOUT_S, StartError, let_requests_finish
+from serve_app.operations.local import READY_TIMEOUT_S, let_requests_finish
 from serve_app.operations.preflight import check_models
 from serve_app.operations.publicity import check_keys
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
@@ -54,10 +54,7 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
         status.update("Starting Serve")
         serve.start(proxy_location=whole_file(config)["proxy_location"], http_options=http_options(config))
         status.update("Starting the replicas")
-        try:
-            deploy(config, APPLICATION)
-        except RuntimeError as error:
-            raise StartError(f"the application did not start: {error}") from error
+        deploy(config, APPLICATION)
         status.update("Waiting until the routers reach a target")
         _wait_for_routers()
         return endpoints(serve_details(), config)

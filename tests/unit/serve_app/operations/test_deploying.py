@@ -1,7 +1,10 @@
-"""What Serve is given for a config."""
+"""What Serve is given for a config, and what its messages say of a start that fails."""
+
+import pytest
 
 from cluster.config import validated
-from serve_app.operations.deploying import application_schema
+from cluster.errors import ConfigError, ModelError
+from serve_app.operations.deploying import application_schema, check_start, start_failure
 
 
 def test_the_policy_sees_both_pools() -> None:
@@ -16,3 +19,53 @@ def test_the_policy_sees_both_pools() -> None:
     assert [one.name for one in schema.deployments] == ["Target", "Drafter", "Router"]
     assert schema.autoscaling_policy == {"policy_function": "cluster.autoscaling:PoolsPolicy"}
     assert (schema.name, schema.route_prefix, schema.import_path) == ("ours", "/ours", "serve_app.app:build")
+
+
+REPLICA = (
+    "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
+    "\x1b[36mray::ServeReplica:slipstream:Target.initialize_and_get_metadata()\x1b[39m (pid=7, ip=10.0.0.1)\n"
+    '  File "serve_app/starting.py", line 46, in start_target\n'
+)
+NESTED = (
+    REPLICA + "cluster.errors.EngineError: an earlier cause\n\nThe above exception was the direct cause of:\n\n"
+    "ray.exceptions.RayTaskError(ModelError): \x1b[36mray::Rank.load()\x1b[39m (pid=8)\n"
+    '    raise ModelError("...")\n'
+    "cluster.errors.ModelError: tensor model.norm.weight holds NaN; fetch the checkpoint again"
+)
+
+
+def test_a_model_that_a_replica_refuses_ends_the_start_with_its_message_alone() -> None:
+    with pytest.raises(ModelError) as refusal:
+        check_start({"application": "", "Router": "1 replicas that have taken more than 30s", "Target": NESTED})
+    assert str(refusal.value) == "tensor model.norm.weight holds NaN; fetch the checkpoint again"
+
+
+def test_a_configuration_that_a_replica_refuses_ends_the_start_too() -> None:
+    with pytest.raises(ConfigError, match=r"^server\.port: taken$"):
+        check_start({"Router": REPLICA + "cluster.errors.ConfigError: server.port: taken"})
+
+
+def test_what_may_come_right_is_left_to_serve_s_retries() -> None:
+    check_start({"Target": REPLICA + "cluster.errors.EngineError: the model was not loaded within 9 s", "Drafter": ""})
+
+
+@pytest.mark.parametrize(
+    ("messages", "cause"),
+    [
+        (
+            {
+                "application": "Failed to update the deployments ['Target'].",
+                "Target": REPLICA + "cluster.errors.EngineError: the model was not loaded within 9 s",
+            },
+            "Target: the model was not loaded within 9 s",
+        ),
+        (
+            {"Target": REPLICA + "torch.OutOfMemoryError: CUDA out of memory"},
+            "Target: torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ({}, "Serve names no cause"),
+    ],
+    ids=["own", "another library's", "none"],
+)
+def test_a_start_that_serve_gives_up_ends_with_the_cause(messages: dict[str, str], cause: str) -> None:
+    assert str(start_failure(messages)) == f"the application did not start: {cause}"

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from cluster.errors import ConfigError
 from serve_app.cli.demo_models import demo_config
-from serve_app.operations.local import StartError, serving
+from serve_app.operations.deploying import StartError
+from serve_app.operations.local import serving
 
 
 class Started(BaseException):
