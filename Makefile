@@ -100,7 +100,7 @@ bench-clients: models .load/.complete
 
 # Thousands of random fault schedules in the simulator; a few minutes.
 random_scenarios: setup
-	$(BIN)/python -m cluster.simulation random_scenarios --count 3000
+	$(BIN)/python -m tools.simulation random_scenarios --count 3000
 
 check: setup
 	$(BIN)/ruff check .

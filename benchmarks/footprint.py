@@ -26,11 +26,11 @@ import psutil
 from rich.console import Console
 
 from cluster.errors import SlipstreamError
-from serve_app.bench.client import ChatEndpoint, ChatQuestion
-from serve_app.bench.experiment import read_prompts
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS, CONFIG
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion
 from serve_app.operations.local import checked_port
+from tools.bench.experiment import read_prompts
 
 SERVE = (sys.executable, "-c", "from serve_app.cli.main import main; main()", "serve")
 REQUIREMENTS = Path(__file__).parents[1] / "k8s" / "images" / "requirements-cpu.txt"

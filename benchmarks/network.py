@@ -27,11 +27,11 @@ from servers import OTHERS_CORE, PINNED
 
 from actors.engine.process import run_on
 from cluster.errors import SlipstreamError
-from serve_app.bench.client import ChatEndpoint
-from serve_app.bench.experiment import PLAIN, SPECULATIVE, Bench, BenchReport, Plan, Prompt, read_prompts
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
+from serve_app.endpoint_client import ChatEndpoint
 from serve_app.operations.local import checked_port, serving
+from tools.bench.experiment import PLAIN, SPECULATIVE, Bench, BenchReport, Plan, Prompt, read_prompts
 
 STORE_BYTES = 80 << 20
 JOINS_S = 30  # a node that starts

@@ -22,9 +22,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from serve_app.bench.experiment import read_prompts
-from serve_app.bench.measures import mean_ratio
 from serve_app.demo_data import BENCH_PROMPTS
+from tools.bench.experiment import read_prompts
+from tools.bench.measures import mean_ratio
 
 WARM_UP_TOKENS = 8
 

@@ -38,17 +38,16 @@ from rich.table import Table
 from servers import PINNED, Server, side_by_side
 
 from cluster.costs import CostModel
-from cluster.simulation.oracle import DraftQuality
-from cluster.simulation.setting import Mode, Setting, SpeculationSetting
-from cluster.simulation.workload import ClosedLoop, Workload
-from cluster.simulation.world import World
-from serve_app.bench.client import ChatEndpoint, ChatQuestion, Piece
-from serve_app.bench.experiment import Prompt, read_prompts
-from serve_app.bench.measures import Tally
-from serve_app.bench.tables import shown
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
-from serve_app.planning.trial import roomy_fleet
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Piece, Tally
+from serve_app.tables import shown
+from tools.bench.experiment import Prompt, read_prompts
+from tools.planning.trial import roomy_fleet
+from tools.simulation.oracle import DraftQuality
+from tools.simulation.setting import Mode, Setting, SpeculationSetting
+from tools.simulation.workload import ClosedLoop, Workload
+from tools.simulation.world import World
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
 UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew

@@ -27,11 +27,11 @@ from rich.console import Console
 
 from cluster.errors import SlipstreamError
 from serve_app.app import APPLICATION
-from serve_app.bench.client import ChatEndpoint, ChatQuestion
-from serve_app.bench.experiment import read_prompts
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion
 from serve_app.operations.local import checked_port, serving
+from tools.bench.experiment import read_prompts
 
 STORE_BYTES = 80 << 20
 TOKENS = 64

@@ -46,12 +46,12 @@ from cluster.routing.session import Emit, Generation
 from cluster.verification.bounds import VerificationLimits
 from protos import speculation_pb2 as pb
 from protos.messages import Acceptance, Frame, Sampling, States
-from serve_app.bench.experiment import read_prompts
-from serve_app.bench.tables import shown, table
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.http.text import TextCodec
 from serve_app.router import Identity, Router, RouterLimits
+from serve_app.tables import shown, table
+from tools.bench.experiment import read_prompts
 
 CPU = torch.device("cpu")
 CONTEXT = 1024

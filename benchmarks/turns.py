@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from serve_app.bench.measures import Batch, Speedup, Tally, speedup
+from serve_app.endpoint_client import Tally
+from tools.bench.measures import Batch, Speedup, speedup
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.progress import track
 from servers import OTHERS_CORE, PINNED
 
-from serve_app.bench.client import ChatEndpoint, ChatQuestion
-from serve_app.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
-from serve_app.bench.measures import Batch, Speedup, Tally, TimedAnswer, speedup
-from serve_app.bench.tables import speedups_table
 from serve_app.demo_data import BENCH_PROMPTS
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Tally, TimedAnswer
+from tools.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
+from tools.bench.measures import Batch, Speedup, speedup
+from tools.bench.tables import speedups_table
 
 ARMS = ("after", "before")
 PLAIN = "plain"  # the newer one without drafts

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from serve_app.bench.client import ChatEndpoint, ChatQuestion, EndpointError, Piece, Turn
 from serve_app.cli.demo import legend, show_pieces
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, EndpointError, Piece, Turn
 
 LEAVE = "/bye"
 ANEW = "/new"

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.bench.client import ChatEndpoint, ChatQuestion, Piece
-from serve_app.bench.measures import Tally, TimedAnswer
-from serve_app.bench.tables import TALLY_ROWS, sheet, shown, tally_column
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Piece, Tally, TimedAnswer
+from serve_app.tables import TALLY_ROWS, sheet, shown, tally_column
 
 MAX_TOKENS = 96
 WARM_UP = ChatQuestion("Hello!", max_tokens=8)

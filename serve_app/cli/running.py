@@ -1,4 +1,4 @@
-"""`slipstream up`, `down` and `doctor`, and the file for `serve deploy`: a Ray cluster that runs already."""
+"""`slipstream up` and `down`, and the file for `serve deploy`: deploying to a running Ray cluster."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,6 @@ import yaml
 from rich.console import Console
 
 from cluster.config import SlipstreamConfig, load_config
-
-UNWELL = 1  # exit status
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
 Override = Annotated[
@@ -30,7 +28,7 @@ def up(
 ) -> None:
     """Deploys CONFIG to a running Ray cluster, or changes what is deployed there to it, and returns once it answers."""
     console = Console(stderr=True)
-    config = _load(config_path, overrides)
+    config = load(config_path, overrides)
     with console.status("Starting") as status:
         from serve_app.operations.rollout import up as put_up
 
@@ -49,7 +47,7 @@ def down(
     address: RayAddress = "auto",
 ) -> None:
     """Takes what `slipstream up` has deployed off its Ray cluster, once its requests have finished."""
-    drain_s = None if config_path is None else _load(config_path, None).server.drain_s
+    drain_s = None if config_path is None else load(config_path, None).server.drain_s
     with Console(stderr=True).status("Stopping") as status:
         from serve_app.operations.rollout import down as take_down
 
@@ -57,32 +55,15 @@ def down(
     typer.echo("Slipstream is down")
 
 
-def doctor(config_path: ConfigFile, overrides: Override = None, address: RayAddress = "auto") -> None:
-    """Examines every node of a running Ray cluster for CONFIG, and says what is wrong and what to do about it.
-
-    The exit status is 0 if all is well and 1 otherwise.
-    """
-    config = _load(config_path, overrides)
-    with Console(stderr=True).status("Examining the nodes"):
-        from serve_app.doctor.examination import examine
-        from serve_app.doctor.judgement import judge
-        from serve_app.doctor.report import report
-
-        checks = judge(config, examine(config, address))
-    Console(soft_wrap=True).print(report(checks))
-    if any(check.faults for check in checks):
-        raise typer.Exit(UNWELL)
-
-
 def serve_yaml(config_path: ConfigFile, overrides: Override = None) -> None:
     """Prints CONFIG as a file for `serve deploy`."""
     from serve_app.declaration import whole_file
     from serve_app.operations.publicity import check_keys
 
-    config = _load(config_path, overrides)
+    config = load(config_path, overrides)
     check_keys(config.server)
     typer.echo(yaml.safe_dump(whole_file(config), sort_keys=False, width=120), nl=False)
 
 
-def _load(path: Path, overrides: list[str] | None) -> SlipstreamConfig:
+def load(path: Path, overrides: list[str] | None) -> SlipstreamConfig:
     return load_config(path, overrides or (), os.environ)

@@ -14,7 +14,7 @@ from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.pacing.acceptance import AcceptanceCounts
 from cluster.telemetry import Actor, Span, spans
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
-from serve_app.operations.trace import recordings
+from serve_app.operations.recordings import recordings
 
 HOPS = ("send", "return")  # spans that are a message's way
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from cluster.routing.assignment import LOST, PLANNED
-from serve_app.bench.tables import shown, table
+from serve_app.tables import shown, table
 
 REMEDIES = ("resynced", "replaced", "plain", "given up")
 POSITIONS = 6  # of a block, that are shown

@@ -12,8 +12,8 @@ from cluster.autoscaling.needs import DraftScaling, TargetScaling
 from cluster.autoscaling.pools import Pool, PoolDecision, decide_drafters, decide_targets
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.autoscaling.serve_policy import DRAFT, POOLS, TARGET
-from serve_app.bench.tables import table
 from serve_app.operations.ray_cluster import ClusterError
+from serve_app.tables import table
 
 Inspected = Sequence[Mapping[str, Any]]
 Bounds = Mapping[str, tuple[int, int]]  # of replicas, by deployment; of pools alone

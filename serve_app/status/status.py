@@ -10,13 +10,13 @@ from rich.console import Group
 from rich.table import Table
 
 from cluster.audit.audits import OUTCOMES
-from serve_app.bench.client import ChatEndpoint, Counters
-from serve_app.bench.tables import shown, table
+from serve_app.endpoint_client import ChatEndpoint, Counters
 from serve_app.operations.deploying import serve_details
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 from serve_app.status.acceptance_status import acceptance_table, drafters_table, handovers_table, remedies_table
 from serve_app.status.scaling_status import pools_table, told_bounds
 from serve_app.status.version_status import versions_table
+from serve_app.tables import shown, table
 
 
 async def endpoint_status(url: str) -> Group:

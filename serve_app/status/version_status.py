@@ -5,7 +5,7 @@ from collections import defaultdict
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
-from serve_app.bench.tables import shown, table
+from serve_app.tables import shown, table
 
 FAMILY = "slipstream_prompt_version_"
 VERSION = "prompt_version"

@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.bench.client import ChatEndpoint
-from serve_app.bench.tables import shown, table
+from serve_app.endpoint_client import ChatEndpoint
+from serve_app.tables import shown, table
 
 PERIOD_S = 1.0
 BAR_CHARS = 24

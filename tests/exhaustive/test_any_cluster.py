@@ -18,17 +18,17 @@ from ray.cluster_utils import Cluster
 from cluster.config import load_config
 from cluster.routing.membership import Members
 from cluster.routing.ray_membership import ServeMembership
-from serve_app.doctor.examination import examine
-from serve_app.doctor.judgement import judge
 from serve_app.operations.deploying import is_running, serve_details
 from serve_app.operations.draining import RAY_DRAIN
 from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import broadcast, connected, deployed
-from tests.unit.actors.methods.measuring.tiny_target import a_target
+from tests.unit.tools.drafts.measuring.tiny_target import a_target
+from tools.doctor.examination import examine
+from tools.doctor.judgement import judge
 
 STORE_BYTES = 80 << 20
 COMMAND_S = 400
-SLIPSTREAM = (sys.executable, "-c", "from serve_app.cli.main import main; main()")
+SLIPSTREAM = (sys.executable, "-c", "from tools.cli import main; main()")
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from cluster.routing.session import Ended
 from protos.messages import Finish
-from serve_app.cli.main import app
 from serve_app.status.watching import watch
 from tests.integration.scripted_front import Front, scripted_front
 from tests.integration.scripted_generator import STALL
+from tools.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def heed_interrupts() -> None:
 def test_ctrl_c_ends_the_answer_and_not_the_program(front: Front) -> None:
     scripts = front.generator.scripts
     front.plays([front.emit("begun"), STALL])
-    command = [sys.executable, "-c", "from serve_app.cli.main import main; main()", "chat", "--url", front.url]
+    command = [sys.executable, "-c", "from tools.cli import main; main()", "chat", "--url", front.url]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
     ) as program:

@@ -12,7 +12,7 @@ import yaml
 
 from cluster.config import SlipstreamConfig, validated
 from docs.generate import PAGES, key_tables, page, stale_pages
-from serve_app.cli.main import app
+from tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(

@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, load_config, validated
 from cluster.trust.trust_options import TrustConfig
-from serve_app.kubernetes.rendering import rendered
 from serve_app.parts import as_told
+from tools.kubernetes.rendering import rendered
 
 Json = dict[str, Any]
 

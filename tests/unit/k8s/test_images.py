@@ -11,9 +11,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from actors.vllm_engine.arguments import VERSION
-from serve_app.kubernetes.pod_templates import USER
-from serve_app.kubernetes.ray_service import RAY_VERSION
 from tests.unit.k8s.overlays import K8S, PROJECT, ROOT
+from tools.kubernetes.pod_templates import USER
+from tools.kubernetes.ray_service import RAY_VERSION
 
 IMAGES = K8S / "images"
 DOCKERFILE = (IMAGES / "Dockerfile").read_text()

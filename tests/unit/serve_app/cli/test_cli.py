@@ -11,8 +11,8 @@ import ray
 from typer.testing import CliRunner
 
 from cluster.config import SlipstreamConfig
-from serve_app.cli.main import app, main
 from serve_app.demo_data import CONFIG
+from tools.cli import app, main
 
 VALID = "model: {target: some/model}\ndraft: {method: prompt_lookup}\n"
 

@@ -4,8 +4,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from serve_app.bench.measures import Tally, TimedAnswer
 from serve_app.cli.demo import DemoRow, show_pieces, worksheet
+from serve_app.endpoint_client import Tally, TimedAnswer
 
 
 def answer(text: str, seconds: float) -> TimedAnswer:

@@ -1,1 +1,0 @@
-"""What speculation brings before anything runs."""

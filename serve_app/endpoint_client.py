@@ -1,0 +1,272 @@
+"""The endpoint as its clients see it: chat over HTTP with streaming, health, models, counters."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Self
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.errors import SlipstreamError
+
+TIMEOUT = httpx.Timeout(300, connect=5)
+LIMITS = httpx.Limits(max_connections=None)
+
+COUNTED = ("completion_tokens", "draft_tokens", "accepted_tokens", "verifies", "blocks")  # in the order of a Tally
+
+Piece = tuple[str, bool]
+"""Text of one token, and whether the token was drafted."""
+
+
+Turn = tuple[str, str]
+"""Role and text of a message."""
+
+
+class EndpointError(SlipstreamError):
+    """The endpoint cannot be reached, or refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What verification came to, in counts."""
+
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    verifies: int = 0
+    blocks: int = 0  # verifies that had a block; the others decoded plainly
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            self.tokens + other.tokens,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.verifies + other.verifies,
+            self.blocks + other.blocks,
+        )
+
+    def __sub__(self, other: "Tally") -> "Tally":
+        return Tally(
+            self.tokens - other.tokens,
+            self.drafted - other.drafted,
+            self.accepted - other.accepted,
+            self.verifies - other.verifies,
+            self.blocks - other.blocks,
+        )
+
+    @property
+    def rejected(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens that a verified block commits."""
+        return 1 + self.accepted / self.blocks if self.blocks else None
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """One answered request, as its client saw it."""
+
+    text: str
+    tokens: int
+    accepted: int
+    rejected: int
+    first_token_s: float
+    latency_s: float
+    gaps_s: tuple[float, ...] = ()  # between events of the stream that brought text
+
+
+@dataclass(frozen=True, slots=True)
+class ChatQuestion:
+    """One user turn and how it is to be answered; what is None is as the server is configured."""
+
+    prompt: str
+    max_tokens: int
+    ignore_eos: bool = False
+    max_draft_tokens: int | None = None
+    temperature: float = 0.0
+    acceptance: Literal["coupled", "ratio"] | None = None
+    earlier: Sequence[Turn] = ()  # of the conversation
+    seed: int | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation, as the API takes it."""
+        return [{"role": role, "content": text} for role, text in (*self.earlier, ("user", self.prompt))]
+
+
+class ChatEndpoint:
+    """One endpoint, spoken to over HTTP."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, url: str, key: str | None = None) -> AsyncIterator["ChatEndpoint"]:
+        """The endpoint at a base URL such as http://127.0.0.1:8000; transport failures raise EndpointError.
+
+        `key` is shown to a server that asks for API keys.
+        """
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=TIMEOUT, limits=LIMITS, trust_env=False
+        ) as http:
+            try:
+                yield cls(http)
+            except httpx.HTTPError as error:
+                raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
+
+    async def health(self) -> dict[str, Any]:
+        """What /health says, whether or not the endpoint is healthy."""
+        response = await self._http.get("/health")
+        try:
+            report: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise EndpointError(f"{response.url} answers {response.text[:100]!r}; is this Slipstream?") from error
+        return report
+
+    async def model(self) -> str:
+        """Name of the model that is served."""
+        response = await self._http.get("/v1/models")
+        _check(response)
+        return str(response.json()["data"][0]["id"])
+
+    async def page_state(self) -> dict[str, Any]:
+        """What the live page shows."""
+        response = await self._http.get("/page/state")
+        if response.status_code == 404:
+            raise EndpointError(f"{response.url} is not there; expected a Slipstream with server.page: true")
+        _check(response)
+        state: dict[str, Any] = response.json()
+        return state
+
+    async def counters(self) -> "Counters":
+        """What all routers have counted."""
+        return Counters.parse(await self.exposition())
+
+    async def exposition(self) -> str:
+        """All metrics, in Prometheus' text format."""
+        response = await self._http.get("/metrics")
+        _check(response)
+        return response.text
+
+    async def ask(
+        self, model: str, question: ChatQuestion, on_pieces: Callable[[Sequence[Piece]], None] | None = None
+    ) -> TimedAnswer:
+        """Streams one answer; `on_pieces` is told of tokens as they come, drafted ones and the target's own."""
+        reader = _StreamReader(on_pieces)
+        body = _body(model, question, trace=on_pieces is not None)
+        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.is_error:
+                await response.aread()
+                _check(response)
+            async for line in response.aiter_lines():
+                reader.line(line)
+        return reader.answer()
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What routers have counted since they started."""
+
+    running_requests: int
+    tally: Tally
+
+    @classmethod
+    def parse(cls, exposition: str) -> Self:
+        """From Prometheus' text format."""
+        families = text_string_to_metric_families(exposition)
+        values: dict[str, int] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            name = sample.name.removeprefix("slipstream_")
+            if name in ("running_requests", *(f"{one}_total" for one in COUNTED)):
+                values[name] = values.get(name, 0) + int(sample.value)
+        try:
+            return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in COUNTED)))
+        except KeyError as error:
+            raise EndpointError(f"the metrics lack slipstream_{error.args[0]}; is this Slipstream?") from error
+
+
+class _StreamReader:
+    """Takes in the lines of one event stream."""
+
+    def __init__(
+        self, on_pieces: Callable[[Sequence[Piece]], None] | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._on_pieces = on_pieces
+        self._clock = clock
+        self._text = ""
+        self._usage: Mapping[str, Any] | None = None
+        self._started = clock()
+        self._text_came_s: list[float] = []
+
+    def line(self, line: str) -> None:
+        name, _, data = line.partition(": ")
+        if name != "data" or data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise EndpointError(f"the answer broke off: {event['error']['message']}")
+        self._usage = event.get("usage") or self._usage
+        text = "".join(choice["delta"].get("content", "") for choice in event["choices"])
+        if text:
+            self._text_came_s.append(self._clock() - self._started)
+        self._text += text
+        pieces = (event.get("slipstream") or {}).get("pieces", [])
+        if self._on_pieces is not None and pieces:
+            self._on_pieces([(text, drafted) for text, drafted in pieces])
+
+    def answer(self) -> TimedAnswer:
+        if self._usage is None:
+            raise EndpointError("the answer's stream ended without its usage")
+        latency_s = self._clock() - self._started
+        details = self._usage["completion_tokens_details"]
+        return TimedAnswer(
+            text=self._text,
+            tokens=self._usage["completion_tokens"],
+            accepted=details["accepted_prediction_tokens"],
+            rejected=details["rejected_prediction_tokens"],
+            first_token_s=self._text_came_s[0] if self._text_came_s else latency_s,
+            latency_s=latency_s,
+            gaps_s=tuple(later - earlier for earlier, later in pairwise(self._text_came_s)),
+        )
+
+
+def _body(model: str, question: ChatQuestion, trace: bool) -> dict[str, Any]:
+    speculation: dict[str, Any] = {"trace": trace}
+    if question.max_draft_tokens is not None:
+        speculation["max_draft_tokens"] = question.max_draft_tokens
+    if question.acceptance is not None:
+        speculation["acceptance"] = question.acceptance
+    seed = {} if question.seed is None else {"seed": question.seed}
+    return {
+        **seed,
+        "model": model,
+        "messages": question.messages,
+        "max_tokens": question.max_tokens,
+        "ignore_eos": question.ignore_eos,
+        "temperature": question.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "speculation": speculation,
+    }
+
+
+def _check(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:300]
+    raise EndpointError(f"{response.request.url} answered {response.status_code}: {message}")

@@ -1,0 +1,45 @@
+"""Tables for a terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from serve_app.endpoint_client import Tally
+
+TALLY_ROWS = (
+    "verifies",
+    "of them with a block",
+    "drafted tokens",
+    "accepted",
+    "rejected",
+    "acceptance rate",
+    "acceptance length",
+)
+
+
+def shown(value: float | None, spec: str = ".2f") -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else format(value, spec)
+
+
+def tally_column(tally: Tally) -> tuple[str, ...]:
+    """A tally's values for TALLY_ROWS."""
+    counts = tally.verifies, tally.blocks, tally.drafted, tally.accepted, tally.rejected
+    return (*map(str, counts), shown(tally.acceptance_rate), shown(tally.acceptance_length))
+
+
+def table(title: str, first: str, *others: str) -> Table:
+    """An empty table: a column of names, and columns of values."""
+    made = Table(title=title, title_justify="left")
+    made.add_column(first)
+    for other in others:
+        made.add_column(other, justify="right")
+    return made
+
+
+def sheet(title: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
+    """A table with a name for each row: narrow, however much is measured."""
+    made = table(title, "", *columns)
+    for name, *values in zip(rows, *columns.values(), strict=True):
+        made.add_row(name, *values)
+    return made

@@ -1,0 +1,99 @@
+"""The client against a scripted server: no socket is opened."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.routing.session import Emit
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Counters, EndpointError, Piece, Tally
+from serve_app.http.metrics import Metrics
+
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 3,
+    "total_tokens": 8,
+    "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 4},
+}
+
+
+def chunk(text: str | None, **extra: Any) -> str:
+    choices = [] if text is None else [{"index": 0, "delta": {"content": text}}]
+    return f"data: {json.dumps({'choices': choices, **extra})}\n\n"
+
+
+def endpoint(answer: Callable[[httpx.Request], httpx.Response]) -> ChatEndpoint:
+    return ChatEndpoint(httpx.AsyncClient(base_url="http://scripted", transport=httpx.MockTransport(answer)))
+
+
+def streaming(*events: str) -> ChatEndpoint:
+    return endpoint(lambda _: httpx.Response(200, text="".join(events)))
+
+
+async def test_answer_is_put_together_from_the_stream() -> None:
+    told: list[Piece] = []
+
+    def hear(pieces: Sequence[Piece]) -> None:
+        told.extend(pieces)
+
+    server = streaming(
+        chunk("a", slipstream={"tokens": 1, "accepted": 0, "pieces": [["a", False]]}),
+        chunk("bc", slipstream={"tokens": 2, "accepted": 1, "pieces": [["b", True], ["c", False]]}),
+        chunk(None, usage=USAGE),
+        "data: [DONE]\n\n",
+    )
+    answer = await server.ask("m", ChatQuestion("hi", 3), hear)
+    assert (answer.text, answer.tokens, answer.accepted, answer.rejected) == ("abc", 3, 1, 4)
+    assert 0 < answer.first_token_s <= answer.latency_s
+    assert told == [("a", False), ("b", True), ("c", False)]
+
+
+async def test_question_becomes_the_request() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, text=chunk("x", usage=USAGE))
+
+    server = endpoint(answer)
+    await server.ask("m", ChatQuestion("hi", 7, ignore_eos=True, max_draft_tokens=0))
+    await server.ask("m", ChatQuestion("hi", 7), lambda _: None)
+    await server.ask("m", ChatQuestion("hi", 7, temperature=0.7, acceptance="ratio"))
+    plain, speculative, sampled = seen
+    assert plain["speculation"] == {"trace": False, "max_draft_tokens": 0}
+    assert speculative["speculation"] == {"trace": True}  # as the server is configured
+    assert (plain["temperature"], plain["max_tokens"], plain["ignore_eos"]) == (0, 7, True)
+    assert (sampled["temperature"], sampled["speculation"]) == (0.7, {"trace": False, "acceptance": "ratio"})
+
+
+async def test_refusal_carries_the_servers_message() -> None:
+    server = endpoint(lambda _: httpx.Response(400, json={"error": {"message": "max_tokens is 9, expected at most 8"}}))
+    with pytest.raises(EndpointError, match="400: max_tokens is 9, expected at most 8"):
+        await server.ask("m", ChatQuestion("hi", 9))
+
+
+async def test_failure_in_mid_stream_is_raised() -> None:
+    server = streaming(chunk("a"), f"data: {json.dumps({'error': {'message': 'the target is lost'}})}\n\n")
+    with pytest.raises(EndpointError, match="broke off: the target is lost"):
+        await server.ask("m", ChatQuestion("hi", 9))
+
+
+async def test_stream_cut_short_is_no_answer() -> None:
+    with pytest.raises(EndpointError, match="without its usage"):
+        await streaming(chunk("a")).ask("m", ChatQuestion("hi", 9))
+
+
+def test_counters_are_those_that_the_router_exposes() -> None:
+    metrics = Metrics()
+    metrics.committed(Emit((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
+    metrics.committed(Emit((4,), accepted=0, drafted=0), 0.1, first=False)
+    with metrics.request("chat"):
+        counters = Counters.parse(metrics.exposition().decode())
+    assert counters == Counters(1, Tally(tokens=4, drafted=5, accepted=2, verifies=2, blocks=1))
+
+
+def test_metrics_of_something_else_are_refused() -> None:
+    with pytest.raises(EndpointError, match="slipstream_running_requests"):
+        Counters.parse("# TYPE other_total counter\nother_total 1\n")

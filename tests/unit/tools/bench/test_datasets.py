@@ -1,0 +1,78 @@
+"""Data sets in the layouts that they are published in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import ConfigError
+from tools.bench.datasets import read_dataset
+
+MESSAGES = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because."},
+    ]
+}
+SHARE_GPT = {"id": "x", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]}
+
+
+def written(folder: Path, *entries: Any) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)) + "\n")
+    return path
+
+
+def test_prompts_and_conversations_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "One?"}, {"kind": "code", "prompt": "Two?"}, MESSAGES, SHARE_GPT)
+    one, two, messages, shared = read_dataset(path)
+    assert (one.kind, one.prompt, one.earlier) == ("prompt", "One?", ())
+    assert (two.kind, two.prompt) == ("code", "Two?")
+    assert messages.prompt == "Why?", "the latest turn of the user"
+    assert messages.earlier == (("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"))
+    assert (shared.prompt, shared.earlier) == ("Hello", ()), "what the other model answered is not asked about"
+
+
+def test_a_conversation_is_asked_as_a_whole(tmp_path: Path) -> None:
+    question = read_dataset(written(tmp_path, MESSAGES, MESSAGES))[0].question(8, None)
+    assert question.messages == MESSAGES["messages"][:4]
+
+
+def test_a_list_is_read_as_sharegpt_is_published(tmp_path: Path) -> None:
+    path = tmp_path / "shared.json"
+    path.write_text(json.dumps([SHARE_GPT, SHARE_GPT], indent=1))
+    assert [prompt.prompt for prompt in read_dataset(path)] == ["Hello", "Hello"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ({"text": "x"}, 'line 2: expected {"prompt"'),
+        ({"prompt": ""}, "line 2: expected"),
+        ("words", "line 2: expected"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: no message of a user"),
+        ({"messages": [{"role": "user", "content": 3}]}, "line 2: a message is"),
+        ({"conversations": [{"from": "martian", "value": "x"}]}, "line 2: a message is"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_place(tmp_path: Path, entry: Any, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        read_dataset(written(tmp_path, {"prompt": "One?"}, entry))
+
+
+def test_what_is_no_json_is_refused_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "One?"}\n{"prompt": \n')
+    with pytest.raises(ConfigError, match="line 2: no JSON"):
+        read_dataset(path)
+
+
+def test_one_prompt_is_too_few(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds 1 prompts"):
+        read_dataset(written(tmp_path, {"prompt": "One?"}))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_dataset(tmp_path / "none.jsonl")

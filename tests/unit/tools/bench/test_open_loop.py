@@ -1,0 +1,67 @@
+"""Requests that come by chance: when they come, and what a run came to."""
+
+import itertools
+import json
+from statistics import mean, pstdev
+
+import httpx
+import pytest
+
+from serve_app.endpoint_client import ChatEndpoint, EndpointError, TimedAnswer
+from tools.bench.experiment import PLAIN, SPECULATIVE, Prompt
+from tools.bench.open_loop import Sweep, arrivals, load_point, run_sweep
+
+USAGE = {
+    "completion_tokens": 4,
+    "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2},
+}
+EVENT = f"data: {json.dumps({'choices': [{'delta': {'content': 'text'}}], 'usage': USAGE})}\n\n"
+
+
+def test_moments_are_those_of_a_poisson_process() -> None:
+    """Gaps of an exponential distribution spread as far as their mean; with 4000, by 3 % at most but once in 20."""
+    moments = arrivals(rate=4.0, count=4001, seed=1)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    assert moments[0] == 0
+    assert mean(gaps) == pytest.approx(0.25, rel=0.05)
+    assert pstdev(gaps) == pytest.approx(0.25, rel=0.07)
+
+
+def test_moments_are_the_same_for_every_arm_and_others_for_another_seed() -> None:
+    assert arrivals(2.0, 5, 3) == arrivals(2.0, 5, 3) != arrivals(2.0, 5, 4)
+
+
+async def test_every_arm_is_asked_the_same_at_every_rate() -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        asked.append((body["messages"][-1]["content"], "max_draft_tokens" in body["speculation"]))
+        return httpx.Response(200, text=EVENT)
+
+    http = httpx.AsyncClient(base_url="http://scripted", transport=httpx.MockTransport(answer))
+    sweep = Sweep((Prompt(kind="a", prompt="one"), Prompt(kind="a", prompt="two")), (1e6, 2e6), requests=3)
+    runs: list[None] = []
+    points = await run_sweep(ChatEndpoint(http), "m", sweep, lambda: runs.append(None))
+    assert [(point.arm, point.load) for point in points] == [
+        (SPECULATIVE, 1e6),
+        (PLAIN, 1e6),
+        (PLAIN, 2e6),
+        (SPECULATIVE, 2e6),
+    ]
+    assert len(runs) == sweep.runs
+    measured = asked[2:]  # after one request of each arm to warm up
+    for is_plain in (False, True):
+        assert sorted(prompt for prompt, plain in measured if plain is is_plain) == ["one"] * 4 + ["two"] * 2
+
+
+def test_failures_are_counted_and_are_no_answers() -> None:
+    outcomes = [TimedAnswer("", 10, 0, 0, 0.1, 1.0), EndpointError("429"), TimedAnswer("", 20, 0, 0, 0.3, 1.0)]
+    point = load_point(PLAIN, 2.0, outcomes, seconds=2.0)
+    assert (point.answers, point.failed, point.tokens_per_s) == (2, 1, 15.0)
+    assert point.quantile_s("ttft", "p50") == pytest.approx(0.2)
+
+
+def test_a_run_without_any_answer_says_why() -> None:
+    with pytest.raises(EndpointError, match="429: full"):
+        load_point(PLAIN, 2.0, [EndpointError("429: full")], 1.0)

@@ -1,0 +1,209 @@
+"""From a configuration to manifests: what is refused, what follows from what, and that the files are current."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.errors import ConfigError
+from cluster.placement import AUTOSCALING_POLICY
+from cluster.trust.roles import PeerRole
+from tests.unit.k8s.overlays import K8S, OVERLAYS, load, overlay_config
+from tools.cli import app
+from tools.kubernetes.pool_groups import worker_groups
+from tools.kubernetes.ray_service import in_pods, serve_config
+from tools.kubernetes.rendering import check, rendered
+from tools.kubernetes.weights_volume import downloads
+
+PLAIN: dict[str, Any] = {
+    "model": {"target": "some/model"},
+    "draft": {"model": "a/draft"},
+    "trust": {"insecure": True},
+    "server": {"insecure": True},
+    "kubernetes": {"image": "a:1"},
+}
+
+
+def config(**sections: dict[str, Any]) -> SlipstreamConfig:
+    return validated({name: PLAIN.get(name, {}) | sections.get(name, {}) for name in {*PLAIN, *sections}})
+
+
+def faults(**sections: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        check(config(**sections))
+    return str(error.value).splitlines()[1:]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_files_are_what_their_configuration_says(name: str) -> None:
+    folder = K8S / "overlays" / name
+    files = rendered(overlay_config(name), "slipstream.yaml")
+    assert {file: (folder / file).read_text() for file in files} == files, (
+        f"slipstream k8s render {folder}/slipstream.yaml"
+    )
+    assert {path.name for path in folder.iterdir()} == {"slipstream.yaml", *files}
+
+
+def test_a_plain_configuration_will_do() -> None:
+    check(config())
+
+
+@pytest.mark.parametrize(
+    ("pool", "resources"), [("target", "resources_per_rank"), ("draft", "resources")], ids=["target", "draft"]
+)
+def test_an_accelerator_type_is_refused_with_the_label_to_use(pool: str, resources: str) -> None:
+    (fault,) = faults(**{pool: {resources: {"num_gpus": 1, "accelerator_type": "H100"}}})
+    assert f"{pool}.{resources}.accelerator_type is H100" in fault
+    assert f"use {pool}.{resources}.labels: {{ray.io/accelerator-type: H100}}" in fault
+
+
+def test_the_label_to_use_is_what_the_pools_group_then_carries() -> None:
+    labels = {"ray.io/accelerator-type": "L4"}
+    (group,) = [each for each in worker_groups(config(draft={"resources": {"labels": labels}})) if each.name == "draft"]
+    assert group.labels == labels | {"pool": "draft"}
+
+
+def test_custom_resources_and_a_label_of_the_groups_own_are_refused() -> None:
+    (custom,) = faults(draft={"resources": {"custom": {"fast": 1}}})
+    assert "draft.resources.custom has fast" in custom
+    (label,) = faults(target={"resources_per_rank": {"labels": {"pool": "mine"}}})
+    assert "target.resources_per_rank.labels has a label pool" in label
+
+
+def test_a_missing_image_and_another_port_are_both_named() -> None:
+    found = faults(kubernetes={"image": None}, server={"port": 9000})
+    assert [fault.split()[0] for fault in found] == ["kubernetes.image", "server.port"]
+
+
+def test_pods_that_would_serve_anybody_are_refused_unless_that_is_said() -> None:
+    (fault,) = faults(server={"insecure": False})
+    assert "server.keys is empty" in fault
+    check(config(server={"insecure": False, "keys": {"a": {"sha256": "0" * 64}}}))
+
+
+def test_pods_that_trust_nobody_and_certificates_that_no_pod_can_find_are_refused() -> None:
+    (fault,) = faults(trust={"insecure": False})
+    assert "name one, or say trust.insecure: true" in fault
+    for folder in ("certificates/{role}", "/etc/slipstream"):
+        (fault,) = faults(trust={"insecure": False, "certificates": folder})
+        assert f"trust.certificates is {folder}, expected an absolute path with {{role}}" in fault
+
+
+def secrets_of(pod: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where each secret is mounted in a pod, and its name."""
+    mounted = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+    secrets = [(each["name"], each["secret"]["secretName"]) for each in pod["volumes"] if "secret" in each]
+    assert all(mounted[name]["readOnly"] for name, _ in secrets)
+    return [(mounted[name]["mountPath"], secret) for name, secret in secrets]
+
+
+def test_every_group_mounts_the_token_where_the_configuration_looks_for_it() -> None:
+    trust = {"insecure": False, "token_file": "/etc/slipstream/token/tokens"}
+    service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [secrets_of(group["template"]["spec"]) for group in groups] == [
+        [("/etc/slipstream/token", "slipstream-token")]
+    ] * 3
+
+
+@pytest.mark.parametrize("path", ["tokens", "secrets/tokens", "/tokens"])
+def test_a_token_that_no_pod_can_find_is_refused(path: str) -> None:
+    (fault,) = faults(trust={"insecure": False, "token_file": path})
+    assert f"trust.token_file is {path}, expected an absolute path in a folder of its own" in fault
+
+
+def test_each_group_mounts_the_certificate_of_its_own_role_which_the_component_makes() -> None:
+    trust = {"insecure": False, "certificates": "/etc/slipstream/{role}"}
+    service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
+    made = {
+        each["spec"]["secretName"]: each["spec"]["dnsNames"]
+        for each in load(K8S / "components" / "certificates" / "certificates.yaml")
+        if "dnsNames" in each["spec"]
+    }
+    found = {}
+    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        ((path, secret),) = secrets_of(pod)
+        found[group["groupName"]] = (path, made[secret])
+    assert found == {
+        "target": ("/etc/slipstream/target", [PeerRole.TARGET.name_in_certificate]),
+        "draft": ("/etc/slipstream/drafter", [PeerRole.DRAFTER.name_in_certificate]),
+        "router": ("/etc/slipstream/router", [PeerRole.ROUTER.name_in_certificate]),
+    }
+
+
+def test_the_policy_sees_both_pools_and_connections_stay_open_as_long_as_configured() -> None:
+    """What `build` gives each pool is a policy of that pool alone, by which drafters would not scale."""
+    found = serve_config(config(server={"keep_alive_s": 77}))
+    (application,) = found["applications"]
+    assert application["autoscaling_policy"] == AUTOSCALING_POLICY
+    assert found["http_options"] == {"keep_alive_timeout_s": 77}
+
+
+def test_a_pod_has_the_gpus_and_cpus_of_its_replicas() -> None:
+    target = {"tensor_parallel": 4, "resources_per_rank": {"num_gpus": 1, "num_cpus": 2}}
+    draft = {"resources": {"num_gpus": 0.25, "num_cpus": 0.5}, "replicas": {"min": 5, "max": 9}}
+    groups = worker_groups(config(target=target, draft=draft, kubernetes={"draft": {"replicas": 4}}))
+    assert [(group.name, group.gpus, group.cpus) for group in groups] == [
+        ("target", 4, 9),  # the coordinator's share of a CPU among them
+        ("draft", 1, 2),
+        ("router", 0, 1),
+    ]
+    assert [(group.least, group.most) for group in groups] == [(1, 1), (2, 6), (1, 1)]
+
+
+def test_in_pods_the_configuration_has_its_labels_and_nothing_that_a_pod_has_no_use_for() -> None:
+    given = config(server={"routers": 3, "host": "0.0.0.0"}, target={"max_sessions": 5})
+    again = in_pods(given)
+    assert again.target.resources_per_rank.labels == {"pool": "target"}
+    assert again.draft.resources.labels == {"pool": "draft"}
+    assert (again.server.routers, again.server.host, again.target.max_sessions) == (3, "127.0.0.1", 5)
+    assert again.kubernetes.image is None
+    assert again.model == given.model
+
+
+def test_models_on_the_volume_are_not_downloaded() -> None:
+    assert downloads(config()) == ["some/model", "a/draft"]
+    local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "prompt_lookup"})
+    assert downloads(local) == []
+    assert "kind: Job" not in rendered(local, "c.yaml")["models.yaml"]
+
+
+def test_what_scales_is_what_the_autoscaler_is_for() -> None:
+    fixed = yaml.safe_load(rendered(config(), "c.yaml")["rayservice.yaml"])["spec"]["rayClusterConfig"]
+    assert "enableInTreeAutoscaling" not in fixed
+    scaling = config(draft={"replicas": {"min": 1, "max": 2}})
+    found = yaml.safe_load(rendered(scaling, "c.yaml")["rayservice.yaml"])["spec"]["rayClusterConfig"]
+    assert found["enableInTreeAutoscaling"] is True
+
+
+def test_the_command_writes_beside_the_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "overlays" / "mine"
+    folder.mkdir(parents=True)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "kustomization.yaml").touch()
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(PLAIN))
+    result = CliRunner().invoke(app, ["k8s", "render", str(file), "--set", "kubernetes.components=[monitoring]"])
+    assert result.exit_code == 0
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert kustomization["components"] == ["../../components/monitoring"]
+    assert "slipstream k8s render mine.yaml" in (folder / "rayservice.yaml").read_text()
+
+
+def test_outside_the_repository_the_folder_holds_all_that_kustomize_reads(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(PLAIN))
+    out = tmp_path / "manifests"
+    command = ["k8s", "render", str(file), "--out", str(out), "--set", "kubernetes.components=[monitoring]"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    kustomization = yaml.safe_load((out / "kustomization.yaml").read_text())
+    assert kustomization["resources"] == ["base", "models.yaml", "rayservice.yaml"]
+    assert kustomization["components"] == ["components/monitoring"]
+    for part in ("base", "components/monitoring"):
+        listed = yaml.safe_load((out / part / "kustomization.yaml").read_text())
+        assert all((out / part / name).exists() for name in listed["resources"])
+    assert not (out / "components" / "certificates").exists()

@@ -1,0 +1,70 @@
+"""The closed formulas: known values, limits, and that they agree with each other."""
+
+import random
+
+import pytest
+
+from tools.planning.expectation import (
+    RoundCosts,
+    break_even_draft_s,
+    draft_ahead,
+    expected_tokens,
+    expected_tokens_by_position,
+    in_process,
+    lock_step,
+    speed_up,
+)
+
+COSTS = RoundCosts(plain_s=0.020, verify_s=0.022, draft_s=0.010, hop_s=0.001)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "block_len", "tokens"),
+    [(0.0, 5, 1.0), (1.0, 5, 6.0), (0.5, 1, 1.5), (0.8, 3, 2.952), (0.9, 7, 5.6953279), (0.7, 0, 1.0)],
+)
+def test_expected_tokens(acceptance, block_len, tokens):
+    assert expected_tokens(acceptance, block_len) == pytest.approx(tokens)
+
+
+def test_expected_tokens_is_the_mean_of_the_process_that_it_describes():
+    rng = random.Random(3)
+
+    def verified() -> int:
+        for accepted in range(5):
+            if rng.random() >= 0.7:
+                return accepted + 1
+        return 6
+
+    mean = sum(verified() for _ in range(20_000)) / 20_000
+    assert mean == pytest.approx(expected_tokens(0.7, 5), rel=0.02)
+
+
+def test_acceptance_by_position_with_one_value_is_the_geometric_case():
+    assert expected_tokens_by_position([0.6] * 4) == pytest.approx(expected_tokens(0.6, 4))
+    assert expected_tokens_by_position([0.9, 0.5, 0.0, 0.9]) == pytest.approx(1 + 0.9 + 0.45)
+
+
+def test_round_times():
+    assert lock_step(COSTS) == pytest.approx(0.034)
+    assert in_process(COSTS) == pytest.approx(0.032)
+    assert draft_ahead(COSTS) == 0.022
+    assert draft_ahead(RoundCosts(0.02, 0.02, 0.05)) == 0.05
+
+
+def test_speed_up():
+    assert speed_up(3.4, 0.034, 0.020) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead])
+def test_at_the_break_even_draft_time_the_gain_is_eaten(round_time):
+    draft_s = break_even_draft_s(3.0, COSTS, round_time)
+    there = RoundCosts(COSTS.plain_s, COSTS.verify_s, draft_s, COSTS.hop_s)
+    assert round_time(there) == pytest.approx(3.0 * COSTS.plain_s, abs=1e-6)
+
+
+def test_drafting_ahead_bears_slower_drafts_than_lock_step():
+    assert break_even_draft_s(3.0, COSTS, draft_ahead) > break_even_draft_s(3.0, COSTS, lock_step)
+
+
+def test_a_verification_that_costs_all_that_it_brings_leaves_nothing_for_drafts():
+    assert break_even_draft_s(1.5, RoundCosts(0.010, 0.016, 0.001)) == 0.0

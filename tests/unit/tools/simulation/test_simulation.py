@@ -1,0 +1,485 @@
+"""The simulator: right where formulas know the answer, the same for the same seed, and hard on what is broken."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+
+from cluster.costs import CostModel, DraftCost, ForwardCost
+from cluster.drafting.following import FollowedSessions
+from cluster.errors import ConfigError, TargetLostError
+from cluster.routing.session import Session
+from cluster.verification.block_buffer import BlockBuffer
+from cluster.verification.early_messages import EarlyMessages
+from cluster.verification.sequence import TargetSession
+from tools.planning.expectation import RoundCosts, expected_tokens, lock_step, speed_up
+from tools.simulation.clock import Clock
+from tools.simulation.faults import Fault, FaultPlan, Kind, Role
+from tools.simulation.network import Weather
+from tools.simulation.oracle import STOP, DraftQuality, script
+from tools.simulation.random_scenario import random_scenario
+from tools.simulation.report import Arrival, Commit, SimulationReport, share_met, steady_rate
+from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
+from tools.simulation.workload import ClosedLoop, Poisson, Workload
+from tools.simulation.world import World
+
+STEP_S = 0.020
+TOKEN_S = 0.002
+HOP_S = 0.0005
+COSTS = CostModel(target=ForwardCost.linear(STEP_S), draft=DraftCost(forward=ForwardCost.linear(TOKEN_S)), hop_s=HOP_S)
+ONE_AT_A_TIME = Workload(ClosedLoop(1), sessions=8, prompt_tokens=8, new_tokens=256)
+SCENARIOS = 60  # `make random_scenarios` has thousands
+
+
+def run(
+    acceptance: float, block_len: int, mode: Mode, load: Workload = ONE_AT_A_TIME, **changes: object
+) -> SimulationReport:
+    setting = Setting(COSTS, SpeculationSetting(block_len, DraftQuality((acceptance,)), mode), load)
+    return World(replace(setting, **changes)).run()
+
+
+# ---------------------------------------------------------------- against formulas
+
+
+def test_plain_decoding_gives_a_token_a_step():
+    report = run(0.8, 0, Mode.ADAPTIVE)
+    assert report.tokens_per_s == pytest.approx(1 / STEP_S, rel=0.02)
+    assert (report.blocks, report.drafted) == (0, 0)
+    assert report.steps == report.verifies == 8 * 256
+
+
+def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
+    costs = COSTS.model_copy(update={"plain": ForwardCost.linear(STEP_S / 2)})
+    assert run(0.8, 0, Mode.ADAPTIVE, costs=costs).tokens_per_s == pytest.approx(2 / STEP_S, rel=0.02)
+    assert run(0.8, 5, Mode.LOCK_STEP, costs=costs).tokens_per_s == pytest.approx(
+        run(0.8, 5, Mode.LOCK_STEP).tokens_per_s, rel=0.02
+    )
+
+
+def test_a_target_is_idle_for_as_long_as_a_block_is_drafted_and_on_its_way():
+    world = World(Setting(COSTS, SpeculationSetting(5, DraftQuality((0.8,)), Mode.LOCK_STEP), ONE_AT_A_TIME))
+    world.run()
+    (target,) = world.targets
+    assert target.scheduler.step_s == pytest.approx(target.busy_s)
+    expected = lock_step(RoundCosts(STEP_S, STEP_S, 5 * TOKEN_S, HOP_S)) / STEP_S
+    assert 1 + target.scheduler.idle_s / target.scheduler.step_s == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.9])
+def test_lock_step_has_the_formulas_tokens_and_speed(acceptance):
+    report = run(acceptance, 5, Mode.LOCK_STEP)
+    tokens = expected_tokens(acceptance, 5)
+    assert report.tokens_per_block == pytest.approx(tokens, rel=0.05)
+    costs = RoundCosts(STEP_S, STEP_S, 5 * TOKEN_S, HOP_S)
+    assert report.tokens_per_s * STEP_S == pytest.approx(speed_up(tokens, lock_step(costs), STEP_S), rel=0.05)
+
+
+def test_right_guesses_hide_drafting_behind_verification():
+    """A perfect draft model: a round takes no longer than its step, the network included."""
+    report = run(1.0, 5, Mode.DRAFT_AHEAD)
+    assert report.tokens_per_s == pytest.approx(6 / STEP_S, rel=0.05)
+    assert report.guess_hit_rate == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_step_for_many_is_shared():
+    many = run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(8), sessions=32, prompt_tokens=8, new_tokens=64))
+    assert many.tokens_per_s == pytest.approx(8 / STEP_S, rel=0.05)
+
+
+def test_sessions_may_come_in_batches():
+    """Each begins when the one before has ended, so that its last sessions have the target for themselves."""
+    loop = ClosedLoop(4, batch=6)
+    begun = 0
+    ended = 0
+    at_once = []
+    while ended < 15:
+        begun += loop.due(begun, ended, 15)
+        at_once.append(begun - ended)
+        ended += 1
+    assert at_once == [4, 4, 4, 3, 2, 1, 4, 4, 4, 3, 2, 1, 3, 2, 1]
+
+
+def test_the_ends_of_batches_cost_speed():
+    """Eight sessions of 128 steps, five at once: 256 steps in batches, and 205 when one follows the other."""
+    in_batches, in_a_row = (
+        run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(5, batch), sessions=80, prompt_tokens=8, new_tokens=128))
+        for batch in (8, None)
+    )
+    assert in_batches.tokens_per_s == pytest.approx(8 * 128 / 256 / STEP_S, rel=0.05)
+    assert in_a_row.tokens_per_s == pytest.approx(5 / STEP_S, rel=0.05)
+
+
+def test_acceptance_by_position_cuts_blocks_where_it_is_nothing():
+    speculation = SpeculationSetting(5, DraftQuality((1.0, 1.0, 0.0)), Mode.LOCK_STEP)
+    report = World(Setting(COSTS, speculation, ONE_AT_A_TIME)).run()
+    assert report.tokens_per_block == pytest.approx(3.0, rel=0.02)
+
+
+def test_open_arrivals_are_served_at_their_own_rate():
+    load = Workload(Poisson(per_s=2.0), sessions=200, prompt_tokens=8, new_tokens=16)
+    report = run(0.8, 0, Mode.ADAPTIVE, load)
+    assert report.tokens_per_s == pytest.approx(2.0 * 16, rel=0.2)
+    assert report.latency_s == pytest.approx(17 * STEP_S, rel=0.3)
+
+
+def test_the_same_seed_is_the_same_run():
+    first, again, other = (World(replace(random_scenario(5), seed=seed)).run() for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_random_scenarios_end_as_plain_decoding_does():
+    """Every session ends, with the text of plain decoding, and nobody holds anything: `World.run` asserts it."""
+    reports = [World(random_scenario(seed)).run() for seed in range(SCENARIOS)]
+    assert sum(report.tokens for report in reports) > 10 * SCENARIOS
+    for cause in ("guess_hit", "wrong_guess", "stale", "duplicate", "verdict_gap", "late", "silent", "given_up"):
+        assert sum(report.causes[cause] for report in reports) > 0, f"no random_scenario met '{cause}'"
+    failed = [report for report in reports if report.failed]
+    assert len(failed) < SCENARIOS / 20, "targets fail so seldom that a session is hardly ever given up"
+
+
+def test_random_scenarios_end_with_the_same_texts_in_lock_step():
+    """The slow loop is the specification of the fast one, in fault_plan too."""
+    causes = {Mode.LOCK_STEP: Counter[str](), Mode.DRAFT_AHEAD: Counter[str]()}
+    compared = 0
+    ended = 0
+    for seed in range(SCENARIOS // 5):
+        setting = random_scenario(seed)
+        texts = []
+        for mode, met in causes.items():
+            world = World(replace(setting, speculation=replace(setting.speculation, mode=mode)))
+            met.update(world.run().causes)
+            whole = [assignment.session for assignment in world.over if assignment.error is None]
+            texts.append({session.generation.session: session.committed for session in whole})
+        slow, fast = texts
+        both = slow.keys() & fast.keys()  # a lost router or target may end some in one of them alone
+        compared += len(both)
+        ended += len(slow | fast)
+        assert {name: slow[name] for name in both} == {name: fast[name] for name in both}
+    assert compared > 0.9 * ended
+    assert causes[Mode.LOCK_STEP]["guesses"] == 0, "lock step drafts nothing ahead"
+    assert causes[Mode.DRAFT_AHEAD]["guess_hit"] > SCENARIOS // 5, "what was drafted ahead hardly mattered"
+
+
+LOAD = Workload(ClosedLoop(4), sessions=8, prompt_tokens=20, new_tokens=40, stopping=0.3)
+TWO_OF_EACH = Fleet(targets=2, drafters=2, routers=2)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("role", [Role.DRAFTER, Role.TARGET])
+def test_each_fault_alone(role, kind):
+    fault = Fault(0.3, role, 0, kind, seconds=7.0)
+    fault_plan = FaultPlan(Weather(lost=0.1, doubled=0.1, late_s=0.03), (fault,))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=fault_plan)
+    assert (report.sessions, report.failed) == (8, 0)
+
+
+def test_losing_every_drafter_costs_speed_only():
+    deaths = tuple(Fault(0.1 + 0.1 * n, Role.DRAFTER, 0, Kind.DIES, seconds=1e3) for n in range(2))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=FaultPlan(faults=deaths))
+    unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH)
+    assert report.sessions == 8
+    assert report.blocks < unhurt.blocks / 2
+    assert report.longest_gap_s < 6 * STEP_S
+
+
+LONG = Workload(ClosedLoop(8), sessions=16, prompt_tokens=20, new_tokens=600)
+MANY_ON_ONE = Workload(ClosedLoop(64), sessions=128, prompt_tokens=20, new_tokens=200)
+
+
+def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
+    """It hears all the while, so that no stream breaks: only its blocks are missing."""
+    stall = FaultPlan(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
+    fleet = Fleet(drafters=2)
+    report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, FaultPlan()))
+    assert report.causes["silent"] >= 1
+    assert report.causes["given_up"] == 0, "it is not overloaded"
+    assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
+    assert report.longest_gap_s < unhurt.longest_gap_s + 2 * STEP_S
+
+
+def test_a_lone_drafter_that_stood_still_is_trusted_again():
+    stall = FaultPlan(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=3.0),))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fault_plan=stall)
+    unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LONG)
+    assert report.causes["silent"] >= 1
+    assert report.blocks > 0.8 * unhurt.blocks
+
+
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_an_overloaded_drafter_says_so_and_costs_little(drafters):
+    draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all takes many steps
+    costs = CostModel(target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S)
+    speculation = SpeculationSetting(4, DraftQuality((0.8,)))
+    setting = Setting(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
+    report = World(setting).run()
+    plain = World(replace(setting, fleet=Fleet(drafters=0))).run()
+    is_asked_for_nothing = report.causes["passes"] < 0.05 * report.steps  # one alone is soon switched off
+    assert report.causes["given_up"] > 0 or is_asked_for_nothing
+    assert report.tokens_per_s > 0.97 * plain.tokens_per_s
+
+
+def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> FaultPlan:
+    """Drafters that draft noise from a moment on; by then each session has some 200 tokens of good drafts."""
+    return FaultPlan(faults=tuple(Fault(at_s, Role.DRAFTER, index, Kind.DRAFTS_NOISE, seconds) for index in struck))
+
+
+EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
+def test_a_drafter_that_turns_to_noise_is_found_resynchronised_replaced_and_left_out(mode):
+    """No session fails, `World.run` compares all texts with plain decoding, and the other drafter does all the work."""
+    report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2), fault_plan=noise(0))
+    unhurt = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2))
+    assert (report.sessions, report.failed) == (32, 0)
+    for step in ("resynced", "replaced", "given up"):
+        assert report.causes[f"bad: {step}"] >= 1, step
+    assert report.causes["resync"] >= 1, "the drafter has heard of it"
+    assert report.causes["bad: plain"] <= 1, "the other drafter was good"
+    assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
+    assert not [cause for cause in unhurt.causes if cause.startswith("bad")], "without noise there is no alarm"
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_where_all_drafters_turn_to_noise_sessions_go_on_plainly(mode, drafters):
+    report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
+    plain = run(0.8, 0, mode, EIGHT)
+    assert (report.sessions, report.failed) == (32, 0)
+    assert report.causes["bad: resynced"] >= 1
+    assert report.causes["bad: plain"] >= 1 or mode is Mode.DRAFT_AHEAD, (
+        "pacing may ask for nothing before it comes to that"
+    )
+    assert report.tokens_per_s > 0.9 * plain.tokens_per_s
+
+
+def test_a_drafter_that_recovers_is_tried_and_trusted_again():
+    short = Workload(ClosedLoop(4), sessions=96, prompt_tokens=20, new_tokens=200)
+    ill = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0))
+    better = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0, seconds=5.0))
+    assert better.causes["bad: given up"] >= 1
+    assert better.failed == 0
+    assert better.tokens_per_s > 2 * ill.tokens_per_s
+
+
+def test_a_dead_routers_sessions_are_freed():
+    death = FaultPlan(faults=(Fault(0.3, Role.ROUTER, 0, Kind.DIES),))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=death)
+    assert report.abandoned == 2
+    assert report.sessions == 6
+
+
+def test_without_any_target_sessions_end_with_a_clean_error():
+    deaths = tuple(Fault(0.1, Role.TARGET, 0, Kind.DIES, seconds=1e6) for _ in range(2))
+    world = World(
+        Setting(
+            COSTS,
+            SpeculationSetting(4, DraftQuality((0.8,))),
+            LOAD,
+            replace(TWO_OF_EACH, target_wait_s=3.0),
+            FaultPlan(faults=deaths),
+        )
+    )
+    report = world.run()
+    assert report.failed == 8
+    assert all(isinstance(assignment.error, TargetLostError) for assignment in world.over)
+
+
+# ---------------------------------------------------------------- what is broken is found
+
+
+def found_by_random_scenarios() -> bool:
+    for seed in range(SCENARIOS):
+        try:
+            World(random_scenario(seed)).run()
+        except (AssertionError, KeyError, IndexError):
+            return True
+    return False
+
+
+def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
+    right = Session.on_verdict
+
+    def wrong(self, source, verdict):
+        here = replace(verdict, base_len=len(self._prefix), prefix_hash=self._prefix.hash)
+        return right(self, source, here)
+
+    monkeypatch.setattr(Session, "on_verdict", wrong)
+    assert found_by_random_scenarios()
+
+
+def test_a_target_that_keeps_what_nobody_opens_is_found(monkeypatch):
+    monkeypatch.setattr(EarlyMessages, "expire", lambda self, now: None)
+    monkeypatch.setattr(EarlyMessages, "drafter_gone", lambda self, drafter: None)
+    assert found_by_random_scenarios()
+
+
+def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
+    monkeypatch.setattr(BlockBuffer, "leave", lambda self: None)
+    assert found_by_random_scenarios()
+
+
+def test_a_drafter_that_never_forgets_is_found(monkeypatch):
+    monkeypatch.setattr(FollowedSessions, "_close", lambda self, router, close: [])
+    assert found_by_random_scenarios()
+
+
+def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
+    right = TargetSession.row
+
+    def off_by_one(self, budget):
+        row = right(self, budget)
+        return replace(row, start=max(0, row.start - 1))
+
+    monkeypatch.setattr(TargetSession, "row", off_by_one)
+    assert found_by_random_scenarios()
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_clock_keeps_the_order_of_what_is_due_together():
+    clock = Clock()
+    seen = []
+    clock.at(2.0, lambda: seen.append("late"))
+    clock.at(1.0, lambda: clock.after(0.0, lambda: seen.append("after the second")))
+    clock.at(1.0, lambda: seen.append("second"))
+    assert clock.run() == 4
+    assert (seen, clock.now) == (["second", "after the second", "late"], 2.0)
+
+
+def test_a_clock_that_stands_still_is_found():
+    clock = Clock()
+
+    def again() -> None:
+        clock.after(0.0, again)
+
+    again()
+    with pytest.raises(AssertionError, match="time stands still"):
+        clock.run()
+
+
+def test_a_script_agrees_as_often_as_it_should():
+    load = Workload(ClosedLoop(1), 1, prompt_tokens=0, new_tokens=4000)
+    text = script(load, seed=1, index=0)
+    chances = DraftQuality((0.7,), runner_up=0.5).chances(3)
+    assert chances == pytest.approx((0.7, 0.15))
+    first, second = zip(*[text.choices(at, *chances) for at in range(4000)], strict=True)
+    right = [a == b for a, b in zip(first, text.tokens, strict=True)]
+    assert sum(right) / 4000 == pytest.approx(0.7, abs=0.03)
+    assert all(one != other for one, other in zip(second, first, strict=True))
+    assert sum(a == b for a, b in zip(second, text.tokens, strict=True)) / 4000 == pytest.approx(0.15, abs=0.03)
+    assert text.agreed(0, first) == right.index(False)
+
+
+def test_a_script_may_stop_before_its_limit():
+    load = Workload(ClosedLoop(1), 1, prompt_tokens=3, new_tokens=20, stopping=1.0)
+    text = script(load, seed=2, index=0)
+    assert text.plain[-1] == STOP
+    assert STOP not in text.plain[:-1]
+    assert text.tokens[: 3 + len(text.plain)] == text.prompt + text.plain
+
+
+def test_forward_costs_are_linear_between_points_and_go_on_beyond():
+    cost = ForwardCost(by_tokens=((1, 10.0), (8, 17.0), (40, 33.0)), per_row_s=1.0)
+    assert [cost.seconds(1, tokens) for tokens in (0, 1, 4.5, 8, 24, 40, 56)] == [11, 11, 14.5, 18, 26, 34, 42]
+    assert ForwardCost(by_tokens=((4, 2.0),)).seconds(3, 100) == 2.0
+    assert ForwardCost.linear(1.0, per_row_s=0.5, per_token_s=0.25).seconds(2, 8) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("plain", [None, ForwardCost.linear(STEP_S / 2)])
+def test_costs_are_saved_and_loaded(tmp_path: Path, plain: ForwardCost | None):
+    costs = COSTS.model_copy(update={"plain": plain})
+    costs.save(tmp_path / "costs.json")
+    assert CostModel.load(tmp_path / "costs.json") == costs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"target": {"by_tokens": [[2, 1], [1, 2]]}}', "expected them to rise"),
+        ('{"target": {"by_tokens": []}}', "target.by_tokens"),
+        ('{"hop": 1}', "hop: there is no such key; did you mean hop_s"),
+        ("{", "Invalid JSON"),
+    ],
+)
+def test_wrong_costs_are_named(tmp_path: Path, text, message):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        CostModel.load(path)
+
+
+def test_missing_costs_are_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot read costs"):
+        CostModel.load(tmp_path / "none.json")
+
+
+def test_the_steady_rate_leaves_out_beginning_and_end():
+    slow_start = [Commit(float(at), 1) for at in range(0, 50, 10)]
+    steady = [Commit(50 + at / 2, 1) for at in range(1, 31)]
+    slow_end = [Commit(70.0 + at * 10, 1) for at in range(5)]
+    assert steady_rate([*slow_start, *steady, *slow_end]) == pytest.approx(2.0)
+    assert steady_rate([]) == 0.0
+
+
+def test_tokens_are_met_where_as_many_are_committed_as_are_asked_for():
+    """Of one request a second, of 10 tokens each, after the first quarter of them."""
+    arrivals = [Arrival(float(at), 10) for at in range(40)]
+    late = [Commit(at + 0.1 * part + 3.0, 1) for at in range(40) for part in range(10)]
+    assert share_met(arrivals, late) == pytest.approx(1.0), "however late, if not later and later"
+    half = [Commit(at + 0.2 * part, 1) for at in range(40) for part in range(5)]
+    assert share_met(arrivals, half) == pytest.approx(0.5, abs=0.02)
+    assert share_met([], []) == 1.0
+
+
+def test_so_many_sessions_arrive_in_the_time_that_they_take_on_average():
+    times = Poisson(2.0).times(400, random.Random(0))
+    assert times == sorted(times)
+    assert 190 < times[-1] < 200, "whatever luck has it"
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert stdev(gaps) == pytest.approx(0.5, rel=0.2), "exponential: as far from the mean as it is long"
+
+
+def test_a_rate_that_a_target_cannot_do_is_not_met():
+    costs = CostModel(target=ForwardCost.linear(0.010, per_token_s=0.010), draft=COSTS.draft)  # below 100 tokens/s
+    met = []
+    for per_s in (4, 16):
+        load = Workload(Poisson(float(per_s)), sessions=128, prompt_tokens=1, new_tokens=12)
+        fleet = Fleet(1, 0, sessions_per_target=load.sessions)
+        met.append(World(Setting(costs, SpeculationSetting(0, DraftQuality((0.5,))), load, fleet)).run().met)
+    assert met[0] > 0.9
+    assert met[1] < 0.7
+
+
+def test_a_drafting_pass_costs_its_forwards_and_what_each_names_after_its_first_token():
+    forward = ForwardCost.linear(10, per_row_s=1)
+    further = ForwardCost.linear(2)
+    cost = DraftCost(forward=forward, further=further, per_pass_s=5, tokens_per_forward=3)
+    assert [cost.seconds(1, tokens) for tokens in (0, 1, 2, 3)] == [5, 5 + 11, 5 + 13, 5 + 15]
+    assert cost.seconds(4, 6) == 5 + 2 * (14 + 2 * 2)
+    assert cost.times(2).seconds(4, 6) == 2 * cost.seconds(4, 6)
+
+
+# ---------------------------------------------------------------- planned moves
+
+
+def test_targets_and_drafters_that_leave_fail_no_session_however_many_there_are():
+    """More of them than a session survives lost targets; every text is held against plain decoding."""
+    leaving = [
+        Fault(0.5 * (1 + at), role, at, Kind.LEAVES, seconds=2.0)
+        for at in range(8)
+        for role in (Role.TARGET, Role.DRAFTER)
+    ]
+    load = Workload(ClosedLoop(6), sessions=12, prompt_tokens=8, new_tokens=300)
+    plan = FaultPlan(faults=tuple(leaving))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, load, fleet=Fleet(targets=2, drafters=2), fault_plan=plan)
+    assert (report.sessions, report.failed) == (12, 0)

@@ -1,0 +1,222 @@
+"""The experiment: the same prompts and answer lengths with and without speculation, interleaved.
+
+Every batch of prompts runs under all arms, one right after the other, and the order rotates from batch to batch: what
+slows the machine for a while slows all arms alike.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from itertools import cycle, groupby, islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console, Group
+from rich.progress import MofNCompleteColumn, Progress
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError
+from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Tally, Turn
+from tools.bench.baseline import Reference
+from tools.bench.latencies import Latencies, LoadPoint
+from tools.bench.measures import ArmSummary, Batch, Speedup, acceptance_by_kind, arm_summary, speedup
+from tools.bench.tables import arms_sheet, kinds_table, latencies_table, speedups_table
+
+SPECULATIVE = "speculative"
+PLAIN = "plain"
+GENERATE = "generate"
+AT_ONCE = "requests at once"
+WARM_UP_TOKENS = 16
+
+
+class Prompt(BaseModel):
+    """One line of a prompts file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(min_length=1)
+    prompt: str = Field(min_length=1)
+    earlier: tuple[Turn, ...] = ()  # of a conversation that the prompt is the latest turn of
+
+    def question(self, max_tokens: int, max_draft_tokens: int | None) -> ChatQuestion:
+        """As it is asked: greedily, and to the last token, so that answers are of one length."""
+        return ChatQuestion(self.prompt, max_tokens, True, max_draft_tokens, earlier=self.earlier)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run."""
+
+    prompts: tuple[Prompt, ...]
+    concurrencies: tuple[int, ...] = (1,)
+    max_tokens: int = 96
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One batch of prompts under one arm."""
+
+    arm: str
+    concurrency: int
+    index: int
+    repeat: int
+    prompts: tuple[Prompt, ...]
+
+
+def read_prompts(path: Path) -> tuple[Prompt, ...]:
+    """The prompts in a JSON-lines file; raises ConfigError naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read prompts {path}: {error.strerror}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(Prompt.model_validate_json(line))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"])) or "line"
+            expected = 'expected {"kind": "...", "prompt": "..."}'
+            raise ConfigError(f"{path}, line {number}: {where}: {fault['msg']}; {expected}") from error
+    if len(prompts) < 2:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts; an interval needs at least 2")
+    return tuple(prompts)
+
+
+def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
+    """Every batch under every arm, in the order in which they run."""
+    for concurrency in plan.concurrencies:
+        at_once = [arm for arm in arms if arm != GENERATE or concurrency == 1]  # `generate` has no queue
+        batches = prompt_batches(plan.prompts, concurrency)
+        for repeat in range(plan.repeats):
+            for index, prompts in enumerate(batches):
+                first = (repeat + index) % len(at_once)
+                for arm in at_once[first:] + at_once[:first]:
+                    yield Task(arm, concurrency, index, repeat, prompts)
+
+
+def prompt_batches(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:
+    """At least two full batches that hold every prompt; the last is filled up from the beginning."""
+    count = max(2, -(-len(prompts) // size))
+    supply = cycle(prompts)
+    return [tuple(islice(supply, size)) for _ in range(count)]
+
+
+class Bench:
+    """Runs tasks against an endpoint and, where there is one, the reference."""
+
+    def __init__(self, endpoint: ChatEndpoint, model: str, reference: Reference | None) -> None:
+        self._endpoint = endpoint
+        self._model = model
+        self._reference = reference
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (SPECULATIVE, PLAIN) if self._reference is None else (SPECULATIVE, PLAIN, GENERATE)
+
+    async def run(self, plan: Plan, advance: Callable[[], None]) -> list[Batch]:
+        """Runs the plan; `advance` is called after every batch."""
+        for arm in self.arms:
+            await self._batch(Task(arm, 1, 0, 0, plan.prompts[:1]), WARM_UP_TOKENS)
+        batches = []
+        for task in tasks(plan, self.arms):
+            batches.append(await self._batch(task, plan.max_tokens))
+            advance()
+        return batches
+
+    async def _batch(self, task: Task, max_tokens: int) -> Batch:
+        most = 0 if task.arm == PLAIN else None
+        questions = [prompt.question(max_tokens, most) for prompt in task.prompts]
+        before = (await self._endpoint.counters()).tally
+        started = time.perf_counter()
+        if task.arm == GENERATE:
+            assert self._reference is not None
+            answers = [await self._reference.ask(question) for question in questions]
+        else:
+            answers = await asyncio.gather(*(self._endpoint.ask(self._model, question) for question in questions))
+        seconds = time.perf_counter() - started
+        return Batch(
+            arm=task.arm,
+            concurrency=task.concurrency,
+            index=task.index,
+            repeat=task.repeat,
+            seconds=seconds,
+            tally=(await self._endpoint.counters()).tally - before,
+            kinds=tuple(prompt.kind for prompt in task.prompts),
+            answers=tuple(answers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """What the experiment came to."""
+
+    arms: tuple[ArmSummary, ...]
+    speedups: tuple[Speedup, ...]
+    kinds: dict[str, Tally]
+    points: tuple[LoadPoint, ...]
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> "BenchReport":
+        """Sums up; acceptance by kind is that of all concurrencies together."""
+        groups: dict[tuple[int, str], list[Batch]] = {}
+        for batch in batches:
+            groups.setdefault((batch.concurrency, batch.arm), []).append(batch)
+        speedups = [
+            speedup(group, groups[concurrency, base])
+            for (concurrency, arm), group in groups.items()
+            for base in (PLAIN, GENERATE)
+            if arm == SPECULATIVE and (concurrency, base) in groups
+        ]
+        kinds = acceptance_by_kind(batch for batch in batches if batch.arm == SPECULATIVE)
+        points = tuple(map(_point, groups.values()))
+        return cls(tuple(map(arm_summary, groups.values())), tuple(speedups), kinds, points)
+
+    def tables(self) -> Group:
+        by_concurrency = groupby(self.arms, lambda summary: summary.concurrency)
+        sheets = [arms_sheet(concurrency, list(arms)) for concurrency, arms in by_concurrency]
+        latencies = latencies_table(AT_ONCE, self.points)
+        return Group(*sheets, latencies, speedups_table(self.speedups), kinds_table(self.kinds))
+
+
+def _point(batches: Sequence[Batch]) -> LoadPoint:
+    """Batches of one arm at one concurrency."""
+    summary = arm_summary(batches)
+    answers = [answer for batch in batches for answer in batch.answers]
+    latencies = Latencies.of(answers)
+    return LoadPoint(summary.arm, summary.concurrency, summary.tokens_per_s, len(answers), 0, latencies)
+
+
+async def run_bench(
+    url: str, config: SlipstreamConfig, plan: Plan, generate: bool, console: Console, json_path: Path | None
+) -> BenchReport:
+    """The whole experiment against the endpoint at `url`, which serves `config`."""
+    async with AsyncExitStack() as stack:
+        endpoint = await stack.enter_async_context(ChatEndpoint.at(url))
+        reference = None
+        if generate:
+            with console.status("Loading the model for generate"):
+                reference = await stack.enter_async_context(Reference.started(config))
+        bench = Bench(endpoint, config.model.name, reference)
+        total = sum(1 for _ in tasks(plan, bench.arms))
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
+            bar = progress.add_task("Batches", total=total)
+            batches = await bench.run(plan, lambda: progress.advance(bar))
+    report = BenchReport.of(batches)
+    if json_path is not None:
+        write_json(json_path, config.model_dump(mode="json"), plan, report, batches)
+    return report
+
+
+def write_json(path: Path, config: dict[str, Any], plan: Plan, report: BenchReport, batches: Sequence[Batch]) -> None:
+    """Everything that was measured, raw runs included."""
+    settings = {"concurrencies": plan.concurrencies, "max_tokens": plan.max_tokens, "repeats": plan.repeats}
+    prompts = [prompt.model_dump() for prompt in plan.prompts]
+    runs = [asdict(batch) for batch in batches]
+    data = {"config": config, "settings": settings, "report": asdict(report), "prompts": prompts, "runs": runs}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

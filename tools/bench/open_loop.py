@@ -1,0 +1,83 @@
+"""Requests that come when they come: at a mean rate, by chance, whether or not earlier ones are answered.
+
+Each arm gets the same requests at the same moments, one arm after the other at each rate.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from serve_app.endpoint_client import ChatEndpoint, EndpointError, TimedAnswer
+from tools.bench.experiment import PLAIN, SPECULATIVE, WARM_UP_TOKENS, Prompt
+from tools.bench.latencies import Latencies, LoadPoint
+
+ARMS = {SPECULATIVE: None, PLAIN: 0}  # most draft tokens; None: as the server is configured
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is run."""
+
+    prompts: tuple[Prompt, ...]
+    rates: tuple[float, ...]  # requests a second
+    requests: int = 60  # at each rate
+    max_tokens: int = 96
+    seed: int = 0  # of the moments
+
+    @property
+    def runs(self) -> int:
+        return len(self.rates) * len(ARMS)
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Moments of a Poisson process, in seconds from the first request, which comes at once."""
+    drawn = random.Random(seed)
+    moments = [0.0]
+    while len(moments) < count:
+        moments.append(moments[-1] + drawn.expovariate(rate))
+    return moments
+
+
+async def run_sweep(endpoint: ChatEndpoint, model: str, sweep: Sweep, advance: Callable[[], None]) -> list[LoadPoint]:
+    """Rate by rate; the next run begins when all of the one before are answered. `advance` is called after each."""
+    for most in ARMS.values():
+        await endpoint.ask(model, sweep.prompts[0].question(WARM_UP_TOKENS, most))
+    points = []
+    for number, rate in enumerate(sweep.rates):
+        moments = arrivals(rate, sweep.requests, sweep.seed + number)
+        arms = list(ARMS) if number % 2 == 0 else list(reversed(ARMS))
+        for arm in arms:
+            points.append(await _run(endpoint, model, sweep, arm, rate, moments))
+            advance()
+    return points
+
+
+async def _run(
+    endpoint: ChatEndpoint, model: str, sweep: Sweep, arm: str, rate: float, moments: Sequence[float]
+) -> LoadPoint:
+    began = time.perf_counter()
+
+    async def ask(prompt: Prompt, moment: float) -> TimedAnswer | EndpointError:
+        await asyncio.sleep(moment - (time.perf_counter() - began))
+        try:
+            return await endpoint.ask(model, prompt.question(sweep.max_tokens, ARMS[arm]))
+        except EndpointError as error:
+            return error
+
+    prompts = islice(cycle(sweep.prompts), len(moments))
+    outcomes = await asyncio.gather(*(ask(*one) for one in zip(prompts, moments, strict=True)))
+    seconds = time.perf_counter() - began
+    return load_point(arm, rate, outcomes, seconds)
+
+
+def load_point(arm: str, load: float, outcomes: Sequence[TimedAnswer | EndpointError], seconds: float) -> LoadPoint:
+    """What a run of so many seconds came to; raises its first failure if nothing was answered."""
+    answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
+    if not answers:
+        raise failures[0]
+    tokens = sum(answer.tokens for answer in answers)
+    return LoadPoint(arm, load, tokens / seconds, len(answers), len(failures), Latencies.of(answers))

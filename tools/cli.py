@@ -1,0 +1,143 @@
+"""The `slipstream` command: the commands that serve, and those of the tools beside them.
+
+Modules that bring in torch or Ray are imported by the commands that need them, so that help stays quick.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from serve_app.cli.chat import ApiKey
+from serve_app.cli.main import (
+    Address,
+    ConfigPath,
+    Overrides,
+    Port,
+    Verbose,
+    app,
+    check_models_of,
+    load,
+    load_demo,
+    main,
+)
+from serve_app.cli.running import RayAddress
+from tools.drafts.command import drafts_app
+from tools.kubernetes.command import k8s_app
+from tools.planning.command import plan
+
+__all__ = ["app", "main"]
+
+UNWELL = 1  # exit status of `slipstream doctor` when a check fails
+
+app.add_typer(drafts_app, name="drafts")
+app.add_typer(k8s_app, name="k8s")
+app.command()(plan)
+
+
+@app.command()
+def bench(
+    config_path: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file; without it the demo's pair is measured.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: 24 prompts of six kinds.')
+    ] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(help="Prompts as data sets have them: JSON lines of prompts or messages, or ShareGPT."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements here.")
+    ] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", metavar="OUT", help="Write a report with curves here.")
+    ] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeatable.")] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(min=0.001, help="Instead: requests a second, which come by chance; repeatable."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Requests at each rate.")] = 60,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="How often every prompt is run.")] = 1,
+    generate: Annotated[bool, typer.Option("--generate", help="Third arm: plain Hugging Face generate.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="With --rate: an endpoint that runs already, instead of starting CONFIG.")
+    ] = None,
+    key: ApiKey = None,
+    port: Port = 0,
+    overrides: Overrides = None,
+    address: Address = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measures the same prompts and answer lengths with and without speculation, interleaved."""
+    from serve_app.demo_data import BENCH_PROMPTS
+    from tools.bench.datasets import read_dataset
+    from tools.bench.experiment import Plan, read_prompts
+    from tools.bench.reports import measure_rates, report_on_batches
+
+    console = Console()
+    asked = read_dataset(dataset) if dataset is not None else read_prompts(prompts or BENCH_PROMPTS)
+    plan = Plan(asked, tuple(concurrency or [1]), max_tokens, repeats)
+    paths = json_path, html_path
+    if url is not None:
+        measure_rates(url, key, plan, rate or [], requests, console, *paths)
+        return
+    config = load_demo(overrides, port, console) if config_path is None else load(config_path, overrides, port)
+    check_models_of(config, console, with_weights=address is None)
+    from serve_app.operations.local import serving
+    from serve_app.operations.publicity import for_this_machine
+
+    config = for_this_machine(config)
+    with serving(config, console, address=address, verbose=verbose) as served_at:
+        if rate:
+            measure_rates(served_at, key, plan, rate, requests, console, *paths)
+        else:
+            report_on_batches(served_at, config, plan, generate, console, *paths)
+
+
+@app.command()
+def trace(
+    json_path: Annotated[Path, typer.Argument(metavar="OUT", help="Chrome trace; open it at https://ui.perfetto.dev.")],
+    picture_path: Annotated[
+        Path | None, typer.Option("--gantt", metavar="OUT", help="Write an SVG picture of a window here.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Length of the window.")] = 1.0,
+    ends_before: Annotated[float, typer.Option(min=0, help="Seconds from the window's end to the latest span.")] = 0.0,
+    address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
+    ] = "auto",
+) -> None:
+    """Writes what the actors of a running Slipstream did last, span by span, and shows how long each stage took."""
+    from cluster.telemetry import spans
+    from serve_app.app import APPLICATION
+    from serve_app.operations.recordings import live_actors
+    from tools.trace import stages_table, write_trace
+
+    console = Console()
+    with console.status("Asking the replicas"):
+        actors = live_actors(address, APPLICATION)
+    found = spans(actors)
+    write_trace(found, json_path, picture_path, seconds, ends_before)
+    console.print(stages_table(found))
+    typer.echo(f"{len(found)} spans of {len(actors)} actors are in {json_path}")
+
+
+@app.command()
+def doctor(config_path: ConfigPath, overrides: Overrides = None, address: RayAddress = "auto") -> None:
+    """Examines every node of a running Ray cluster for CONFIG, and says what is wrong and what to do about it.
+
+    The exit status is 0 if all is well and 1 otherwise.
+    """
+    config = load(config_path, overrides)
+    with Console(stderr=True).status("Examining the nodes"):
+        from tools.doctor.examination import examine
+        from tools.doctor.judgement import judge
+        from tools.doctor.report import report
+
+        checks = judge(config, examine(config, address))
+    Console(soft_wrap=True).print(report(checks))
+    if any(check.faults for check in checks):
+        raise typer.Exit(UNWELL)

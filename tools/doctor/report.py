@@ -1,0 +1,19 @@
+"""What the doctor says, for a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tools.doctor.judgement import Check
+
+
+def report(checks: Sequence[Check]) -> RenderableType:
+    """A line a check, and below it whatever is wrong, each with what to do."""
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        table.add_row(check.name, "[red]wrong[/]" if check.faults else "[green]ok[/]", escape(check.seen))
+    faults = [Text(f"{check.name}: {fault}") for check in checks for fault in check.faults]
+    return Group(table, *faults)

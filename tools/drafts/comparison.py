@@ -1,0 +1,156 @@
+"""`slipstream drafts measure`: several drafts over the same texts of one target, side by side."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from actors.engine.process import use_cpu
+from actors.methods.registry import create_method
+from cluster.config import DraftPool, SlipstreamConfig
+from cluster.errors import ConfigError
+from serve_app.tables import sheet, shown
+from tools.drafts.measuring.draft_measures import BEST, DraftMeasures, measures
+from tools.drafts.measuring.draft_replay import replay
+from tools.drafts.measuring.measured_target import DecodedText, MeasuredTarget
+from tools.svg import curves
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is measured, and over what."""
+
+    drafts: dict[str, SlipstreamConfig]  # by name
+    prompts: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    tokens: int  # after each prompt
+    block_lens: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was measured."""
+
+    found: list[DraftMeasures]
+    step_s: float  # of the target, for one token
+
+
+def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[str, SlipstreamConfig]:
+    """Configurations by their files' names. Raises ConfigError where they do not serve the same target."""
+    model = configs[0].model
+    for path, config in zip(paths, configs, strict=True):
+        if (config.model.target, config.model.dtype) != (model.target, model.dtype):
+            raise ConfigError(
+                f"{path} serves {config.model.target} in {config.model.dtype}, but {paths[0]} serves {model.target} in"
+                f" {model.dtype}; drafts are compared over texts of one target"
+            )
+    names = [path.stem for path in paths]
+    return {
+        path.stem if names.count(path.stem) == 1 else str(path): config
+        for path, config in zip(paths, configs, strict=True)
+    }
+
+
+def compare(comparison: Comparison, console: Console) -> Compared:
+    """Decodes every text once, then asks every draft about all of them."""
+    first = next(iter(comparison.drafts.values()))
+    use_cpu(first.target.resources_per_rank)
+    target = MeasuredTarget(first.model, first.target.resources_per_rank, first.model.max_context)
+    prompts = [target.prompt(prompt) for prompt in comparison.prompts]
+    found = []
+    for temperature in comparison.temperatures:
+        most = max(*comparison.block_lens, *comparison.nodes)
+        asked = [
+            target.generation(index, prompt, comparison.tokens, temperature, most)
+            for index, prompt in enumerate(prompts)
+        ]
+        texts = [
+            target.decode(generation)
+            for generation in track(asked, f"temperature {temperature:g}, the target", console=console, transient=True)
+        ]
+        for name, config in comparison.drafts.items():
+            title = f"temperature {temperature:g}, {name}"
+            found.append(_measured(name, config.draft, target, texts, comparison, title, console))
+    return Compared(found, target.step_s)
+
+
+@torch.inference_mode()
+def _measured(
+    name: str,
+    draft: DraftPool,
+    target: MeasuredTarget,
+    texts: Sequence[DecodedText],
+    comparison: Comparison,
+    title: str,
+    console: Console,
+) -> DraftMeasures:
+    """By a method of its own for each temperature, which remembers nothing of the others."""
+    longest = max(comparison.block_lens)
+    largest = max(comparison.nodes)
+    setup = target.setup(draft, max(longest, largest))
+    method = create_method(draft, setup)
+    fed = [replace(text, states=rows) for text, rows in zip(texts, target.states(draft, texts), strict=True)]
+    asked = [replay(method, text, longest, largest) for text in track(fed, title, console=console, transient=True)]
+    states_bytes = 0 if setup.states is None else setup.states.row_bytes
+    temperature = texts[0].open.sampling.temperature
+    return measures(name, draft.method, temperature, asked, comparison.block_lens, comparison.nodes, states_bytes)
+
+
+# ---------------------------------------------------------------- shown
+
+
+def comparison_sheets(compared: Compared) -> list[Table]:
+    """A sheet for each temperature, a column for each draft."""
+    temperatures = dict.fromkeys(each.temperature for each in compared.found)
+    return [_sheet(compared, temperature) for temperature in temperatures]
+
+
+def _sheet(compared: Compared, temperature: float) -> Table:
+    found = [each for each in compared.found if each.temperature == temperature]
+    rows = [
+        "method",
+        "positions asked at",
+        "of them with an offer",
+        *(f"agreement, best {best}" for best in range(1, BEST + 1)),
+        *(f"tokens a verify, chain {most}" for most in found[0].chains),
+        *(f"tokens a verify, tree {most}" for most in found[0].trees),
+        "ms a drafted token",
+        "ms a tree",
+        "bytes of states a token",
+    ]
+    title = f"Temperature {temperature:g}; a step of the target takes {compared.step_s * 1e3:.1f} ms"
+    return sheet(title, rows, {each.draft: _column(each) for each in found})
+
+
+def _column(each: DraftMeasures) -> tuple[str, ...]:
+    return (
+        each.method,
+        str(each.positions),
+        f"{each.offered:.3f}",
+        *(f"{share:.3f}" for share in each.agreement),
+        *(f"{value:.2f}" for value in (*each.chains.values(), *each.trees.values())),
+        shown(None if each.token_s is None else each.token_s * 1e3),
+        shown(None if each.tree_s is None else each.tree_s * 1e3),
+        str(each.states_bytes) if each.states_bytes else "-",
+    )
+
+
+def comparison_data(compared: Compared) -> dict[str, Any]:
+    """Everything, as JSON has it."""
+    return {"target_step_s": compared.step_s, "drafts": [asdict(each) for each in compared.found]}
+
+
+def comparison_picture(compared: Compared) -> str:
+    """Tokens a verify over the size of a block, as SVG."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each in compared.found:
+        name = f"{each.draft}, T {each.temperature:g}"
+        lines[f"{name}, chain"] = [(float(most), value) for most, value in each.chains.items()]
+        lines[f"{name}, tree"] = [(float(most), value) for most, value in each.trees.items()]
+    return curves(lines, {"plain decoding": 1.0}, "tokens of a block", "tokens a verify", (960, 480))

@@ -1,0 +1,167 @@
+"""The RayService: the Serve application, the head, and a worker group each for targets, drafters and routers. Pure."""
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.trust.roles import PeerRole
+from cluster.trust.trust_options import TrustConfig
+from serve_app.declaration import application, serve_file
+from serve_app.http.access.proxy_words import PROXY_ENVIRONMENT
+from serve_app.operations.draining import RAY_DRAIN, drain_s
+from tools.kubernetes.pod_templates import (
+    CLAIM,
+    MODELS,
+    NAME,
+    UNPRIVILEGED,
+    WRITABLE,
+    Json,
+    container,
+    template,
+)
+from tools.kubernetes.pool_groups import (
+    POOL_LABEL,
+    ROUTER_CPUS,
+    WorkerGroup,
+    grace_s,
+    pool_labels,
+    scales,
+    worker_groups,
+)
+
+RAY_VERSION = "2.60.0"  # of the image
+HTTP_PORT = 8000  # KubeRay's probes ask Serve's proxy there
+WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
+HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
+TOKEN_SECRET = f"{NAME}-token"  # its key is the name of trust.token_file
+OBJECT_STORE_BYTES = 1 << 28  # nothing large passes through it
+
+
+def ray_service(config: SlipstreamConfig, image: str) -> Json:
+    """The custom resource that KubeRay makes a Ray cluster and a Serve application of."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {
+            "name": NAME,
+            # Starting a pool may mean a new node, a large image and more than a hundred gigabytes of weights.
+            "annotations": {"ray.io/initializing-timeout": "60m"},
+        },
+        "spec": {
+            # A change below rayClusterConfig would start a second cluster, with every GPU a second time.
+            "upgradeStrategy": {"type": "None"},
+            "rayClusterDeletionDelaySeconds": 600,
+            # A stream that came in through the head's proxy would end with the head.
+            "excludeHeadPodFromServeSvc": True,
+            "serveConfigV2": yaml.safe_dump(serve_config(config), sort_keys=False, width=120),
+            "rayClusterConfig": _cluster(config, image),
+        },
+    }
+
+
+def serve_config(config: SlipstreamConfig) -> Json:
+    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them.
+
+    A pod has room for one router, so an update ends each one before it starts the next.
+    """
+    options = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
+    router = {"ray_actor_options": options, "max_surge_percent": 0}
+    ours = application(in_pods(config), NAME, more={"Router": router})
+    return serve_file([ours], {"keep_alive_timeout_s": config.server.keep_alive_s})
+
+
+def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:
+    """The configuration as the application is given it: without what is of no use in a pod, with each pool's label."""
+    given: Json = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
+    )
+    for pool, resources in (("target", "resources_per_rank"), ("draft", "resources")):
+        given.setdefault(pool, {}).setdefault(resources, {})["labels"] = pool_labels(pool, config)
+    return validated(given)
+
+
+def _cluster(config: SlipstreamConfig, image: str) -> Json:
+    groups = [_worker_group(group, config, image) for group in worker_groups(config)]
+    return {
+        "rayVersion": RAY_VERSION,
+        # A token on Ray's own ports; KubeRay makes the secret and gives it to every pod.
+        "authOptions": {"mode": "token"},
+        **(_autoscaler() if scales(config) else {}),
+        "headGroupSpec": _head(config, image),
+        "workerGroupSpecs": groups,
+    }
+
+
+def _autoscaler() -> Json:
+    options = {
+        "version": "v2",  # which knows labels
+        "securityContext": dict(UNPRIVILEGED),
+        "volumeMounts": list(WRITABLE),
+        "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+    }
+    return {"enableInTreeAutoscaling": True, "autoscalerOptions": options}
+
+
+def _head(config: SlipstreamConfig, image: str) -> Json:
+    pods = config.kubernetes.head
+    env = {
+        RAY_DRAIN: "0",  # nothing runs there that could finish, and Ray's 30 s are all that Kubernetes waits
+        **PROXY_ENVIRONMENT,
+    }
+    return {
+        # No replica on the head: its loss must cost no session.
+        "rayStartParams": {"num-cpus": "0"},
+        "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
+    }
+
+
+def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> Json:
+    env = {
+        "HF_HOME": MODELS,
+        # The weights are on the volume; a replica that misses one fails at once instead of downloading it.
+        "HF_HUB_OFFLINE": "1",
+        RAY_DRAIN: str(drain_s(config)),
+        **PROXY_ENVIRONMENT,
+    }
+    main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
+    main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
+    volumes: list[Json] = [{"name": "models", "persistentVolumeClaim": {"claimName": CLAIM, "readOnly": True}}]
+    for folder, secret in _trust_secrets(config.trust, group.role):
+        main["volumeMounts"].append({"name": secret, "mountPath": folder, "readOnly": True})
+        volumes.append({"name": secret, "secret": {"secretName": secret, "defaultMode": 0o440}})
+    more: dict[str, Any] = {"automountServiceAccountToken": False, "terminationGracePeriodSeconds": grace_s(config)}
+    if group.is_spread:
+        more["topologySpreadConstraints"] = [_over_nodes(group.name)]
+    made = {
+        "groupName": group.name,
+        "labels": dict(group.labels),
+        "replicas": group.least,
+        "minReplicas": group.least,
+        "maxReplicas": group.most,
+        "rayStartParams": {"num-cpus": str(group.cpus), "object-store-memory": str(OBJECT_STORE_BYTES)},
+        "template": template(main, group.pods, volumes, **more),
+    }
+    if scales(config) and group.idle_s is not None:
+        made["idleTimeoutSeconds"] = group.idle_s
+    return made
+
+
+def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, str]]:
+    """Folder and name of each secret by which a pod is known. Whole folders: the kubelet renews no single file."""
+    if trust.certificates is not None:
+        yield trust.certificates.replace("{role}", role.value), f"{NAME}-{role.value}"
+    if trust.token_file is not None:
+        yield str(PurePosixPath(trust.token_file).parent), TOKEN_SECRET
+
+
+def _over_nodes(group: str) -> Json:
+    """Two routers on one node would be lost together."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/name": NAME, "ray.io/group": group}},
+    }

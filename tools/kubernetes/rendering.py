@@ -1,0 +1,135 @@
+"""Renders all manifests of one deployment from its configuration."""
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError
+from serve_app.operations.publicity import is_guarded, missing_keys
+from tools.kubernetes.pod_templates import Json
+from tools.kubernetes.ray_service import HTTP_PORT, TOKEN_SECRET, ray_service
+from tools.kubernetes.weights_volume import weights_volume
+
+OVERLAYS = Path("../..")  # from an overlay of the repository to the manifests that all overlays share
+SELF_CONTAINED = Path()  # a folder that holds its own copy of them
+TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # below the root, for the secret hides what is in its folder
+
+
+def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[str, ...]:
+    """Writes the manifests of `config` to `folder` and returns the names of the files.
+
+    In an overlay of the repository, they refer to its base and components. In any other folder, the parts that they
+    need are copied in from the installed package. `source` names the configuration in each file's first line.
+    """
+    is_overlay = (folder / OVERLAYS / "base" / "kustomization.yaml").is_file()
+    texts = rendered(config, source, OVERLAYS if is_overlay else SELF_CONTAINED)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if is_overlay:
+        return tuple(texts)
+    parts = ["base", *[f"components/{name}" for name in config.kubernetes.components]]
+    with as_file(files("k8s")) as manifests:
+        for part in parts:
+            shutil.copytree(manifests / part, folder / part, dirs_exist_ok=True)
+    return (*texts, *parts)
+
+
+def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> Mapping[str, str]:
+    """Renders the manifests by file name; `shared` is the way from their folder to base and components."""
+    check(config)
+    image = config.kubernetes.image
+    assert image is not None, "checked"
+    documents = {
+        "models.yaml": weights_volume(config, image),
+        "rayservice.yaml": [ray_service(config, image)],
+        "kustomization.yaml": [_kustomization(config, shared)],
+    }
+    return {name: _text(parts, source) for name, parts in documents.items()}
+
+
+def check(config: SlipstreamConfig) -> None:
+    """Raises ConfigError with one line for each key that would not do on Kubernetes."""
+    faults = [*_general_faults(config), *_pool_faults(config)]
+    if faults:
+        raise ConfigError("wrong configuration for Kubernetes\n  " + "\n  ".join(faults))
+
+
+def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
+    if config.kubernetes.image is None:
+        yield "kubernetes.image is missing: name the image that k8s/images/Dockerfile builds"
+    if config.trust.is_off:
+        yield (
+            "trust has neither certificates nor a token_file, and pods reach each other over the network; name one, or"
+            " say trust.insecure: true"
+        )
+    folder = config.trust.certificates
+    if folder is not None and (not folder.startswith("/") or "{role}" not in folder):
+        yield (
+            f"trust.certificates is {folder}, expected an absolute path with {{role}}, where each pod mounts the secret"
+            " of its own role; use /etc/slipstream/{role}"
+        )
+    token_file = config.trust.token_file
+    if token_file is not None and not TOKEN_FILE.fullmatch(token_file):
+        yield (
+            f"trust.token_file is {token_file}, expected an absolute path in a folder of its own, where each pod mounts"
+            f" the secret {TOKEN_SECRET}; use /etc/slipstream/token/tokens"
+        )
+    if not is_guarded(config.server):
+        yield f"pods are reached over the network, and {missing_keys()}"
+    if config.server.port != HTTP_PORT:
+        yield f"server.port is {config.server.port}, expected {HTTP_PORT}, where KubeRay's probes ask; leave it out"
+
+
+def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
+    """KubeRay's autoscaler reads of a group only CPUs, GPUs and labels, and adds no pod for what asks for more."""
+    pools = {"target.resources_per_rank": config.target.resources_per_rank, "draft.resources": config.draft.resources}
+    for section, resources in pools.items():
+        if resources.accelerator_type is not None:
+            yield (
+                f"{section}.accelerator_type is {resources.accelerator_type}, for which Ray's autoscaler adds no pod;"
+                f" use {section}.labels: {{ray.io/accelerator-type: {resources.accelerator_type}}}, which it knows,"
+                " and the node_selector of the pool's pods below kubernetes"
+            )
+        if resources.custom:
+            yield (
+                f"{section}.custom has {', '.join(resources.custom)}, for which Ray's autoscaler adds no pod;"
+                f" use {section}.labels"
+            )
+        if "pool" in resources.labels:
+            yield f"{section}.labels has a label pool, which each pool's group is given here; leave it out"
+
+
+def _kustomization(config: SlipstreamConfig, shared: Path) -> Json:
+    made: Json = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [(shared / "base").as_posix(), "models.yaml", "rayservice.yaml"],
+    }
+    if config.kubernetes.components:
+        made["components"] = [(shared / "components" / name).as_posix() for name in config.kubernetes.components]
+    return made
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as such, and what is used twice in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _text(documents: Iterable[Json], source: str) -> str:
+    head = f"# Written by `slipstream k8s render {source}`. Change the configuration, not this file.\n"
+    return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)

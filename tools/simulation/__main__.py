@@ -1,0 +1,65 @@
+"""Runs the simulator by itself: `random_scenarios` for fault schedules by the thousand, `scale` for a large fleet.
+
+A seed that fails is printed with what did not hold, and is the whole of what is needed to run it again.
+"""
+
+import argparse
+import gc
+import time
+
+from cluster.costs import CostModel, DraftCost, ForwardCost
+from tools.simulation.oracle import DraftQuality
+from tools.simulation.random_scenario import random_scenario
+from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
+from tools.simulation.workload import ClosedLoop, Workload
+from tools.simulation.world import World
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.simulation", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    random_scenarios = commands.add_parser("random_scenarios", help="random fault schedules")
+    random_scenarios.add_argument("--count", type=int, default=3000)
+    random_scenarios.add_argument("--first", type=int, default=0, help="seed of the first one")
+    random_scenarios.set_defaults(run=_random_scenarios)
+    scale = commands.add_parser("scale", help="one run of a large fleet")
+    scale.add_argument("--targets", type=int, default=200)
+    scale.add_argument("--drafters", type=int, default=800)
+    scale.add_argument("--sessions", type=int, default=20_000, help="all at once, of 64 tokens each")
+    scale.add_argument("--mode", type=Mode, default=Mode.DRAFT_AHEAD, help=", ".join(mode.value for mode in Mode))
+    scale.set_defaults(run=_scale)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+def _random_scenarios(arguments: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    failed = 0
+    for seed in range(arguments.first, arguments.first + arguments.count):
+        try:
+            World(random_scenario(seed)).run()
+        except AssertionError as error:
+            failed += 1
+            print(f"seed {seed}: {error}")
+    print(f"{arguments.count} random scenarios, {failed} failed, {time.perf_counter() - began:.1f} s")
+    raise SystemExit(failed > 0)
+
+
+def _scale(arguments: argparse.Namespace) -> None:
+    costs = CostModel(
+        target=ForwardCost.linear(0.02, per_token_s=0.00002),
+        draft=DraftCost(forward=ForwardCost.linear(0.002, 0.00005)),
+    )
+    load = Workload(ClosedLoop(arguments.sessions), arguments.sessions)
+    fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
+    gc.disable()  # a run makes no cycles, and looking for some among millions of objects takes its time
+    began = time.perf_counter()
+    cpu = time.process_time()
+    report = World(Setting(costs, SpeculationSetting(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
+    print(report)
+    print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
+    gc.freeze()  # what is left goes with the process: to take it apart object by object takes seconds
+
+
+if __name__ == "__main__":
+    main()

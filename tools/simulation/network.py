@@ -1,0 +1,296 @@
+"""Simulated processes and the streams between them, with the guarantees of gRPC and no others.
+
+A process may hang and hears afterwards what came meanwhile, or die. A stream delivers frames, everything that was sent
+to one peer at one moment, in order, until it breaks; what is under way then is lost, and either side hears of it in its
+own time. The weather is worse than gRPC allows, because the schedulers promise to stand it: between drafters and
+targets frames may be lost, doubled and reordered; those of a router may be doubled, and what a peer sent on a stream
+that is broken may still reach it.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from protos.messages import Hello, LiveSession, Message
+from tools.simulation.clock import Clock, Happening
+
+REDIAL_S = 0.05
+KEEPALIVE_S = 5.0  # after so long a hanging peer is given up
+SLOWNESS = 10.0
+
+Frame = Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What becomes of frames beyond what streams promise."""
+
+    lost: float = 0.0  # share of frames between drafters and targets
+    doubled: float = 0.0  # of all frames
+    late_s: float = 0.0  # a frame between drafter and target takes up to this longer, each its own time
+    ghosts: bool = False  # what was sent to a router on a stream that is broken arrives nevertheless
+
+    def __post_init__(self) -> None:
+        assert self.lost + self.doubled <= 1, "shares add up to more than everything"
+
+
+CALM = Weather()
+
+
+class Process:
+    """Something that hears, unless it hangs or is dead."""
+
+    def __init__(self, address: str, clock: Clock) -> None:
+        self.address = address
+        self.clock = clock
+        self.alive = True
+        self.hangs = False
+        self.links: list[SimulatedLink] = []  # at either end
+        self._missed: list[Happening] = []
+        self._stalled_until = 0.0
+        self._slow_until = 0.0
+        self._slowness = 1.0
+
+    def hear(self, happen: Happening) -> None:
+        if self.hangs:
+            self._missed.append(happen)
+        elif self.alive:
+            happen()
+
+    def after(self, delay: float, happen: Happening) -> None:
+        """Something that the process does later, if it can then."""
+        self.clock.after(delay, partial(self.hear, happen))
+
+    def die(self) -> None:
+        self.alive = False
+        self.hangs = False
+        self._missed.clear()
+        for link in list(self.links):
+            link.cut()
+
+    def hang(self, seconds: float) -> None:
+        self.hangs = True
+        self.clock.after(seconds, self._wake)
+        self.clock.after(KEEPALIVE_S, self._is_given_up)
+
+    def stall(self, seconds: float) -> None:
+        """What it computes from now on is not done before then; it hears all the same."""
+        self._stalled_until = self.clock.now + seconds
+
+    def slow_down(self, seconds: float) -> None:
+        """What it computes takes so many times as long for a while."""
+        self._slow_until = self.clock.now + seconds
+        self._slowness = SLOWNESS
+
+    @property
+    def slowness(self) -> float:
+        """By how much a computation that begins now takes longer."""
+        return self._slowness if self.clock.now < self._slow_until else 1.0
+
+    @property
+    def stalls_s(self) -> float:
+        """How long a computation that begins now stands still first."""
+        return max(0.0, self._stalled_until - self.clock.now)
+
+    def _wake(self) -> None:
+        self.hangs = False
+        missed = self._missed
+        self._missed = []
+        for happen in missed:
+            self.hear(happen)
+
+    def _is_given_up(self) -> None:
+        if self.hangs:
+            for link in list(self.links):
+                link.cut()
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a process is dialled: what it does with a caller's stream."""
+
+    process: Process
+    up: Callable[[Hello, "Wire"], str]  # returns its name for the stream
+    frame: Callable[[str, Frame], None]
+    down: Callable[[str], None]
+
+
+class _Stream:
+    """One life of a link."""
+
+    def __init__(self) -> None:
+        self.cut = False
+        self.name: str | None = None  # the server's name for it, from its greeting to its end
+        self.out: Wire | None = None
+
+
+class Wire:
+    """One direction of a stream."""
+
+    def __init__(
+        self, network: "Network", stream: _Stream, to: Process, hear: Callable[[Frame], None], ordered: bool
+    ) -> None:
+        self._clock = network.clock
+        self._delays = network.delays(ordered)
+        self._haunted = ordered and network.weather.ghosts
+        self._stream = stream
+        self._to = to
+        self._hear = hear
+        self._frame: list[Message] = []
+        self._frame_at = -1.0
+
+    def put(self, message: Message) -> None:
+        """Into the frame of this moment."""
+        now = self._clock.now
+        if self._frame_at == now:
+            self._frame.append(message)
+            return
+        frame = [message]
+        self._frame = frame
+        self._frame_at = now
+        for delay in self._delays():
+            self._clock.after(delay, partial(self._arrive, frame))
+
+    def _arrive(self, frame: list[Message]) -> None:
+        if frame is self._frame:
+            self._frame_at = -1.0  # with no delay at all, what is sent now is another frame
+        if not self._stream.cut or self._haunted:
+            self._to.hear(partial(self._hear, frame))
+
+
+class SimulatedLink:
+    """A stream that is dialled again whenever it breaks, until it is closed."""
+
+    def __init__(
+        self,
+        network: "Network",
+        client: Process,
+        door: Door,
+        live: Callable[[], Sequence[LiveSession]],
+        on_up: Callable[[], None],
+        on_frame: Callable[[Frame], None],
+        on_down: Callable[[], None],
+        ordered: bool = True,
+    ) -> None:
+        self.client = client
+        self.server = door.process
+        self.is_up = False
+        self._network = network
+        self._door = door
+        self._live = live
+        self._ordered = ordered
+        self._haunted = ordered and network.weather.ghosts
+        self._on_up = on_up
+        self._on_frame = on_frame
+        self._on_down = on_down
+        self._closed = False
+        self._stream: _Stream | None = None  # none while nothing is dialled
+        client.links.append(self)
+        self.server.links.append(self)
+        self._dial()
+
+    def send(self, message: Message) -> None:
+        """A message for a peer that is down is void."""
+        if self.is_up:
+            assert self._stream is not None
+            assert self._stream.out is not None
+            self._stream.out.put(message)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._closed = True
+        self.client.links.remove(self)
+        self.server.links.remove(self)
+        if self._stream is not None:
+            self._client_sees_end(self._stream)
+
+    def cut(self) -> None:
+        """The network breaks the stream: nothing more arrives, and both ends hear of it, each in its own time."""
+        stream = self._stream
+        if stream is None:
+            return
+        stream.cut = True
+        self.client.after(self._network.notice_s(), partial(self._client_sees_end, stream))
+        self.server.after(self._network.notice_s(), partial(self._server_sees_end, stream))
+
+    # ------------------------------------------------------------ life of a stream
+
+    def _dial(self) -> None:
+        if self._closed or not self.server.alive:
+            return
+        self._stream = stream = _Stream()
+        hello = Hello(self.client.address, "", "", tuple(self._live()))
+        self.server.after(self._network.hop_s, partial(self._greet, stream, hello))
+
+    def _greet(self, stream: _Stream, hello: Hello) -> None:
+        if stream.cut:
+            return
+        back = Wire(self._network, stream, self.client, partial(self._client_hears, stream), self._ordered)
+        stream.name = self._door.up(hello, back)
+        self.client.after(self._network.hop_s, partial(self._welcome, stream))
+
+    def _welcome(self, stream: _Stream) -> None:
+        if stream.cut or stream is not self._stream:
+            return
+        stream.out = Wire(self._network, stream, self.server, partial(self._server_hears, stream), self._ordered)
+        self.is_up = True
+        self._on_up()
+
+    def _client_sees_end(self, stream: _Stream) -> None:
+        if stream is not self._stream:
+            return
+        if not stream.cut:
+            stream.cut = True
+            self.server.after(self._network.notice_s(), partial(self._server_sees_end, stream))
+        self._stream = None
+        if self.is_up:
+            self.is_up = False
+            self._on_down()
+        self.client.after(REDIAL_S, self._dial)
+
+    def _server_sees_end(self, stream: _Stream) -> None:
+        if stream.name is not None:
+            name = stream.name
+            stream.name = None
+            self._door.down(name)
+
+    # ------------------------------------------------------------ frames
+
+    def _client_hears(self, stream: _Stream, frame: Frame) -> None:
+        if (self.is_up and stream is self._stream) or self._haunted:
+            self._on_frame(frame)
+
+    def _server_hears(self, stream: _Stream, frame: Frame) -> None:
+        if stream.name is not None:
+            self._door.frame(stream.name, frame)
+
+
+class Network:
+    """How long messages take."""
+
+    def __init__(self, clock: Clock, hop_s: float, weather: Weather, rng: random.Random) -> None:
+        self.clock = clock
+        self.hop_s = hop_s
+        self.weather = weather
+        self._rng = rng
+
+    def notice_s(self) -> float:
+        """From the break of a stream to when one end hears of it."""
+        return self._rng.uniform(self.hop_s, 4 * self.hop_s)
+
+    def delays(self, ordered: bool) -> Callable[[], list[float]]:
+        """For each frame of a wire, when its copies arrive."""
+        if self.weather == CALM:
+            once = [self.hop_s]
+            return lambda: once
+        return self._ordered_delays if ordered else self._stormy_delays
+
+    def _ordered_delays(self) -> list[float]:
+        return [self.hop_s] * (1 + (self._rng.random() < self.weather.doubled))
+
+    def _stormy_delays(self) -> list[float]:
+        lost = self.weather.lost
+        doubled = self.weather.doubled
+        copies = self._rng.choices((0, 1, 2), weights=(lost, 1 - lost - doubled, doubled))[0]
+        return [self.hop_s + self._rng.uniform(0.0, self.weather.late_s) for _ in range(copies)]

@@ -1,0 +1,217 @@
+"""A simulated drafter: the real scheduler and search ahead, with a drafting method that asks the oracle and costs time.
+
+The counterpart of `actors/drafter.py`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from cluster.costs import DraftCost
+from cluster.dispatch import Send, stream_name
+from cluster.drafting.ahead import AheadSearch, proposals
+from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.method import tell
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.timing.forward_time import ForwardTime
+from protos.messages import DraftRequest, Hello, Open
+from protos.values import value
+from tools.simulation.network import Door, Frame, Process, SimulatedLink, Wire
+from tools.simulation.oracle import OracleMethod
+
+
+@value
+class _Forward:
+    """A forward, or several that nothing comes between, and how many tokens its blocks had before it."""
+
+    began_s: float
+    ends_s: float
+    before: tuple[tuple[BlockDraft, int], ...] = ()
+
+    def undo(self) -> None:
+        for draft, tokens in self.before:
+            del draft.drafted[tokens:]
+
+
+@value
+class _Pass:
+    """A drafting pass under way, whose result is known from its beginning."""
+
+    began_s: float
+    ready_s: float  # when its first forward begins
+    forwards: tuple[_Forward, ...]
+    blocks: tuple[Proposal, ...] = ()  # of one that nothing interrupts
+    search: AheadSearch[BlockDraft] | None = None  # of one ahead
+
+    @property
+    def ends_s(self) -> float:
+        return self.forwards[-1].ends_s if self.forwards else self.ready_s
+
+    @property
+    def proposals(self) -> Sequence[Proposal]:
+        return self.blocks if self.search is None else proposals(self.search.drafts)
+
+    def interrupted(self, now: float) -> "_Pass":
+        """It ends after the forward that is under way, with what there is by then."""
+        made = tuple([forward for forward in self.forwards if forward.began_s < now])
+        for forward in reversed(self.forwards[len(made) :]):
+            forward.undo()
+        return replace(self, forwards=made)
+
+
+class SimulatedDrafter:
+    """The drafting loop. `dial` opens a link to a target, `limit` is the most sessions of one pass."""
+
+    def __init__(
+        self,
+        process: Process,
+        scheduler: DraftScheduler,
+        method: OracleMethod,
+        cost: DraftCost,
+        limit: int,
+        dial: Callable[["SimulatedDrafter", str], SimulatedLink],
+    ) -> None:
+        self.process = process
+        self.scheduler = scheduler
+        self.busy_s = 0.0
+        self._method = method
+        self._cost = cost
+        self._limit = limit
+        self._dial = dial
+        self._routers: dict[str, Wire] = {}  # by stream
+        self._targets: dict[str, SimulatedLink] = {}  # by address
+        self._streams: Counter[str] = Counter()
+        self._pass: _Pass | None = None
+        self._is_leaving = False
+        self._forward_time = ForwardTime()  # of those ahead
+        self.door = Door(process, self._router_up, self.receive, self._router_down)
+
+    def draft_noise(self, seconds: float) -> None:
+        """From now on, for so long."""
+        self._method.is_noise = True
+        self.process.after(seconds, self._recover)
+
+    def leave(self, within_s: float, over: Callable[[], None]) -> None:
+        """Ends as planned after `within_s`; `over` is called then."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._send(self.scheduler.leave())
+            self.process.after(within_s, self.process.die)
+            self.process.clock.after(within_s, over)
+
+    def _recover(self) -> None:
+        self._method.is_noise = False
+
+    # ------------------------------------------------------------ the loop
+
+    def _go_on(self) -> None:
+        """Begins a pass if there is something to draft; what is wanted for sure interrupts drafting ahead."""
+        if self._pass is not None:
+            is_ahead = self._pass.search is not None
+            if is_ahead and (self.scheduler.has_requests or self.scheduler.is_ahead_vain):
+                self._begin(self._pass.interrupted(self.process.clock.now))
+            return
+        drafting = self.scheduler.next_pass(self._limit, self._limit)
+        tell(self._method, drafting.news)
+        if drafting.news.closed:
+            self._drop_unused_targets()
+        if drafting.requests:
+            self._begin(self._now(drafting.requests))
+        elif drafting.ahead:
+            self._begin(self._ahead(drafting.ahead))
+
+    def _now(self, requests: Sequence[DraftRequest]) -> _Pass:
+        blocks = self._method.draft(requests)
+        longest = max(block.tree.depth for block in blocks)
+        began_s = self.process.clock.now
+        ready_s = began_s + self._per_pass_s
+        ends_s = ready_s + self._cost.forwards(longest) * self._forward_s(len(requests), longest)
+        return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
+
+    def _ahead(self, requests: Sequence[AheadRequest]) -> _Pass:
+        """The search that drafters go through, at the times at which they would."""
+        search = AheadSearch(self._method, requests, self._forward_time, never)
+        began_s = self.process.clock.now
+        ready_s = began_s + self._per_pass_s
+        forwards: list[_Forward] = []
+        now = ready_s
+        while chosen := search.choose(now):
+            before = tuple([(draft, len(draft.drafted)) for draft in chosen])
+            seconds = self._forward_s(len(chosen), max(draft.missing for draft in chosen))
+            search.extended(chosen, self._method.extend(chosen, never), seconds)
+            forwards.append(_Forward(now, now + seconds, before))
+            now += seconds
+        return _Pass(began_s, ready_s, tuple(forwards), search=search)
+
+    @property
+    def _per_pass_s(self) -> float:
+        return self.process.stalls_s + self.process.slowness * self._cost.per_pass_s
+
+    def _forward_s(self, rows: int, tokens: int) -> float:
+        return self.process.slowness * self._cost.forward_s(rows, tokens)
+
+    def _begin(self, drafting: _Pass) -> None:
+        """Also the same pass anew, with less to do."""
+        self._pass = drafting
+        self.process.after(drafting.ends_s - self.process.clock.now, partial(self._end, drafting))
+
+    def _end(self, drafting: _Pass) -> None:
+        if drafting is not self._pass:
+            return  # it was interrupted
+        self.busy_s += drafting.ends_s - drafting.began_s
+        self._send(self.scheduler.proposed(drafting.proposals, self.process.clock.now))
+        self._pass = None
+        self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for receiver, message in sends:
+            if wire := self._routers.get(receiver):
+                wire.put(message)
+            elif link := self._targets.get(receiver):
+                link.send(message)
+
+    # ------------------------------------------------------------ streams
+
+    def _router_up(self, hello: Hello, wire: Wire) -> str:
+        self._streams[hello.peer_id] += 1
+        stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
+        self._routers[stream] = wire
+        self.scheduler.receive(stream, hello, self.process.clock.now)
+        self._go_on()
+        return stream
+
+    def receive(self, peer: str, frame: Frame) -> None:
+        """What a router or a target has for this drafter at one moment."""
+        for message in frame:
+            sends = self.scheduler.receive(peer, message, self.process.clock.now)
+            if isinstance(message, Open):
+                self._connect(message.target_address)
+            self._send(sends)
+        self._go_on()
+
+    def _router_down(self, stream: str) -> None:
+        self.scheduler.gone(stream)
+        del self._routers[stream]
+        self._go_on()
+
+    def _connect(self, address: str) -> None:
+        if address not in self._targets:
+            self._targets[address] = self._dial(self, address)
+
+    def _drop_unused_targets(self) -> None:
+        for address in sorted(self._targets.keys() - self.scheduler.targets):
+            self._targets.pop(address).close()
+
+    def target_up(self, address: str) -> None:
+        self._send(self.scheduler.connected(address))
+        self._go_on()
+
+    def target_down(self, address: str) -> None:
+        self.scheduler.gone(address)
+
+
+def never() -> bool:
+    """A search is run whole, and cut where it turns out to have been interrupted."""
+    return False

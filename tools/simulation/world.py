@@ -1,0 +1,300 @@
+"""One simulated run: builds the system, runs the workload with its faults, and checks what is left.
+
+Ledgers, schedulers, pacing and routing are the real ones; see the other modules of this package for what is not.
+"""
+
+import gc
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from cluster.drafting.following import DrafterLimits
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.routing.session import Generation, Session
+from cluster.verification.bounds import VerificationLimits
+from cluster.verification.scheduler import VerificationScheduler
+from protos.messages import Acceptance, Sampling
+from tools.simulation.checks import check_drafter, check_specification, check_target, check_texts
+from tools.simulation.clock import Clock
+from tools.simulation.faults import Fault, Kind, Role
+from tools.simulation.network import Network, Process, SimulatedLink
+from tools.simulation.oracle import STOP, VOCABULARY, OracleMethod, Script, script
+from tools.simulation.report import Arrival, Commit, SimulationReport, median, share_met, steady_rate, sums
+from tools.simulation.setting import Mode, Setting
+from tools.simulation.simulated_drafter import SimulatedDrafter
+from tools.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
+from tools.simulation.simulated_target import OracleEngine, SimulatedTarget
+from tools.simulation.workload import ClosedLoop
+
+TICKET_KEY = b"no secret here"
+Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector, which would walk through the whole world again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the warnings of real parts: what is lost in a simulation is no news."""
+    log = logging.getLogger("cluster")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+class World:
+    """Runs one setting, once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.clock = Clock()
+        self._rng = random.Random(f"world {setting.seed}")
+        self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # the same arrivals, whoever serves them
+        self._network = Network(self.clock, setting.costs.hop_s, setting.fault_plan.weather, self._rng)
+        self.scripts: dict[str, Script] = {}  # by session
+        self.over: list[SimulatedAssignment] = []
+        self.abandoned: list[SimulatedAssignment] = []  # whose router died
+        self._commits: list[Commit] = []
+        self._process_count: Counter[str] = Counter()
+        self._begun = 0
+        self.targets: list[SimulatedTarget] = []
+        self.drafters: list[SimulatedDrafter] = []
+        self.routers: list[SimulatedRouter] = []
+        self._doors: dict[str, SimulatedTarget] = {}  # every target there ever was, by address
+        fleet = setting.fleet
+        for role, size in ((Role.TARGET, fleet.targets), (Role.DRAFTER, fleet.drafters), (Role.ROUTER, fleet.routers)):
+            for _ in range(size):
+                self._add(role)
+
+    def run(self) -> SimulationReport:
+        """Until nothing is due any more; raises AssertionError when anything that must hold does not."""
+        for fault in self.setting.fault_plan.faults:
+            self.clock.at(fault.at_s, partial(self._strike, fault))
+        self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up by then
+        with _uncollected(), _unlogged():
+            happened = self.clock.run()
+        self._check()
+        return self._report(happened)
+
+    # ------------------------------------------------------------ processes
+
+    def _process(self, role: Role) -> Process:
+        self._process_count[role.value] += 1
+        return Process(f"{role.value}-{self._process_count[role.value]}", self.clock)
+
+    def _add(self, role: Role) -> None:
+        """Another process of this role, which its peers come to know."""
+        if role is Role.TARGET:
+            self._add_target()
+        elif role is Role.DRAFTER:
+            self._add_drafter()
+        else:
+            self._add_router()
+
+    def _add_target(self) -> None:
+        fleet = self.setting.fleet
+        limits = VerificationLimits(
+            vocabulary=VOCABULARY,
+            max_context=self._max_len,
+            max_sessions=fleet.sessions_per_target,
+            max_step_tokens=fleet.step_tokens,
+            pages=fleet.pages_per_target,
+            page_size=fleet.page_size,
+        )
+        engine = OracleEngine(self.scripts, limits.page_size)
+        scheduler = VerificationScheduler(limits, self.setting.speculation.pacing, self.setting.costs.target)
+        made = SimulatedTarget(self._process(Role.TARGET), scheduler, engine, self.setting.costs)
+        self.targets.append(made)
+        self._doors[made.process.address] = made
+        for router in self.routers:
+            router.connect_target(self._network, made.door)
+
+    def _add_drafter(self) -> None:
+        setting = self.setting
+        limits = DrafterLimits(VOCABULARY, self._max_len, setting.fleet.sessions_per_drafter)
+        cost = setting.costs.draft
+        method = OracleMethod(self.scripts, setting.speculation.draft, cost.tokens_per_forward)
+        made = SimulatedDrafter(
+            self._process(Role.DRAFTER),
+            DraftScheduler(limits, setting.speculation.mode is Mode.DRAFT_AHEAD, method.shapes),
+            method,
+            cost,
+            limits.max_sessions,
+            self._dial_target,
+        )
+        self.drafters.append(made)
+        for router in self.routers:
+            router.connect_drafter(self._network, made.door)
+
+    def _add_router(self) -> None:
+        made = SimulatedRouter(
+            self._process(Role.ROUTER), self.setting.fleet.target_wait_s, self._note_commit, self._note_over
+        )
+        self.routers.append(made)
+        for target in self.targets:
+            made.connect_target(self._network, target.door)
+        for drafter in self.drafters:
+            made.connect_drafter(self._network, drafter.door)
+
+    def _dial_target(self, drafter: SimulatedDrafter, address: str) -> SimulatedLink:
+        return SimulatedLink(
+            self._network,
+            drafter.process,
+            self._doors[address].door,
+            live=list,
+            on_up=partial(drafter.target_up, address),
+            on_frame=partial(drafter.receive, address),
+            on_down=partial(drafter.target_down, address),
+            ordered=False,
+        )
+
+    # ------------------------------------------------------------ load
+
+    @property
+    def _max_len(self) -> int:
+        return self.setting.load.prompt_tokens + self.setting.load.new_tokens
+
+    def _begin_load(self) -> None:
+        load = self.setting.load
+        if isinstance(load.arrivals, ClosedLoop):
+            self._begin_due(load.arrivals)
+            return
+        for after_s in load.arrivals.times(load.sessions, self._arrivals_rng):
+            self.clock.after(after_s, self._begin_session)
+
+    def _begin_session(self) -> None:
+        index = self._begun
+        self._begun = self._begun + 1
+        name = f"s{index}"
+        self.scripts[name] = script(self.setting.load, self.setting.seed, index)
+        self.routers[index % len(self.routers)].generate(Session(self._generation(name), TICKET_KEY))
+
+    def _generation(self, name: str) -> Generation:
+        text = self.scripts[name]
+        return Generation(
+            session=name,
+            prompt=text.prompt,
+            max_len=text.max_len,
+            stop_ids=(STOP,),
+            sampling=Sampling(temperature=0.0),
+            seed=self._rng.getrandbits(64),
+            draft_seed=self._rng.getrandbits(64),
+            choice=0,
+            hash_key=self._rng.getrandbits(64),
+            acceptance=Acceptance.COUPLED,
+            max_draft_tokens=self.setting.speculation.block_len,
+        )
+
+    def _note_commit(self, tokens: int) -> None:
+        self._commits.append(Commit(self.clock.now, tokens))
+
+    def _note_over(self, assignment: SimulatedAssignment) -> None:
+        self.over.append(assignment)
+        self._follow_up()
+
+    def _follow_up(self) -> None:
+        """Sessions have ended, which others may have waited for."""
+        if isinstance(self.setting.load.arrivals, ClosedLoop):
+            self._begin_due(self.setting.load.arrivals)
+
+    def _begin_due(self, loop: ClosedLoop) -> None:
+        ended = len(self.over) + len(self.abandoned)
+        for _ in range(loop.due(self._begun, ended, self.setting.load.sessions)):
+            self._begin_session()
+
+    # ------------------------------------------------------------ faults
+
+    def _strike(self, fault: Fault) -> None:
+        made: dict[Role, Sequence[Simulated]]
+        made = {Role.ROUTER: self.routers, Role.DRAFTER: self.drafters, Role.TARGET: self.targets}
+        living = [one for one in made[fault.role] if one.process.alive]
+        if not living:
+            return
+        victim = living[fault.index % len(living)]
+        if fault.kind is Kind.HANGS:
+            victim.process.hang(fault.seconds)
+        elif fault.kind is Kind.STALLS:
+            victim.process.stall(fault.seconds)
+        elif fault.kind is Kind.SLOWS_DOWN:
+            victim.process.slow_down(fault.seconds)
+        elif fault.kind is Kind.IS_CUT_OFF:
+            for link in list(victim.process.links):
+                link.cut()
+        elif fault.kind is Kind.LEAVES:
+            if not isinstance(victim, SimulatedRouter):
+                victim.leave(fault.seconds, partial(self._add, fault.role))
+        elif fault.kind is Kind.DRAFTS_NOISE:
+            if isinstance(victim, SimulatedDrafter):
+                victim.draft_noise(fault.seconds)
+        else:
+            self._kill(victim, fault)
+
+    def _kill(self, victim: Simulated, fault: Fault) -> None:
+        victim.process.die()
+        if isinstance(victim, SimulatedRouter):
+            self._replace_router(victim)
+        else:
+            self.clock.after(fault.seconds, partial(self._add, fault.role))
+
+    def _replace_router(self, dead: SimulatedRouter) -> None:
+        """Its clients see their connections break; new ones come to the next router."""
+        self.routers.remove(dead)
+        self._add_router()
+        self.abandoned += dead.assignments
+        self._follow_up()
+
+    # ------------------------------------------------------------ the end
+
+    def _check(self) -> None:
+        missing = self.setting.load.sessions - len(self.over) - len(self.abandoned)
+        assert missing == 0, f"{missing} sessions never ended"
+        check_texts(self.over, self.scripts)
+        for assignment in self.over[:1]:  # one of them: lock step takes as long as the simulation itself
+            generation = assignment.session.generation
+            check_specification(generation, self.scripts[generation.session], self.setting.speculation.draft)
+        for target in self.targets:
+            if target.process.alive:
+                check_target(target)
+        for drafter in self.drafters:
+            if drafter.process.alive:
+                check_drafter(drafter)
+
+    def _report(self, happened: int) -> SimulationReport:
+        assignments = [assignment for assignment in self.over if assignment.error is None]
+        arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
+        span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
+        causes = sum((target.scheduler.dropped for target in self.targets), Counter[str]())
+        causes["silent"] = sum(router.given_up for router in self.routers)
+        causes += sum((router.remedies for router in self.routers), Counter[str]())
+        return SimulationReport(
+            sessions=len(assignments),
+            failed=len(self.over) - len(assignments),
+            abandoned=len(self.abandoned),
+            tokens=sum(commit.tokens for commit in self._commits),
+            tokens_per_s=steady_rate(self._commits),
+            met=share_met(arrivals, self._commits),
+            latency_s=median(assignment.latency_s for assignment in assignments),
+            first_token_s=median(assignment.waited_s for assignment in assignments),
+            longest_gap_s=max((assignment.longest_gap_s for assignment in assignments), default=0.0),
+            **sums(self.over),
+            steps=sum(target.steps for target in self.targets),
+            target_busy=sum(target.busy_s for target in self.targets) / len(self.targets) / span,
+            drafter_busy=sum(drafter.busy_s for drafter in self.drafters) / max(1, len(self.drafters)) / span,
+            causes=sum((drafter.scheduler.counts for drafter in self.drafters), causes),
+            happened=happened,
+        )

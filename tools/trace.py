@@ -1,0 +1,116 @@
+"""`slipstream trace`: what a deployment did last, as a Chrome trace, a Gantt picture and a table.
+
+The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from cluster.errors import SlipstreamError
+from cluster.telemetry import STAGES, Span
+from serve_app.tables import shown, table
+from tools.svg import Bar, gantt
+
+MICRO = 1e6
+SEVERAL = "several"  # requests in one span
+
+
+class TraceError(SlipstreamError):
+    """There is nothing to trace."""
+
+
+# ---------------------------------------------------------------- Chrome trace
+
+
+def chrome_trace(found: Sequence[Span]) -> dict[str, Any]:
+    """One process for each actor, one track for each kind of span; times begin at the first span."""
+    begins = min((span.began_s for span in found), default=0.0)
+    processes = {name: index for index, name in enumerate(sorted({span.actor for span in found}), start=1)}
+    tracks = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in found), start=1)}
+    events = [*_names(found, processes, tracks)]
+    for span in found:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.role,
+                "pid": processes[span.actor],
+                "tid": tracks[span.name],
+                "ts": (span.began_s - begins) * MICRO,
+                "dur": (span.ended_s - span.began_s) * MICRO,
+                "args": {"sessions": list(span.sessions)},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(found: Sequence[Span], processes: Mapping[str, int], tracks: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    for name, pid in processes.items():
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for actor, track in dict.fromkeys((span.actor, span.name) for span in found):
+        where = {"pid": processes[actor], "tid": tracks[track]}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track}}
+
+
+# ---------------------------------------------------------------- Gantt picture
+
+
+def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) -> tuple[float, float]:
+    """The last `seconds` of the trace, or as many that end so long before it does."""
+    if not found:
+        raise TraceError("no span was recorded: send a request first")
+    ends = max(span.ended_s for span in found) - ends_before_s
+    return ends - seconds, ends
+
+
+def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
+    """What was under way in a window: a line for each actor and kind of span, a colour for each request.
+
+    Requests are numbered as they appear by themselves; what several went through together is grey.
+    """
+    inside = [span for span in found if span.ended_s > begins and span.began_s < ends]
+    if not inside:
+        raise TraceError("no span lies in the window: ask for another one")
+    alone = [span.sessions[0] for span in sorted(inside, key=lambda span: span.began_s) if len(span.sessions) == 1]
+    number = {session: index for index, session in enumerate(dict.fromkeys(alone), start=1)}
+    inside.sort(key=lambda span: (span.actor, span.name, span.began_s))
+    bars = [
+        Bar(
+            f"{span.actor} {span.name}",
+            f"request {number[span.sessions[0]]}" if len(span.sessions) == 1 else SEVERAL,
+            span.began_s * 1e3,
+            span.ended_s * 1e3,
+            f"{span.name}: {' '.join(span.sessions)}",
+        )
+        for span in inside
+    ]
+    return gantt(bars, begins * 1e3, ends * 1e3, "ms", grey=SEVERAL)
+
+
+def write_trace(
+    found: Sequence[Span], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
+) -> None:
+    """Writes both."""
+    begins, ends = window(found, seconds, ends_before_s)
+    json_path.write_text(json.dumps(chrome_trace(found)) + "\n", encoding="utf-8")
+    if picture_path is not None:
+        picture_path.write_text(gantt_picture(found, begins, ends), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- where the time goes
+
+
+def stages_table(found: Sequence[Span]) -> Table:
+    """How long each stage of a round takes, in milliseconds."""
+    made = table("Stages of a round", "stage", "spans", "median, ms", "90 % below, ms", "longest, ms")
+    for stage in STAGES:
+        seconds = sorted(span.ended_s - span.began_s for span in found if span.name == stage.name)
+        if seconds:
+            shares = median(seconds), seconds[len(seconds) * 9 // 10], seconds[-1]
+            made.add_row(stage.name, str(len(seconds)), *(shown(1e3 * value) for value in shares))
+    return made
