@@ -51,13 +51,13 @@ def engine_of(pool: TargetPool, replica: int) -> str:
 
 async def start_engine(config: SlipstreamConfig, folder: Path, tokens: Mapping[int, str], engine: str) -> StartedEngine:
     """Loads the target; raises ModelError for what cannot be served, EngineError for what fails."""
-    check_tensor_parallel(folder, config.target.tensor_parallel)
     start = _start_vllm if engine == "vllm" else _start_ranks
     return await start(config, folder, max(tokens) + 1)
 
 
 async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) -> StartedEngine:
     pool = config.target
+    check_tensor_parallel(folder, pool.tensor_parallel)
     capture = capture_spec(config.draft, folder, config.model.dtype)
     spec = RankSpec(
         folder=str(folder),

@@ -139,7 +139,14 @@ class Loaded:
 
 def check_tensor_parallel(folder: Path, ranks: int) -> None:
     """Raises ModelError, naming the sizes that work, when a model cannot be split over `ranks`."""
+    if ranks == 1:
+        return
     config = read_config(folder).get_text_config()
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise ModelError(
+            f"target.tensor_parallel is {ranks}, but {folder} has no attention heads that ranks could share; set"
+            " target.tensor_parallel: 1"
+        )
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     widths = _mlp_widths(config)
@@ -150,8 +157,7 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
             f" intermediate size of {', '.join(map(str, sorted(widths)))}"
             f" can only be split by {', '.join(map(str, possible))}"
         )
-    if ranks > 1:
-        check_plan(empty_model(folder, read_config(folder), "float32"))
+    check_plan(empty_model(folder, read_config(folder), "float32"))
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:

@@ -181,7 +181,8 @@ def check(
     """Says whether CONFIG is right, and what is wrong with it."""
     config = load(config_path, overrides)
     if models:
-        check_models_of(config, Console(stderr=True))
+        for line in check_models_of(config, Console(stderr=True)):
+            typer.echo(line)
     typer.echo(f"{config_path} is right")
 
 
@@ -202,8 +203,9 @@ def _port_override(port: int | None) -> list[str]:
     return [] if port is None else [f"server.port={port}"]
 
 
-def check_models_of(config: SlipstreamConfig, console: Console, *, with_weights: bool = False) -> None:
+def check_models_of(config: SlipstreamConfig, console: Console, *, with_weights: bool = False) -> list[str]:
+    """Returns what was found, as lines to print; raises ModelError for what cannot be served."""
     with console.status("Checking the models"):
         from serve_app.operations.preflight import check_models
 
-        check_models(config, with_weights=with_weights)
+        return check_models(config, with_weights=with_weights)

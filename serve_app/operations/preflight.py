@@ -1,10 +1,20 @@
-"""Checks a config against the checkpoints that it names, before anything starts."""
+"""Checks a config against the checkpoints that it names, before anything starts.
 
+Everything that files, configurations and an empty model tell is checked here, for `config check --models`, `serve`,
+`up` and each node. What only the weights themselves tell is left to the replicas.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from actors.methods.heads.head_files import PICKLES
-from actors.models.checkpoint import check_draft, check_tensor_parallel, local_folder, vocabulary
-from actors.models.config_reader import read_config
+from actors.methods.registry import states_needed
+from actors.models.checkpoint import check_draft, check_tensor_parallel, empty_model, local_folder, vocabulary
+from actors.models.config_reader import CONFIG, read_config, read_json
+from actors.models.decoder import is_llama_kind
+from actors.models.end_of_text import end_of_text
 from actors.models.layer_subset import check_layers
 from actors.models.positions import context_length, uses_rope
 from cluster.config import SlipstreamConfig
@@ -12,36 +22,69 @@ from cluster.draft_options import HEADS
 from cluster.errors import ModelError
 
 
-def check_models(config: SlipstreamConfig, *, with_weights: bool) -> None:
-    """Raises ModelError when the models cannot serve as configured; fetches Hugging Face ids, weights if asked."""
-    check_draft_model(config, check_target_model(config, with_weights=with_weights), with_weights=with_weights)
+def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bool = True) -> list[str]:
+    """Checks target and draft, and returns what was found, as lines to print.
+
+    Fetches Hugging Face ids, weights if asked; a local folder is checked with its weights anyway. Without `with_draft`
+    checks what a node needs that no drafter runs on. Raises ModelError when the models cannot serve as configured.
+    """
+    target = check_target_model(config, with_weights=with_weights)
+    tokens = check_target_files(config, target, with_weights=with_weights)
+    found = [target_line(config, target, tokens), str(end_of_text(target))]
+    if with_draft:
+        check_draft_model(config, target, with_weights=with_weights)
+        found += draft_lines(config, target)
+    return found
 
 
 def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
-    """The same of the target alone, as a node needs it that no drafter runs on; returns its folder."""
+    """Checks the target's config.json alone: class, context, split. Returns its folder."""
     target = local_folder(config.model.target, with_weights=with_weights)
-    context = context_length(read_config(target))
+    model = read_target_config(config, target)
+    if model is None:
+        return target
+    context = context_length(model)
     if context is not None and config.model.max_context > context:
         raise ModelError(
             f"model.max_context is {config.model.max_context}, but {target} reads {context} tokens at most; lower"
             " model.max_context, or extend the model with a RoPE scaling in its config.json"
         )
-    check_tensor_parallel(target, config.target.tensor_parallel)
+    if config.target.engine != "vllm":
+        check_tensor_parallel(target, config.target.tensor_parallel)
     return target
 
 
+def read_target_config(config: SlipstreamConfig, target: Path) -> PretrainedConfig | None:
+    """Reads the target's config.json. vLLM implements more architectures: one that only it knows is None."""
+    if config.target.engine != "vllm":
+        return read_config(target)
+    read_json(target / CONFIG)
+    try:
+        return read_config(target)
+    except ModelError:
+        return None
+
+
+def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> Mapping[int, str]:
+    """Checks the target's other files: tokenizer, end of text, tensors. Returns its tokens by id."""
+    return vocabulary(target)
+
+
 def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> None:
-    """The same of what drafts for a target in a folder."""
-    if config.draft.method == "layer_skip":
-        check_layers(target, config.draft.layer_skip.ids)
-    if config.draft.model is None:
+    """Checks what drafts for a target in a folder."""
+    draft = config.draft
+    if draft.method == "layer_skip":
+        check_layers(target, draft.layer_skip.ids)
+    if draft.model is None:
         return
-    if config.draft.model_method in HEADS:  # it is checked when it is loaded: only its tensors tell what it is
-        local_folder(config.draft.model, with_weights=with_weights, more=PICKLES)
-    else:
-        draft = local_folder(config.draft.model, with_weights=with_weights)
-        check_draft(vocabulary(target), draft)
-        check_draft_positions(draft, config.model.max_context)
+    if draft.model_method in HEADS:
+        local_folder(draft.model, with_weights=with_weights, more=PICKLES)
+        if has_weights(draft.model, with_weights):
+            states_needed(draft, target)
+        return
+    folder = local_folder(draft.model, with_weights=with_weights)
+    check_draft(vocabulary(target), folder)
+    check_draft_positions(folder, config.model.max_context)
 
 
 def check_draft_positions(draft: Path, max_context: int) -> None:
@@ -56,3 +99,49 @@ def check_draft_positions(draft: Path, max_context: int) -> None:
             f"draft {draft} has {context} learned positions, but model.max_context is {max_context}; lower"
             " model.max_context, or use a draft model with as many positions"
         )
+
+
+def has_weights(name: str, with_weights: bool) -> bool:
+    """Returns whether a checkpoint's weights are here: a local folder is expected to be whole."""
+    return with_weights or Path(name).expanduser().is_dir()
+
+
+# ---------------------------------------------------------------- what was found
+
+
+def target_line(config: SlipstreamConfig, target: Path, tokens: Mapping[int, str]) -> str:
+    """Returns class, engine, context and vocabulary of the target."""
+    model = read_target_config(config, target)
+    if model is None:
+        return f"target: {read_json(target / CONFIG).get('model_type')}, left to vLLM; {len(tokens)} tokens"
+    by = "vLLM" if config.target.engine == "vllm" else engine_path(target, model)
+    rows = int(model.get_text_config().vocab_size)
+    return f"target: {_described(model, target)} by {by}, {len(tokens)} tokens in {rows} rows"
+
+
+def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
+    """Returns the draft's method and model, and how far its positions go."""
+    draft = config.draft
+    if draft.model is None:
+        return [f"draft: {draft.method}, without a model of its own"]
+    folder = local_folder(draft.model, with_weights=False)
+    if draft.model_method in HEADS:
+        return [f"draft: {draft.method}, head in {folder}"]
+    model = read_config(folder)
+    found = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
+    context = context_length(model)
+    if context is not None and context < config.model.max_context:
+        found.append(f"draft: the target decodes sessions of more than {context} tokens alone")
+    return found
+
+
+def engine_path(folder: Path, model: PretrainedConfig) -> str:
+    """Returns which forward computes a model."""
+    return "the lean decoder" if is_llama_kind(empty_model(folder, model, "float32")) else "transformers' layers"
+
+
+def _described(model: PretrainedConfig, folder: Path) -> str:
+    context = context_length(model)
+    limit = "any context" if context is None else f"context {context}"
+    kind = (getattr(model, "architectures", None) or [model.model_type])[0]
+    return f"{kind} in {folder}, {limit}"

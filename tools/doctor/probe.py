@@ -122,11 +122,10 @@ class NodeProbe:
     def _model_fault(self, models: ModelsNeeded) -> str | None:
         if models is ModelsNeeded.NONE:
             return None
-        from serve_app.operations.preflight import check_models, check_target_model
+        from serve_app.operations.preflight import check_models
 
-        check = check_models if models is ModelsNeeded.BOTH else check_target_model
         try:
-            check(self._config, with_weights=False)
+            check_models(self._config, with_weights=False, with_draft=models is ModelsNeeded.BOTH)
         except (SlipstreamError, OSError, ValueError) as error:  # the last two are transformers'
             return str(error)
         return None
