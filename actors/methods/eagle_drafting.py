@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE head: a draft model that reads the target's states beside the tokens."""
+"""Drafting with an EAGLE head: a draft model that reads the target's hidden states in addition to the tokens."""
 
 import logging
 import time
@@ -32,24 +32,27 @@ from cluster.draft_options import HeadOptions
 from protos.states import StatesNeeded
 
 log = logging.getLogger(__name__)
-UNFED = 1  # a token is fed with the state before it, and there is none before the first
+UNFED = 1  # each token is fed with the state before it, so the first token is not fed
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """What the head that `draft.model` names reads."""
+    """Returns which hidden states the head named by `draft.model` reads."""
     return read_eagle_config(_folder(draft), target, overrides_of(draft.eagle)).needs
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
-    """What the head makes of the target's states first; no other tensor of it is loaded.
+    """Loads the projection that the head applies to the target's states first, and no other tensor.
 
-    It is computed in the target's type, also where the drafter quantises the head.
+    It is computed in the target's dtype, even if the drafter quantizes the head.
     """
     return load_row_projection(_folder(draft), target, getattr(torch, dtype), device, overrides_of(draft.eagle))
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Raises ModelError where the head that `draft.model` names does not fit the target, or the device."""
+    """Creates the method.
+
+    Raises ModelError if the head named by `draft.model` does not fit the target or the device.
+    """
     device = device_of(draft.resources)
     products = head_products(draft.eagle, setup.dtype, device)
     overrides = overrides_of(draft.eagle)
@@ -67,7 +70,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: DraftSetup) -> DecodedStates:
-    """The method around a head, with a cache as large as the configuration has it; logs how it was understood."""
+    """Wraps the head in a drafting method with a cache of the configured size, and logs how it was understood."""
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
     bytes_each = head.page_bytes(page_size)
@@ -98,10 +101,10 @@ def eagle_draft_model(
     is_projected: bool = False,
     makers: Sequence[Maker] = (),
 ) -> DraftModel:
-    """A method over so many pages; `attention` by default as `choose_attention` has it.
+    """Creates the method over `pages` cache pages; `attention` defaults to what `choose_attention` picks.
 
-    A head that predicts several tokens in one forward predicts `max_draft_tokens`. With `is_projected` rows of states
-    come as the target has projected them.
+    A head that predicts several tokens per forward predicts `max_draft_tokens`. With `is_projected`, rows of states
+    arrive already projected by the target.
     """
     runner = EagleRunner(head, pages, page_size, attention)
     needs = head.config.needs

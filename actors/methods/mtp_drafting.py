@@ -1,4 +1,4 @@
-"""Drafting with the multi-token prediction module that the target's own checkpoint has, as with an EAGLE head."""
+"""Drafting with the multi-token prediction (MTP) module of the target's own checkpoint, run like an EAGLE head."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from protos.states import StatesNeeded
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """The target's final state, at every position."""
+    """Requests the target's final hidden state at every position."""
     return mtp_states(target)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Raises ModelError where the target's checkpoint has no module, or one of a kind that is not supported."""
+    """Creates the method. Raises ModelError if the target's checkpoint has no MTP module, or an unsupported kind."""
     device = device_of(draft.resources)
     products = head_products(draft.mtp, setup.dtype, device)
     folder = folder_with_mtp(setup.target)

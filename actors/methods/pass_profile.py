@@ -1,4 +1,4 @@
-"""What drafting passes cost on this machine, measured once through the method's interface."""
+"""Cost of drafting passes on this machine, measured once through the method's interface."""
 
 from functools import partial
 from statistics import median
@@ -16,9 +16,9 @@ PROMPT_TOKENS = 8
 
 
 def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost:
-    """Drafting passes over sessions whose prompts are known; leaves no session behind.
+    """Measures drafting passes over sessions with known prompts, and closes the sessions again.
 
-    A method that finds nothing in these prompts is measured at finding nothing.
+    A method that finds no candidates in these prompts is measured at finding none.
     """
     sizes = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions]
     width = method.tokens_per_forward
@@ -26,7 +26,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     sessions = [_session(limits, index) for index in range(sizes[-1])]
     for session in sessions:
         method.open(session)
-        if isinstance(method, ReadsStates):  # all noughts
+        if isinstance(method, ReadsStates):  # all zeros
             method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
     asked = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
     seconds = iter(least_seconds([partial(method.draft, requests) for requests in asked]))
@@ -49,7 +49,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 
 
 def _session(limits: DrafterLimits, index: int) -> Open:
-    """Greedy; no two prompts share a page."""
+    """Returns a greedy session. No two of these prompts share a page."""
     tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
     return Open(
         session=f"profile {index}",
@@ -68,6 +68,6 @@ def _session(limits: DrafterLimits, index: int) -> Open:
 
 
 def _request(session: Open, length: int) -> DraftRequest:
-    """For a block of this length, however unlikely its tokens."""
+    """Requests a block of this length, however unlikely its tokens."""
     prefix_hash = Prefix(session.hash_key, session.tokens).hash
     return DraftRequest(session.session, session.attempt, len(session.tokens), prefix_hash, length)

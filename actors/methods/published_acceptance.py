@@ -1,4 +1,4 @@
-"""What acceptance a draft's maker promises: a figure in its folder, against which drafters check themselves."""
+"""Acceptance rate that a draft's author publishes in its folder; drafters check themselves against it."""
 
 import json
 
@@ -10,9 +10,9 @@ FIGURE = "first_token_acceptance"
 
 
 def published_acceptance(draft: DraftPool) -> float | None:
-    """Share of its blocks' first tokens that the target accepts; None where the draft's config.json does not say.
+    """Returns the share of blocks whose first token the target accepts, from the draft's config.json.
 
-    Raises ModelError for what is no such share.
+    None if config.json does not state it. Raises ModelError if the value is not a share in (0, 1].
     """
     if draft.model is None:
         return None

@@ -1,13 +1,13 @@
-"""Drafting methods by name: a method is a module with a function `create`, and a line here.
+"""Drafting methods by name. A method is a module with a function `create`, and one line in `MODULES`.
 
-The module is imported when its method is asked for, so that a drafter without a model needs no torch. One that reads
-the target's hidden states, which `STATE_READERS` of the configuration names, also has
+The module is imported only when its method is configured, so a drafter without a model needs no torch. A method that
+reads the target's hidden states (listed in `STATE_READERS` of the configuration) also has
 
     states_needed(draft: DraftPool, target: Path) -> StatesNeeded
     load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
 
-where `target` is the target's folder. The second may be left out where the first never names a `projected_width`. It
-is called in the target's process, and loads nothing but the projection.
+where `target` is the target's folder. `load_projection` may be omitted if `states_needed` never sets a
+`projected_width`. It runs in the target's process and loads only the projection.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,12 +44,12 @@ MODULES: Mapping[str, str] = MappingProxyType(
 
 
 def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
-    """The method that the configuration names. Raises ModelError where its model does not fit the target's."""
+    """Creates the configured method. Raises ModelError if its model does not fit the target's."""
     return _created(draft.method, draft, setup)
 
 
 def create_model_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
-    """The method that drafts with `draft.model`, of one that has another before it."""
+    """Creates the method that drafts with `draft.model`, where another method runs before it."""
     return _created(draft.model_method, draft, setup)
 
 
@@ -59,7 +59,7 @@ def _created(method: str, draft: DraftPool, setup: DraftSetup) -> DraftingMethod
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
-    """What the method reads of the target in this folder; None for most."""
+    """Returns which hidden states of the target in folder `target` the method reads; None for most methods."""
     if draft.model_method not in STATE_READERS:
         return None
     found: StatesNeeded = _module(draft).states_needed(draft, target)
@@ -67,13 +67,13 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
 
 
 def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
-    """How rows of hidden states travel, if the method reads them."""
+    """Returns how rows of hidden states are encoded; None if the method reads none."""
     needed = states_needed(draft, target)
     return None if needed is None else _format(draft, needed)
 
 
 def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
-    """Which of them a drafter takes in."""
+    """Returns which hidden states a drafter accepts and keeps."""
     needed = states_needed(draft, target)
     if needed is None:
         return NO_BOUNDS
@@ -82,7 +82,7 @@ def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
 
 
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
-    """What the target is to keep for the method."""
+    """Returns what the target must capture for the method; None if the method reads no hidden states."""
     from actors.engine.capture import CaptureSpec
 
     needed = states_needed(draft, target)
@@ -94,7 +94,7 @@ def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | N
 
 
 def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
-    """Raises ModelError where the target is to project and the method has no projection."""
+    """Raises ModelError if the target is to project and the method has no projection."""
     width = needed.projected_width if draft.states.projects_at_target(needed) else needed.width
     assert width is not None, "what is projected has a width"
     return StatesFormat(width, StateDtype[draft.states.dtype.upper()])
@@ -106,5 +106,5 @@ def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) ->
 
 
 def _module(draft: DraftPool) -> Any:
-    """Of the method that reads states."""
+    """Imports the module of the method that reads states."""
     return import_module(MODULES[draft.model_method])

@@ -1,8 +1,8 @@
-"""How likely what a text knows to follow is to follow: fitted to what the target decided.
+"""Probability that a token found by lookup comes next, fitted to what the target decided.
 
-A token's share among what followed before is worth the more, the longer the text read the same and the more often the
-same token came. So the share is multiplied by a ratio that is learned, for each kind of evidence, from how often such
-tokens came; and by one more for the session, since some texts copy and others do not.
+A candidate's share among earlier continuations predicts better the longer the match and the more often the token came.
+So the share is multiplied by a learned ratio for each kind of evidence, and by one more ratio for the session, since
+some texts copy and others do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from cluster.drafting.open_places import OpenPlaces, Place
 from cluster.pacing.smoothing import Pairs
 from protos.values import value
 
-MOST_SURE = 0.98  # chance of all known tokens together, at most: a text may always turn
-ALL = 0.999  # share from which on nothing else followed
-SOME = 4  # occurrences that are more than a few
-SIZES = (2, 3, 4, 8)  # longest suffixes of a kind; the last kind is of all that are longer
+MOST_SURE = 0.98  # upper bound of the candidates' total probability: any text may diverge
+ALL = 0.999  # a share above this means that no other token followed
+SOME = 4  # from this many occurrences on, `is_often` holds
+SIZES = (2, 3, 4, 8)  # upper bounds of match lengths by kind; longer matches form the last kind
 KIND_MEMORY = 1 / 512
 SESSION_MEMORY = 1 / 64
-PRIOR_WEIGHT = 8.0  # shares that a kind's prior counts as
-SESSION_PRIOR = 4.0  # expected tokens that a session counts for as if they had come
+PRIOR_WEIGHT = 8.0  # weight of a kind's prior, in shares
+SESSION_PRIOR = 4.0  # weight of a session's prior, in expected tokens
 
-# What shares are worth in 160 answers of SmolLM2-135M-Instruct, greedy and sampled, by the tokens that were the same:
+# Ratios fitted on 160 answers of SmolLM2-135M-Instruct, greedy and sampled, by the match length in tokens:
 # two or fewer, three, more.
 LONE = (0.45, 0.48, 0.71)
 PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingProxyType(
-    {  # by whether there are more than a few, and whether the token came most of the times; None: each time
+    {  # by (is_often, is_most)
         (False, None): (0.69, 0.78, 0.91),
         (False, True): (0.53, 0.4, 0.7),
         (False, False): (0.32, 0.75, 0.69),
@@ -41,12 +41,12 @@ PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingP
 
 @value
 class Evidence:
-    """What is alike in shares that are worth the same."""
+    """Kind of evidence; shares of one kind have one learned ratio."""
 
-    size: int  # place in SIZES
-    is_lone: bool  # there is one occurrence
-    is_often: bool  # more than a few
-    is_most: bool | None  # whether the token came most of the times; None: each time
+    size: int  # index in SIZES
+    is_lone: bool  # exactly one occurrence
+    is_often: bool  # at least SOME occurrences
+    is_most: bool | None  # whether the token followed at least half of the occurrences; None: all of them
 
     @classmethod
     def of(cls, found: Occurrences, share: float) -> "Evidence":
@@ -61,27 +61,30 @@ class Evidence:
 
 @value
 class Known:
-    """The tokens that are known to have followed at a place, by share, and what the drafter made of that."""
+    """Candidate tokens at one place, with their shares and the drafter's estimate."""
 
     tokens: tuple[int, ...]
     shares: tuple[float, ...]
     evidence: tuple[Evidence, ...]
-    expected: float  # chance that one of them comes, before the session's own ratio
+    expected: float  # probability that one of them comes, before the session's ratio
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 class LookupCalibration:
-    """All ratios of a drafter, and what was known at places that the target has yet to decide."""
+    """All ratios of a drafter, and the candidates at places that the target has yet to decide."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Evidence, Pairs] = {}  # shares, and whether the token came
-        self._sessions: dict[str, Pairs] = {}  # chances of one to come, and whether one did
+        self._kinds: dict[Evidence, Pairs] = {}  # (share, whether the token came)
+        self._sessions: dict[str, Pairs] = {}  # (probability that a candidate comes, whether one did)
         self._open: OpenPlaces[Known] = OpenPlaces()
 
     def consider(self, session: str, place: Place, found: Occurrences) -> Choices:
-        """Tokens that may come at a place, likeliest first, with their chances; they are compared with what does."""
+        """Returns the candidates at a place with their probabilities, likeliest first.
+
+        Notes them, to learn once the target decides the place.
+        """
         if not found:
             return NOTHING
         shares = dict(list(found.shares().items())[:SIBLINGS])
@@ -94,7 +97,7 @@ class LookupCalibration:
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """The session's text is known up to here: learns from the places that it has reached."""
+        """Learns from the places that the session's decided text has reached."""
         for known, token in self._open.decided(session, tokens):
             self._learn(session, known, token)
 

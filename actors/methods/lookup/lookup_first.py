@@ -1,8 +1,8 @@
-"""Prompt lookup where the text repeats itself, the draft model elsewhere, and a tree of both where trees are taken.
+"""Prompt lookup where the text repeats itself, the draft model elsewhere; both in one tree if trees are allowed.
 
-Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model knows better. Where the
-target takes trees it gets the likeliest candidates of both, and the model is spared where the text is sure. Elsewhere
-one of them drafts, and which one depends on tokens before the block alone, so ratio acceptance stays exact.
+Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model predicts better. If the
+target accepts trees, it gets the likeliest candidates of both, and the model is skipped where the lookup is confident.
+Otherwise one of the two drafts. Which one depends only on tokens before the block, so rejection sampling stays exact.
 """
 
 from collections import defaultdict
@@ -21,21 +21,21 @@ from protos.states import StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
 
-SURE = 0.5  # share of the tokens asked for that a lookup must expect to be accepted, to do without the model
+SURE = 0.5  # share of the requested tokens that a lookup must expect to be accepted, to skip the model
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
-    """Raises ModelError where the model does not fit the target."""
+    """Creates the method. Raises ModelError if the model does not fit the target."""
     return lookup_first(prompt_lookup.create(draft, setup), create_model_method(draft, setup))
 
 
 def lookup_first(lookup: DraftingMethod, model: DraftingMethod) -> "LookupFirst":
-    """It reads the target's states if the model does."""
+    """Combines two methods. The result reads the target's states if `model` does."""
     return StatesLookupFirst(lookup, model) if isinstance(model, ReadsStates) else LookupFirst(lookup, model)
 
 
 class LookupFirst:
-    """Two methods as one: `model` is asked where `lookup` has nothing to offer, or is in doubt and may be added to."""
+    """Two methods as one: `model` drafts where `lookup` finds nothing, or is unsure and the tree may be extended."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         self._lookup = lookup
@@ -84,8 +84,8 @@ class LookupFirst:
     # ------------------------------------------------------------ helpers
 
     def _in_doubt(self, requests: Sequence[AnyRequest], found: Iterable[Proposal]) -> list[AnyRequest]:
-        """Those that the model is asked for too."""
-        expected: defaultdict[str, float] = defaultdict(float)  # tokens that are accepted, by session
+        """Returns the requests that the model drafts for too."""
+        expected: defaultdict[str, float] = defaultdict(float)  # expected accepted tokens, by session
         for proposal in found:
             expected[proposal.session] += proposal.chance * sum(proposal.chances)
         served = {proposal.session for proposal in found}
@@ -102,7 +102,7 @@ class LookupFirst:
     def _both(
         self, requests: Sequence[DraftRequest | AheadRequest], found: Iterable[Proposal], drafted: Iterable[Proposal]
     ) -> list[Proposal]:
-        """Everything, likeliest outcomes first; one block where there are two for the same tokens."""
+        """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
         asked = {request.session: request for request in requests}
         together: dict[tuple[str, int, int], Proposal] = {}
         for proposal in (*found, *drafted):
@@ -117,7 +117,7 @@ class LookupFirst:
 
 
 class StatesLookupFirst(LookupFirst):
-    """Over a model that reads the target's states, which pass through to it."""
+    """Variant for a model that reads the target's hidden states, which are passed on to it."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         super().__init__(lookup, model)

@@ -1,7 +1,7 @@
-"""What a text knows to follow its own end: earlier occurrences of its suffixes, and the tokens that came after them.
+"""Lookup in a text's own history: earlier occurrences of its suffixes, and the tokens that followed them.
 
-One search finds the occurrences of all suffixes. What follows further tokens is read off these, and another search is
-made where none of them goes on (after REST: He et al. 2023, arXiv 2311.08252). Pure.
+One search finds the occurrences of all suffixes. Longer paths are read off these, and the text is searched again only
+where none of them continues (after REST: He et al. 2023, arXiv 2311.08252). Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 Places = NDArray[np.int64]
 
-MOST = 32  # occurrences that are looked at: of the longest suffixes, and of those the latest
-OF_LENGTH = 4.0  # times as much as an occurrence whose suffix is a token shorter does one count
-OF_AGE = 0.9  # times as much as the next later one of those looked at
+MOST = 32  # occurrences considered: those of the longest suffixes, the latest of these first
+OF_LENGTH = 4.0  # weight factor for each further matching token
+OF_AGE = 0.9  # weight factor for each later occurrence considered
 
 
 class GrowingText:
-    """A text's tokens as an array, which contexts of 100 000 tokens would take long to be made into each time."""
+    """A text's tokens as a growing array, since converting 100,000 tokens every round would be slow."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._room = np.array(tokens, dtype=np.int32)
@@ -36,32 +36,32 @@ class GrowingText:
 
     @property
     def tokens(self) -> Ids:
-        """(length,); a view, which further tokens leave as it is."""
+        """Tokens so far, (length,): a view, which later `extend` calls do not change."""
         return self._room[: self._length]
 
     def followed_by(self, tokens: Sequence[int]) -> Ids:
-        """(length + tokens,)."""
+        """Returns the text followed by `tokens`, (length + tokens,)."""
         return np.concatenate((self.tokens, np.array(tokens, dtype=np.int32))) if tokens else self.tokens
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Occurrences:
-    """Earlier places of a text at which it read as it does at its end."""
+    """Earlier places where the text read as it does at its end."""
 
     tokens: Ids  # of the text
-    ends: Places  # (count,): indices of the tokens that followed; earlier ones first
-    sizes: Places  # (count,): tokens before that are the same, as far as they were compared
+    ends: Places  # (count,): indices of the tokens that followed, in ascending order
+    sizes: Places  # (count,): match length in tokens, as far as it was compared
 
     def __len__(self) -> int:
         return len(self.ends)
 
     @property
     def size(self) -> int:
-        """The most tokens that are the same."""
+        """Length of the longest match, in tokens."""
         return int(self.sizes.max())
 
     def shares(self) -> Mapping[int, float]:
-        """Of each token that followed, by how often, how late, and after how long a suffix it did; largest first."""
+        """Returns each following token's share, largest first, weighted by frequency, recency and match length."""
         ages = np.arange(len(self))[::-1]
         weights = OF_LENGTH ** (self.sizes - self.size) * OF_AGE**ages
         found: dict[int, float] = {}
@@ -70,18 +70,21 @@ class Occurrences:
         return dict(sorted(found.items(), key=lambda share: -share[1]))
 
     def after(self, token: int) -> "Occurrences":
-        """Those that this token followed, and more of the text after it."""
+        """Returns the occurrences that this token followed and that have text after it."""
         kept = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
         return Occurrences(self.tokens, self.ends[kept] + 1, self.sizes[kept] + 1)
 
 
 def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
-    """Of the suffixes of `shortest` to `longest` tokens, each place once, with the longest of them."""
+    """Finds earlier occurrences of the text's suffixes of `shortest` to `longest` tokens.
+
+    Each place is returned once, with its longest match.
+    """
     end = len(tokens)
     if end <= shortest:
         nowhere = np.empty(0, dtype=np.int64)
         return Occurrences(tokens, nowhere, nowhere)
-    is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after, from `shortest` on
+    is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after the match, from `shortest` on
     for back in range(1, shortest + 1):
         is_same &= tokens[shortest - back : end - back] == tokens[end - back]
     ends = np.flatnonzero(is_same) + shortest
@@ -94,7 +97,7 @@ def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
 
 
 class Continuations:
-    """What may follow each path of further tokens after a text; remembered for as long as a block is made."""
+    """Candidates after each path of further tokens; cached while a block is being made."""
 
     def __init__(self, text: GrowingText, outcome: Sequence[int], longest: int, shortest: int) -> None:
         self._text = text
@@ -104,7 +107,7 @@ class Continuations:
         self._known: dict[tuple[int, ...], Occurrences] = {}
 
     def at(self, path: tuple[int, ...]) -> Occurrences:
-        """None where the text has nothing."""
+        """Returns the occurrences after this path; empty if the text has none."""
         if path not in self._known:
             gone_on = self.at(path[:-1]).after(path[-1]) if path else None
             self._known[path] = gone_on or self._search(path)

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed earlier occurrences of the text's own end.
+"""Prompt lookup: proposes what followed earlier occurrences of the text's own end.
 
-Needs no model and no GPU (Saxena 2023). Where trees may be offered, all continuations that the text knows are
-candidates, the likeliest paths first. A chain is the continuation of the latest occurrence of the longest suffix. Its
-tokens are point masses: under ratio acceptance they stand with their target probability.
+Needs no model and no GPU (Saxena 2023). If trees are allowed, all continuations found in the text are candidates, the
+likeliest paths first. A chain is the continuation of the latest occurrence of the longest suffix. Its tokens are point
+masses: under rejection sampling each is accepted with its target probability.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
 TOKEN_BYTES = 4
-OUTCOMES = 4  # that are drafted for each time that a root tells of some
-ROOTS = 4  # draft tokens beside the trunk whose continuations are drafted ahead
+OUTCOMES = 4  # most outcomes drafted for after each root is read
+ROOTS = 4  # draft tokens off the main path whose continuations are drafted ahead
 
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """What followed the latest earlier occurrence of the longest suffix of `longest` to `shortest` tokens."""
-    text = np.asarray(tokens, dtype="<i4").tobytes()  # searched as bytes: contexts are long, and this is every round
+    """Returns what followed the latest earlier occurrence of the longest suffix of `shortest` to `longest` tokens."""
+    text = np.asarray(tokens, dtype="<i4").tobytes()  # searched as bytes: contexts are long, and this runs every round
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         end = _latest(text, text[-TOKEN_BYTES * size :])
         if end is not None:
@@ -42,12 +42,12 @@ def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int)
 
 
 def _latest(text: bytes, suffix: bytes) -> int | None:
-    """Index of the token after the latest occurrence of `suffix` that ends before the text does."""
+    """Returns the index of the token after the latest occurrence of `suffix` that ends before the text does."""
     before = len(text) - 1
     while (start := text.rfind(suffix, 0, before)) >= 0:
         if start % TOKEN_BYTES == 0:
             return (start + len(suffix)) // TOKEN_BYTES
-        before = start + len(suffix) - 1  # the bytes of two neighbours look alike: no occurrence
+        before = start + len(suffix) - 1  # matched across a token boundary: no occurrence
     return None
 
 
@@ -58,10 +58,10 @@ def create(draft: DraftPool, setup: DraftSetup) -> "PromptLookup":
 
 @dataclass(kw_only=True, eq=False)
 class LookupDraft(BlockDraft):
-    """A block that a text's own continuations make; of a tree, `drafted` is the trunk."""
+    """A block made of the text's own continuations. For a tree, `drafted` is its main path."""
 
     known: Continuations  # after the outcome
-    nodes: list[tuple[Path, float]] = field(default_factory=list)  # of a tree, with chances, which fall
+    nodes: list[tuple[Path, float]] = field(default_factory=list)  # of a tree, with acceptance probabilities, falling
 
     @property
     def paths(self) -> list[tuple[Path, float]]:
@@ -69,11 +69,11 @@ class LookupDraft(BlockDraft):
 
     @property
     def confidence(self) -> None:
-        """The draft's maker promises nothing of lookups."""
+        """None: an author's published acceptance does not apply to lookups."""
 
 
 class PromptLookup:
-    """The method around `look_up` and the text's continuations."""
+    """The drafting method around `look_up` and the text's continuations."""
 
     shapes = frozenset(Shape)
     tokens_per_forward = 1
@@ -109,8 +109,10 @@ class PromptLookup:
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Takes hardly any time, so no verdict comes before its end. A target that goes on without a block is told of
-        none."""
+        """Drafts for likely outcomes in one go: this is too quick for a verdict to arrive before it ends.
+
+        A session that the target decodes without a block and that has no candidates gets an empty proposal.
+        """
         drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=interrupted, early=dismiss)
         found = proposals(drafts)
         served = {proposal.session for proposal in found}
@@ -133,7 +135,10 @@ class PromptLookup:
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: AheadRequest) -> list[LookupDraft]:
-        """The trunk, and every token beside it; under ratio all of the block is expected to be accepted."""
+        """Returns a root for the main path and one for each token beside it.
+
+        Under rejection sampling the whole block is expected to be accepted.
+        """
         tree = request.unverified
         trunk = tree.trunk
         paths = [tuple([tree.tokens[node] for node in nodes]) for nodes in ([] if tree.is_chain else tree.paths)]
@@ -141,7 +146,7 @@ class PromptLookup:
         return [self._root(request, path) for path in (trunk, *beside[:ROOTS])]
 
     def _root(self, request: AheadRequest, path: Path) -> LookupDraft:
-        """It reads these tokens, of which each may be another where the text knows one."""
+        """Makes a root that reads these tokens; each may be replaced where the text has an alternative."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
         for token in path:
@@ -155,12 +160,12 @@ class PromptLookup:
         return self._begin(root.request, outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[LookupDraft], interrupted: Callable[[], bool]) -> None:
-        """A lookup is as quick as any preview."""
+        """Does nothing: a lookup is as quick as any preview."""
 
     def extend(
         self, drafts: Sequence[LookupDraft], interrupted: Callable[[], bool] = lambda: False
     ) -> list[LookupDraft]:
-        """As far as the text goes on: those that it has more tokens for."""
+        """Extends drafts as far as the text continues; returns those that got more tokens."""
         return [draft for draft in drafts if self._extend(draft)]
 
     def _extend(self, draft: LookupDraft) -> bool:
@@ -176,13 +181,13 @@ class PromptLookup:
         return len(draft.drafted) > before
 
     def _follow(self, draft: LookupDraft) -> None:
-        """One continuation."""
+        """Drafts one continuation, as a chain."""
         text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
         for token in look_up(text, draft.missing, self._longest, self._shortest):
             draft.append(token, _sure(token) if draft.ratio else _first(token, self._choices(draft, draft.tokens)))
 
     def _end(self, root: LookupDraft) -> None:
-        """What may come after all of its tokens and is no draft token that is under verification itself."""
+        """Adds candidates after the root's last token, except draft tokens that are under verification themselves."""
         path = root.tokens
         expected = _children(root.ahead.unverified, path)
         others = [choice for choice in self._choices(root, path) if choice[0] not in expected]
@@ -191,7 +196,7 @@ class PromptLookup:
             root.drafted.append(DraftedToken(there.tokens[0], there, root.p_accepted * there.chances[0]))
 
     def _grow(self, draft: LookupDraft) -> None:
-        """All continuations that are likely enough."""
+        """Drafts all continuations that are likely enough, as a tree."""
         draft.nodes = grown_paths(lambda path: self._choices(draft, path), draft.max_tokens, draft.least_chance)
         chances = dict(draft.nodes)
         trunk = tree_of(draft.nodes).trunk
@@ -199,24 +204,24 @@ class PromptLookup:
             draft.drafted.append(DraftedToken(token, _sure(token), chances[trunk[:depth]]))
 
     def _choices(self, draft: LookupDraft, path: Path) -> Choices:
-        """That may come after these tokens of the block."""
+        """Returns candidates after these tokens of the block."""
         place = (draft.request.base_len, (*draft.outcome, *path))
         return self._calibration.consider(draft.request.session, place, draft.known.at(path))
 
 
 def _sure(token: int) -> Choices:
-    """No other is looked at."""
+    """Returns the token as the only choice."""
     return Choices((token,), (1.0,))
 
 
 def _first(token: int, there: Choices) -> Choices:
-    """The token that is drafted before all others."""
+    """Moves `token` to the front of the choices."""
     others = [choice for choice in there if choice[0] != token]
     tokens = (token, *[other for other, _ in others])
     return Choices(tokens, (there.chance_of(token), *[chance for _, chance in others]))
 
 
 def _children(tree: DraftTree, path: Path) -> tuple[int, ...]:
-    """Tokens that are drafted after this path of the tree."""
+    """Returns the tokens drafted after this path of the tree."""
     nodes = tree.along(path)
     return tree.children(nodes[-1] if nodes else -1)

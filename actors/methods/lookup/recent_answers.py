@@ -1,6 +1,6 @@
-"""Recent answers of a drafter, kept apart by their requests' cache salts: what one salt's have is found by it alone.
+"""Recent answers of a drafter, separated by cache salt: an answer is found only by requests of the same salt.
 
-A salt keeps callers apart who are to learn nothing of each other, and a client may be shown what was drafted for it.
+Salts isolate callers that must learn nothing of each other, and a client may see what was drafted for it.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from actors.methods.lookup.suffix_index import Match, SuffixIndex
 
 
 class RecentAnswers:
-    """Of `most_tokens` together; the oldest are forgotten first, whatever their salt."""
+    """Holds up to `most_tokens` in total. The oldest answers are dropped first, whatever their salt."""
 
     def __init__(self, shortest: int, most_tokens: int) -> None:
         self.tokens = 0
@@ -20,7 +20,7 @@ class RecentAnswers:
         self._salts: deque[str] = deque()  # of all texts, oldest first
 
     def add(self, salt: str, text: list[int]) -> None:
-        """A text, or as much of its end as may be kept."""
+        """Adds a text, or as much of its end as fits."""
         text = text[max(0, len(text) - self._most) :]
         if not text:
             return
@@ -32,7 +32,7 @@ class RecentAnswers:
             self._forget_oldest()
 
     def find(self, salt: str, text: Sequence[int], longest: int) -> Match:
-        """As `SuffixIndex.find`, among the texts of this salt."""
+        """Searches the texts of this salt, like `SuffixIndex.find`."""
         index = self._indexes.get(salt) or SuffixIndex(self._shortest)
         return index.find(text, longest)
 

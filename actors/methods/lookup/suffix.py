@@ -1,7 +1,7 @@
-"""What followed the text's end before: in the text itself, and in recent answers of this drafter with its cache salt.
+"""Suffix decoding: proposes what followed the text's end before, in the text or in recent answers of the same salt.
 
-Needs no model and no GPU. (SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) Several continuations become a tree,
-each as likely as it was frequent. Tokens are point masses: under ratio acceptance they stand with their target
+Needs no model and no GPU (SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975). Several continuations become a tree,
+weighted by how frequent they were. Tokens are point masses: under rejection sampling each is accepted with its target
 probability.
 """
 
@@ -30,11 +30,11 @@ def create(draft: DraftPool, setup: DraftSetup) -> "SuffixLookup":
 
 
 class SuffixLookup:
-    """The method.
+    """The drafting method.
 
-    An answer that was sampled under ratio is not remembered. Its tokens depend on the noise that decides about drafts,
-    and its session may be opened here again to have some of them decided anew, by the same noise: a draft that knew
-    them would not be independent of it. Other answers are functions of their prompts and seeds.
+    Answers sampled under rejection sampling are not remembered. Their tokens depend on the noise that decides about
+    drafts, and the session may be reopened here to have some of them decided again with the same noise; a draft that
+    had seen them would not be independent of it. Other answers are functions of their prompts and seeds.
     """
 
     shapes = frozenset(Shape)
@@ -48,7 +48,7 @@ class SuffixLookup:
         self._texts = SessionTexts()
         self._own: dict[str, SuffixIndex] = {}
         self._answers = RecentAnswers(options.min_ngram, options.remembered_tokens)
-        self._rates = EscapeRates()  # of all sessions: they tell of no token
+        self._rates = EscapeRates()  # shared by all sessions: rates reveal no tokens
 
     # ------------------------------------------------------------ sessions
 
@@ -72,15 +72,15 @@ class SuffixLookup:
         self._texts.close(sessions)
 
     def _remember(self, session: str) -> None:
-        """The answer, and as much of the prompt as says where it begins."""
+        """Keeps the answer, with as much of the prompt as marks where it begins."""
         text = self._texts[session]
-        is_free = text.open.takes_trees  # of the noise that decides about drafts
+        is_free = text.open.takes_trees  # independent of the noise that decides about drafts
         first = max(0, text.open.prompt_len - self._options.max_ngram)
         if is_free and len(text.tokens) > text.open.prompt_len:
             self._answers.add(text.open.cache_salt, text.tokens[first:])
 
     def _learn(self, session: str, text: Sequence[int], tokens: Sequence[int]) -> None:
-        """How reliable matches are, by what the target decided after them."""
+        """Learns how reliable matches are from what the target decided after them."""
         match = self._find(session, text)
         for place, token in enumerate(tokens):
             if match.places:
@@ -104,7 +104,10 @@ class SuffixLookup:
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """A target that goes on without a block is told of none."""
+        """Drafts for likely outcomes.
+
+        A session that the target decodes without a block and that has no candidates gets an empty proposal.
+        """
         drafts = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
         found = proposals(drafts)
         served = {proposal.session for proposal in found}
@@ -116,14 +119,14 @@ class SuffixLookup:
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     def _match(self, draft: BlockDraft) -> Match:
-        """After all of its tokens so far."""
+        """Finds the match after all of the draft's tokens so far."""
         end = [*draft.text.tokens[-self._options.max_ngram :], *draft.outcome, *draft.tokens]
         return self._find(draft.request.session, end)
 
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
-        """The block under verification, and what else may stand at its places."""
+        """Returns the block under verification, with alternatives at each of its places."""
         block = request.unverified.trunk
         root = self._begin(request, len(block) + 1)
         root.unverified = block
@@ -137,10 +140,10 @@ class SuffixLookup:
         return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
-        """A lookup is as quick as any preview."""
+        """Does nothing: a lookup is as quick as any preview."""
 
     def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
-        """As far as anything followed: those that it has more tokens for."""
+        """Extends drafts as far as any match continues; returns those that got more tokens."""
         return [draft for draft in drafts if self._extend(draft)]
 
     def _extend(self, draft: BlockDraft) -> bool:

@@ -1,4 +1,4 @@
-"""A block while it is being drafted by a model that caches what it was fed."""
+"""A block that is being drafted by a model with a KV cache."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from cluster.drafting.block_draft import BlockDraft
 
 @dataclass(kw_only=True, eq=False)
 class CachedDraft(BlockDraft):
-    """States that a draft head goes on from are tensors, (hidden,)."""
+    """A block with its cached branch. States that a draft head continues from are tensors, (hidden,)."""
 
     branch: Branch
     pending: list[int]  # tokens to feed next
-    logits: int = 1  # are wanted of the last so many of them
+    logits: int = 1  # number of last pending tokens that need logits
 
     def settle(self) -> None:
         super().settle()

@@ -1,15 +1,15 @@
-"""How likely each of a draft's candidates is to be the target's token: fitted to what the target decided.
+"""Probability that each draft candidate is the target's token, fitted to what the target decided.
 
-Under coupled sampling the target's token wins by its log probability and noise that the drafter knows too. The draft's
-log probabilities are estimates, so the noisiest of many badly estimated tokens would win too often if all of the noise
-counted for the draft: it counts for less. By how much, and how far the draft is to be believed at all, is a conditional
-logit (McFadden 1974) over the candidates and, as one more, all tokens that are not among them:
+Under Gumbel coupling the target's token wins by its log probability plus noise that the drafter knows too. The draft's
+log probabilities are only estimates, so with the noise at full weight the noisiest of many badly estimated tokens would
+win too often; the noise gets a smaller weight. That weight, and the confidence in the draft, come from a conditional
+logit (McFadden 1974) over the candidates plus one alternative for all other tokens:
 
-    chance of a candidate  ~  exp(surety x its log probability + noise_share x its noise)
-    chance of the others   ~  exp(others + others_slope x log of their probability)
+    weight of a candidate  ~  exp(surety x its log probability + noise_share x its noise)
+    weight of the others   ~  exp(others + others_slope x log of their probability)
 
 Its four weights are learned online by AdaGrad (Duchi et al. 2011), for each kind of draft and of temperature. Greedy
-requests have no noise, and the same fit tells what the draft's own probabilities are worth.
+requests have no noise; for them the same fit calibrates the draft's own probabilities.
 """
 
 import math
@@ -25,23 +25,23 @@ from protos.values import value
 
 Floats = NDArray[np.float64]
 
-RATE = 0.1  # of learning: logged drafts are told as well at 0.05 and 0.2
-SURETY = (0.1, 8.0)  # bounds of what log probabilities count for: there would be none for a draft that is never wrong
-NOISE_SHARE = (0.3, 1.0)  # bounds of what the noise counts for, relative to them
-LEAST_OTHERS = 1e-4  # probability of all other tokens, at least: an estimate of nothing is worth nothing
+RATE = 0.1  # learning rate: logged drafts are predicted as well with 0.05 and 0.2
+SURETY = (0.1, 8.0)  # bounds: the weight of log probabilities would diverge for a draft that is never wrong
+NOISE_SHARE = (0.3, 1.0)  # bounds of the noise's weight, relative to surety
+LEAST_OTHERS = 1e-4  # lower bound of all other tokens' probability, whose logarithm is a feature
 
-# Of the draft that ships, over its answers to the prompts of `slipstream bench`. A sampled request's first two are
-# times the temperature, as far as that is below 1: errors of logits weigh the more the lower it is.
+# Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests the first two are
+# multiplied by the temperature if it is below 1: errors in logits matter more at low temperatures.
 GREEDY = (1.05, 0.0, -1.0, 0.75)
 SAMPLED = (0.95, 0.8, 2.0, 0.75)
 
 
 @value
 class DraftKind:
-    """What drafts are alike: fits are kept for each."""
+    """Kind of draft; each kind has its own fit."""
 
-    octave: int | None  # of the temperature, in halves; None: greedy
-    is_further: bool  # predicted after another token, without a forward in between
+    octave: int | None  # of the temperature, in half octaves; None: greedy
+    is_further: bool  # predicted after another token without a forward in between
 
     @classmethod
     def of(cls, sampling: Sampling, is_further: bool) -> "DraftKind":
@@ -51,7 +51,7 @@ class DraftKind:
 
     @property
     def prior(self) -> Floats:
-        """Weights to begin with, (4,)."""
+        """Initial weights, (4,)."""
         if self.octave is None:
             return np.array(GREEDY)
         scale = min(1.0, 2.0 ** (self.octave / 2))
@@ -65,7 +65,7 @@ class _Fit:
     squares: Floats = field(default_factory=lambda: np.ones(4))  # of gradients so far, summed
 
     def learn(self, candidates: "Candidates", place: int | None) -> None:
-        """The target took the candidate at this place, or another token."""
+        """Takes one gradient step; the target took the candidate at `place`, or, if None, another token."""
         features = candidates.features
         chances = candidates.chances(self.weights)
         taken = features[len(features) - 1 if place is None else place]
@@ -74,23 +74,23 @@ class _Fit:
         weights = self.weights + RATE * gradient / np.sqrt(self.squares)
         surety = min(max(weights[0], SURETY[0]), SURETY[1])
         weights[0] = surety
-        if self.weights[1]:  # without noise there is nothing to learn of it
+        if self.weights[1]:  # greedy requests have no noise to learn from
             weights[1] = min(max(weights[1], NOISE_SHARE[0] * surety), NOISE_SHARE[1] * surety)
         self.weights = weights
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidates:
-    """Likely tokens of one position, (count,) each: what the draft and the noise say of them."""
+    """Likely tokens at one position, (count,) each, with the draft's log probability and the noise."""
 
     ids: NDArray[np.int64]
     log_probs: Floats
     noise: Floats
-    log_others: float  # of the probability of all other tokens
+    log_others: float  # log probability of all other tokens together
 
     @property
     def features(self) -> Floats:
-        """(count + 1, 4): of each candidate, and of all others together."""
+        """Features (count + 1, 4) of each candidate, and in the last row of all others together."""
         count = len(self.ids)
         found = np.zeros((count + 1, 4))
         found[:count, 0] = self.log_probs
@@ -100,7 +100,7 @@ class Candidates:
         return found
 
     def chances(self, weights: Floats) -> Floats:
-        """(count + 1,): of each to be the target's token; the last is of all others together."""
+        """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""
         scores = self.features @ weights
         powers = np.exp(scores - scores.max())
         chances: Floats = powers / powers.sum()
@@ -108,22 +108,22 @@ class Candidates:
 
 
 class Calibration:
-    """All fits of a drafter, and what was thought of places that the target has yet to decide."""
+    """All fits of a drafter, and the candidates at places that the target has yet to decide."""
 
     def __init__(self) -> None:
         self._fits: dict[DraftKind, _Fit] = {}
         self._open: OpenPlaces[tuple[DraftKind, Candidates]] = OpenPlaces()
 
     def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
-        """(count + 1,): of each to be the target's token; the last is of all others together."""
+        """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""
         return candidates.chances(self._fit(kind).weights)
 
     def note(self, session: str, place: Place, kind: DraftKind, candidates: Candidates) -> None:
-        """These were considered there."""
+        """Records the candidates considered at a place."""
         self._open.note(session, place, (kind, candidates))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """The session's text is known up to here: learns from the places that it has reached."""
+        """Learns from the places that the session's decided text has reached."""
         for (kind, candidates), token in self._open.decided(session, tokens):
             self._learn(kind, candidates, token)
 
@@ -131,7 +131,7 @@ class Calibration:
         self._open.close(session)
 
     def _learn(self, kind: DraftKind, candidates: Candidates, token: int) -> None:
-        """The target's token at that position is known."""
+        """Updates the fit with the target's token at that position."""
         places = np.flatnonzero(candidates.ids == token)
         self._fit(kind).learn(candidates, int(places[0]) if len(places) else None)
 

@@ -1,8 +1,8 @@
-"""The cache of a draft model: sessions in branches, forked for what a verdict may bring.
+"""Cache of a draft model: sessions in branches, forked for the outcomes that a verdict may bring.
 
-A session has one branch that follows it and, while a verdict is out, further ones for what the verdict may bring; when
-it is in, the branch that guessed best goes on. Everything here can be computed again: when the pool runs dry, whoever
-was not asked for lately is forgotten.
+A session has one branch for its decided text. While a verdict is pending, it has further branches for possible
+outcomes; the one that matches the verdict best then continues. Everything here can be recomputed, so when the pool runs
+out of pages, the least recently used session is dropped.
 """
 
 import secrets
@@ -19,24 +19,24 @@ from cluster.page_allocator import PageAllocator, PageCopy
 
 @dataclass(eq=False)
 class Branch:
-    """Cached tokens of a session, on the page allocator's pages of `name`."""
+    """Cached tokens of a session, on the pages that the page allocator holds under `name`."""
 
     session: str
     name: str
     tokens: list[int]
-    first: int = 0  # index of the first of them that is not left out: the text begins there for the model
-    # Of a draft head, which is fed each token with the state before it:
-    exact: int = 0  # of its tokens, the first so many were fed with the target's states
-    predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's own, to feed the token of that index with
+    first: int = 0  # index where the text begins for the model; tokens before it are skipped
+    # For a draft head, which is fed each token with the state before it:
+    exact: int = 0  # number of first tokens that were fed with the target's states
+    predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's states, by index of the token fed with them
 
 
 class DraftCache:
     """All branches of all sessions, over one pool of pages.
 
-    The first `unfed` tokens of a text are not fed, so that a token lies so many places before its index. A draft head
-    is fed each token with the state before it: it has no use for the first token, and what lies at a place depends on
-    more than the tokens up to there, so that its pages are not shared between sessions. Where a text begins in its
-    middle, what is before that takes no place either.
+    The first `unfed` tokens of a text are not fed, so a token's place in the cache is its index minus `unfed`. A draft
+    head is fed each token with the state before it: it has no use for the first token, and a cache entry depends on
+    more than the tokens up to it, so its pages are not shared between sessions. If a text begins in its middle
+    (`Branch.first`), the tokens before that take no place either.
     """
 
     def __init__(self, pages: int, page_size: int, unfed: int = 0) -> None:
@@ -54,11 +54,11 @@ class DraftCache:
         self._allocator.check()
 
     def resume(self, session: str, tokens: Sequence[int], first: int = 0, salt: str = "") -> Branch:
-        """The branch that has cached most of `tokens`, cut to what agrees; the session's other branches are closed.
+        """Returns the branch that has cached most of `tokens`, cut to the common prefix; closes the other branches.
 
-        The last token is never among the cached ones: its logits are wanted. A session whose text begins at `first`
-        begins there whenever it is resumed; the tokens before count as cached. Pages are shared among sessions of the
-        same salt alone.
+        The last token never counts as cached, because its logits are needed. A session that begins at `first` must be
+        resumed with the same `first` every time; the tokens before it count as cached. Pages are shared only among
+        sessions of the same salt.
         """
         branches = self._branches.pop(session, [])
         agreed = [_common(branch.tokens, tokens) for branch in branches]
@@ -76,7 +76,7 @@ class DraftCache:
         return found
 
     def fork(self, branch: Branch, length: int) -> Branch:
-        """A further branch with the first `length` tokens of this one."""
+        """Adds a branch with the first `length` tokens of this one."""
         name = self._name(branch.session)
         self._allocator.fork(branch.name, name, self._places(branch, length))
         exact = min(branch.exact, length)
@@ -85,17 +85,17 @@ class DraftCache:
         return forked
 
     def publish(self, branch: Branch, length: int) -> None:
-        """Shares pages of the first `length` tokens, which are decided, with sessions that begin alike."""
+        """Shares the pages of the first `length` tokens, which are decided, with sessions of the same prefix."""
         if not self._unfed:
             self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
         self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
     ) -> tuple[FeedRow, list[PageCopy]] | None:
-        """Appends tokens, the last `logits` of which give logits; None when the pool is dry.
+        """Appends tokens and returns the row to feed, with pages to copy first; None when the pool is full.
 
-        So does each of `masks`, which are fed after them and are no part of the branch: `drop_masks` once that is done.
-        Room is made at the cost of sessions that are not `busy`.
+        The last `logits` tokens give logits, and so does each of `masks`. Masks are fed after the tokens and are not
+        part of the branch: call `drop_masks` after the forward. Sessions that are not `busy` are evicted to make room.
         """
         start = self._places(branch, len(branch.tokens))
         end = self._places(branch, len(branch.tokens) + len(tokens))
@@ -109,22 +109,22 @@ class DraftCache:
         return FeedRow((*fed, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
 
     def drop_masks(self, branch: Branch) -> None:
-        """Frees what was cached of mask tokens."""
+        """Frees the cache entries of mask tokens."""
         self._allocator.truncate(branch.name, self._places(branch, len(branch.tokens)))
 
     def cut(self, branch: Branch, length: int) -> None:
-        """Forgets all but the first `length` tokens of a branch, and masks after them."""
+        """Drops all but the first `length` tokens of a branch, and any masks after them."""
         del branch.tokens[length:]
         branch.exact = min(branch.exact, length)
         self._allocator.truncate(branch.name, self._places(branch, length))
 
     def close(self, session: str) -> None:
-        """Forgets a session; an unknown one is ignored."""
+        """Drops a session; an unknown one is ignored."""
         for branch in self._branches.pop(session, []):
             self._allocator.close(branch.name)
 
     def _places(self, branch: Branch, tokens: int) -> int:
-        """That the first so many tokens of a branch's text take."""
+        """Returns how many cache places the first `tokens` tokens of a branch's text take."""
         return max(0, tokens - branch.first - self._unfed)
 
     def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> Branch:
@@ -138,7 +138,7 @@ class DraftCache:
 
 
 def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many first tokens agree, but for the last."""
+    """Returns the length of the common prefix, the last of `tokens` excluded."""
     limit = min(len(cached), len(tokens) - 1)
     if tuple(cached[:limit]) == tuple(tokens[:limit]):
         return limit

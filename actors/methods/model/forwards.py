@@ -1,4 +1,4 @@
-"""Forwards of a draft model: what is pending of several blocks goes in together, as far as budget and cache go."""
+"""Forwards of a draft model: batches the pending tokens of several blocks, within budget and cache."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from cluster.page_allocator import PageCopy
 
 
 class ReadDraft(NamedTuple):
-    """A block whose pending tokens were all fed, and what the model says after the last ones of them."""
+    """A block whose pending tokens were all fed, with the model's output after the last ones of them."""
 
     draft: CachedDraft
     logits: Tensor  # (places, columns)
@@ -29,14 +29,14 @@ class ReadDraft(NamedTuple):
 class _Fed(NamedTuple):
     draft: CachedDraft
     row: FeedRow
-    cached: int  # tokens of its branch before
-    rest: list[int]  # of what was pending
+    cached: int  # branch length before this forward
+    rest: list[int]  # pending tokens that were not fed
 
 
 class DraftForwards:
-    """Feeds a draft model through its cache, a draft head with what `states` has for the tokens.
+    """Feeds a draft model through its cache; a draft head also gets the hidden states from `states`.
 
-    A forward feeds at most `pass_tokens`, and no token from position `max_positions` on.
+    A forward feeds at most `pass_tokens` tokens, and no token at position `max_positions` or later.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class DraftForwards:
         self._states = states
 
     def read(self, drafts: Sequence[CachedDraft], busy: set[str], interrupted: Callable[[], bool]) -> list[ReadDraft]:
-        """One forward for all of them; those that were read to their end.
+        """Runs one forward for all drafts; returns those whose pending tokens were all fed.
 
-        What is not, has no room in the pool, or needs a state that is not known, goes without; the next request goes on
-        from there. Room is made at the cost of sessions that are not `busy`.
+        Tokens that exceed the budget, find no room in the pool or need an unknown state are not fed; the next call
+        continues there. Sessions that are not `busy` are evicted to make room.
         """
         copies: list[PageCopy] = []
         fed = self._feed(drafts, busy, copies)
@@ -83,11 +83,11 @@ class DraftForwards:
         if self._states is not None:
             for draft, _, predicted in read:
                 assert predicted is not None, "a head that is fed states predicts some"
-                self._states.remember(draft.branch, predicted[: draft.logits])  # what mask tokens say is no state
+                self._states.remember(draft.branch, predicted[: draft.logits])  # outputs at mask tokens are not states
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
-        """Rows for the next forward, the shortest first; adds to the copies to be made before it."""
+        """Builds the rows of the next forward, shortest first; adds to `copies` the page copies to make before it."""
         fed: list[_Fed] = []
         budget = self._pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
@@ -108,7 +108,7 @@ class DraftForwards:
         return fed
 
     def _feedable(self, draft: CachedDraft, part: list[int]) -> list[int]:
-        """Returns what of `part` can be fed now; nothing of a text that goes beyond the model's positions."""
+        """Returns the part of `part` that can be fed now; empty if the text exceeds the model's positions."""
         if len(draft.branch.tokens) + len(draft.pending) > self._max_positions:
             return []
         return part if self._states is None else part[: self._states.feedable(draft, len(part))]

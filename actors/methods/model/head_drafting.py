@@ -1,4 +1,4 @@
-"""Drafting with a draft head, between and in the place of forwards: from the states that blocks were read with."""
+"""Drafting with a draft head, between or instead of forwards, from the states that blocks were read with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from actors.methods.model.forwards import ReadDraft
 from actors.methods.model.recurrent_head import DraftHead
 from actors.methods.model.sampling import DraftSampler
 
-GUESSED = 16  # most outcomes whose first tokens the head predicts, and blocks that it begins in a pass
-GUESS_TOKENS = 2  # each
+GUESSED = 16  # most outcomes, and most blocks per pass, that the head predicts first tokens for
+GUESS_TOKENS = 2  # tokens predicted for each
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadStates:
-    """States at the places where the verdict over a block may stop accepting, by the tokens accepted up to there."""
+    """States where the verdict over a block may stop accepting, by the tokens accepted up to there."""
 
     base_len: int  # tokens before the block
     states: dict[tuple[int, ...], Tensor]  # each (hidden,)
 
 
 class HeadDrafting:
-    """A head, and the states that it may go on from."""
+    """A head, and the states that it may continue from."""
 
     def __init__(self, head: DraftHead, sampler: DraftSampler) -> None:
         self.width = head.width
         self._head = head
         self._sampler = sampler
-        self._read: dict[str, _ReadStates] = {}  # by session, of the block read last
+        self._read: dict[str, _ReadStates] = {}  # by session: the block read last
 
     def go_on(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
-        """Up to so many further tokens after the last one of each draft."""
+        """Adds up to `tokens` further tokens to each draft."""
         for _ in range(tokens):
             drafts = [draft for draft in drafts if not draft.is_complete]
             if not drafts or interrupted():
@@ -49,19 +49,19 @@ class HeadDrafting:
             self._sampler.extend([ReadDraft(*each) for each in zip(drafts, logits, hidden, strict=True)])
 
     def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
-        """The first tokens of the likeliest blocks, which forwards draft anew while there is time.
+        """Predicts the first tokens of the likeliest blocks; forwards replace them if time allows.
 
-        Not under ratio, where a prefix must keep its continuation.
+        Skipped under rejection sampling, where a prefix must keep its continuation.
         """
         may = [draft for draft in drafts if draft.state is not None and not draft.ratio]
         likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
         self.go_on(likeliest, GUESS_TOKENS, interrupted)
 
     def begin(self, drafts: Sequence[CachedDraft]) -> None:
-        """Predicts what follows verdicts, if the states just before their last tokens are known.
+        """Predicts the tokens after verdicts, if the states just before their last tokens are known.
 
-        A forward would predict it better, but takes several times as long, and the target may be waiting. Where one of
-        the sessions needs a forward, all have it: their blocks leave together.
+        A forward would predict them better but takes several times as long, and the target may be waiting. If one of
+        the sessions needs a forward, all get one, because their blocks are sent together.
         """
         found = [self._state_before_last(draft) for draft in drafts]
         if any(state is None for state in found):
@@ -71,7 +71,7 @@ class HeadDrafting:
         self.go_on(drafts, GUESS_TOKENS, never)
 
     def remember(self, roots: Sequence[CachedDraft]) -> None:
-        """What was read of blocks under verification."""
+        """Keeps the states of blocks under verification that were just read."""
         for root in roots:
             base_len = root.request.base_len
             session = root.request.session
@@ -86,7 +86,7 @@ class HeadDrafting:
         self._read.pop(session, None)
 
     def _state_before_last(self, draft: CachedDraft) -> Tensor | None:
-        """What the logits of the last decided token's place were made of, (hidden,), if that was read and will do."""
+        """Returns the state, (hidden,), that predicted the last decided token; None if unknown or unusable."""
         tokens = draft.text.tokens
         read = self._read.pop(draft.request.session, None)
         if read is None or read.base_len >= len(tokens) or draft.ratio:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DraftingLimits:
-    """How a draft model drafts.
+    """Bounds and thresholds of a draft model.
 
-    `top_k` entries of draft_probs are sent per token under ratio, as whole weights of which the likeliest token's is
-    `weight_scale`: uint16 on the wire. Not under ratio, a block that is waited for ends once its chance to be accepted
-    so far is below `min_confidence`: whoever waits for a block waits for its further tokens too, and that takes more
-    than what verifies them. A forward feeds at most `pass_tokens`: longer prompts are read over several rounds, so that
-    they neither keep the others' blocks waiting for long nor need more memory than there is. No token
-    is fed from position `max_positions` on: a longer session gets no blocks.
+    Under rejection sampling, `top_k` entries of draft_probs are sent per token, as integer weights (uint16 on the wire)
+    scaled so that the likeliest token has `weight_scale`. Otherwise a block that the target waits for ends once its
+    cumulative acceptance probability is below `min_confidence`: the target waits for the further tokens too, which
+    takes longer than verifying them saves. A forward feeds at most `pass_tokens`, so a long prompt is read over several
+    rounds, neither delaying other blocks for long nor exceeding memory. No token is fed at position `max_positions` or
+    later: a longer session gets no blocks.
     """
 
     top_k: int

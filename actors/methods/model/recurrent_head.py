@@ -1,9 +1,9 @@
-"""Further tokens after a forward at a fraction of its cost, by a recurrent head (ReDrafter).
+"""Recurrent head: further tokens after a forward at a fraction of its cost (ReDrafter).
 
-(After ReDrafter: Cheng et al. 2024, arXiv 2403.09919.) From the draft model's last hidden state and the token that was
-taken after it, a gated MLP makes a state for the token after that, and so on; the LM head is the model's own. It looks
-at nothing else, so it knows less than the model; but a forward of a small model is mostly its hundreds of operations.
-The draft folder holds it as `recurrent_head.safetensors`.
+After ReDrafter (Cheng et al. 2024, arXiv 2403.09919). A gated MLP maps the draft model's last hidden state and the
+token taken after it to a state for the next token, and so on; the LM head is the model's own. The head reads nothing
+else, so it predicts worse than the model, but a forward of a small model mostly costs its hundreds of operations. The
+draft folder holds the head as `recurrent_head.safetensors`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,15 +28,15 @@ SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": 
 class DraftHead(Protocol):
     """Predicts tokens after those of a forward."""
 
-    width: int  # tokens in all, the forward's own included
+    width: int  # tokens in total, the forward's own included
 
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        """What follows `tokens`, each taken after one of these states, (tokens, hidden)."""
+        """Predicts what follows each of `tokens`, which were taken after `states`, (tokens, hidden)."""
         ...
 
 
 class RecurrentHead:
-    """A `DraftHead` over the embedding of the draft model and some columns of its head."""
+    """A `DraftHead` that uses the draft model's embedding and some columns of its LM head."""
 
     def __init__(
         self,
@@ -72,11 +72,10 @@ def load_recurrent_head(
     product: Product = projection,
     columns: int | None = None,
 ) -> RecurrentHead | None:
-    """The one in the model's folder, to predict `width` tokens a forward; None where there is none.
+    """Loads the head in the model's folder, to predict `width` tokens a forward; None if there is none.
 
-    It chooses among the first `columns` of the model's logits, or among all.
-
-    Raises ModelError when it does not fit the model.
+    It chooses among the first `columns` of the model's logits, or among all. Raises ModelError if the head does not fit
+    the model.
     """
     path = folder / FILE
     if not path.is_file():

@@ -1,23 +1,23 @@
-"""One session's rows of the target's states, by position: they come in any order, twice, or never."""
+"""One session's rows of the target's hidden states, by position. Rows may arrive in any order, twice, or never."""
 
 import torch
 from torch import Tensor
 
 
 class SessionStates:
-    """Rows of shape (hidden,), in one tensor that grows; of positions from `begin` on."""
+    """Rows of shape (hidden,) for positions from `begin` on, in one tensor that grows."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
         self._rows: Tensor | None = None  # (capacity, hidden)
-        self._known = bytearray()  # by position from `begin` on: whether its row is there
+        self._known = bytearray()  # by position from `begin` on: 1 if the row is present
 
     def __contains__(self, position: int) -> bool:
         at = position - self.begin
         return 0 <= at < len(self._known) and bool(self._known[at])
 
     def put(self, first: int, rows: Tensor) -> None:
-        """Rows (n, hidden) of the positions from `first` on."""
+        """Stores rows (n, hidden) for the positions from `first` on."""
         assert first >= self.begin, "none come of positions before the first"
         first -= self.begin
         end = first + len(rows)
@@ -27,12 +27,12 @@ class SessionStates:
         self._known[first:end] = b"\1" * len(rows)
 
     def missing_from(self, position: int) -> int:
-        """The first position from this one on whose row is not there."""
+        """Returns the first position from this one on whose row is missing."""
         found = self._known.find(0, position - self.begin)
         return max(position, self.begin + len(self._known)) if found < 0 else self.begin + found
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Of positions that are all there, (end - first, hidden)."""
+        """Returns the rows of positions `first` to `end`, (end - first, hidden). All must be present."""
         assert self._rows is not None, "a row is there"
         return self._rows[first - self.begin : end - self.begin]
 

@@ -1,8 +1,8 @@
-"""What a draft head is fed beside each token: the target's state before it, or the head's own in its place.
+"""Hidden states fed to a draft head with each token: the target's state before it, or the head's own prediction.
 
-Token j of a text is fed with the state of position j - 1. The target's is the true one; where it is not there, the one
-that the head itself predicted the token from is recycled. What was cached of recycled states is fed again once the true
-ones are there (EAGLE's second pass over accepted tokens); to leave that out costs about a tenth of what is accepted.
+Token j of a text is fed with the state of position j - 1. If the target's true state is missing, the state from which
+the head itself predicted the token is recycled. Cache entries made from recycled states are recomputed once the true
+ones arrive (EAGLE's second pass over accepted tokens); skipping that loses about a tenth of the accepted tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from protos.states import StatesNeeded
 
 
 class FedStates:
-    """The true states of all open sessions, for a head that takes `max_positions`.
+    """True states of all open sessions, for a head with `max_positions` positions.
 
-    A session whose states begin in mid-text begins there for the head: the tokens up to that state are as the first of
-    a text, which is not fed, and what comes after them has the positions of a text of its own.
+    A session whose states begin mid-text begins there for the head: the tokens up to that state count as the first
+    token of a text, which is not fed, and positions are counted from there.
 
-    `project` makes of rows as they are sent, (n, width), those that the head is fed, (n, hidden). Mask tokens are fed
+    `project` maps rows as they are sent, (n, width), to those that the head is fed, (n, hidden). Mask tokens are fed
     with `mask_state`, (1, hidden).
     """
 
@@ -40,24 +40,24 @@ class FedStates:
         self._sessions: dict[str, SessionStates] = {}
 
     def open(self, session: str) -> None:
-        """What is known of a session that is open already stays."""
+        """Registers a session; the states of one that is open already are kept."""
         self._sessions.setdefault(session, SessionStates())
 
     def begin(self, session: str, first: int) -> None:
-        """No states of a session come of positions before the first; what is known of it is forgotten."""
+        """Sets the first position that states of a session will come for; drops its known states."""
         self._sessions[session] = SessionStates(first)
 
     def first_of(self, session: str) -> int:
-        """Position that its states begin at."""
+        """Returns the position at which the session's states begin."""
         return self._sessions[session].begin
 
     def close(self, sessions: Sequence[str]) -> None:
-        """Forgets sessions; unknown ones are ignored."""
+        """Drops sessions; unknown ones are ignored."""
         for session in sessions:
             self._sessions.pop(session, None)
 
     def put(self, session: str, first: int, rows: Tensor) -> None:
-        """True states of the positions from `first` on, (n, width); those of an unknown session are ignored."""
+        """Stores true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
         known = self._sessions.get(session)
         if known is None or known.missing_from(first) >= first + len(rows):
             return
@@ -65,18 +65,18 @@ class FedStates:
         known.put(first, self._project(rows))
 
     def rewind(self, cache: DraftCache, branch: Branch) -> None:
-        """Cuts a branch to before the first token that was fed with a recycled state, if the true one is there now.
+        """Cuts a branch before the first token fed with a recycled state, if the true state is known now.
 
-        What the head predicted is kept: the tokens may be fed with it again, where true states are still missing.
+        Predicted states are kept: tokens may be fed with them again where true states are still missing.
         """
         if 0 < branch.exact < len(branch.tokens) and branch.exact - 1 in self._sessions[branch.session]:
             cache.cut(branch, branch.exact)
 
     def feedable(self, draft: CachedDraft, tokens: int) -> int:
-        """How many of the first so many of its pending tokens can be fed now.
+        """Returns how many of the draft's first `tokens` pending tokens can be fed now.
 
-        None where what is pending goes beyond the head's positions, or the text is its first token alone, before which
-        there is no state.
+        0 if the pending tokens exceed the head's positions, or the text is only its first token, before which there is
+        no state.
         """
         branch = draft.branch
         start = len(branch.tokens)
@@ -89,9 +89,9 @@ class FedStates:
         return end - start if end > branch.first + 1 else 0
 
     def states(self, branch: Branch, start: int, masks: int) -> Tensor:
-        """To feed a branch's tokens from `start` on with, which are feedable, and masks after them, (tokens, hidden).
+        """Returns the states to feed with a branch's tokens from `start` on, then with masks: (tokens, hidden).
 
-        The first token of a text is not fed, and has none.
+        The tokens must be feedable. The first token of a text is not fed and has no state.
         """
         found = self._of_tokens(branch, start, len(branch.tokens))
         if not masks:
@@ -111,11 +111,11 @@ class FedStates:
         return torch.stack([known.rows(i - 1, i)[0] if i - 1 in known else branch.predicted[i] for i in indices])
 
     def remember(self, branch: Branch, predicted: Tensor) -> None:
-        """The states that the head predicted at the last places of a branch that was just read, (places, hidden)."""
+        """Stores the states that the head predicted at the last places of a branch just read, (places, hidden)."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
 
     def _exact_to(self, branch: Branch, start: int) -> int:
-        """Index of the first token from `start` on that the true state before it is missing of."""
+        """Returns the index of the first token from `start` on whose preceding true state is missing."""
         return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

@@ -1,8 +1,8 @@
-"""A smaller LM head for a draft model, over its most frequent tokens only.
+"""Smaller LM head for a draft model, over its most frequent tokens only.
 
-On a small model the head over a large vocabulary is most of the cost; the target still verifies over all of it, so this
-costs a little acceptance and no exactness (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The draft folder says which
-tokens, in `frequent_tokens.json`: a list of token ids, the most frequent first.
+For a small model, the LM head over a large vocabulary is most of the cost. The target still verifies over the full
+vocabulary, so this costs a little acceptance and no exactness (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The draft
+folder lists the tokens in `frequent_tokens.json`: token ids, most frequent first.
 """
 
 import json
@@ -17,7 +17,7 @@ FILE = "frequent_tokens.json"
 
 
 def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
-    """The ids in the folder's file; None when it has none. Raises ModelError when they do not fit."""
+    """Reads the ids from the folder's file; None if there is none. Raises ModelError if they do not fit."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -28,9 +28,9 @@ def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
 
 
 def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
-    """Keeps only these rows of the model's head: column i of its logits is then `token_ids[i]`.
+    """Keeps only these rows of the model's LM head: column i of its logits is then `token_ids[i]`.
 
-    The input embedding stays whole, for every token can be fed.
+    The input embedding stays complete, since every token can be fed.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
