@@ -1,4 +1,4 @@
-"""Rows of hidden states from the wire to a head: decoded into a tensor on the way."""
+"""Adapter that decodes rows of hidden states from their wire encoding into tensors for a head."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,24 +13,24 @@ from protos.states import StatesFormat
 
 
 class TakesRows(DraftingMethod, Protocol):
-    """A drafting method that reads rows of hidden states."""
+    """A drafting method that takes rows of hidden states as tensors."""
 
     def begin(self, session: str, first: int) -> None:
-        """No states of an open session come of positions before the first; without this they begin at 0."""
+        """Announces that states of an open session start at position `first`; the default is 0."""
         ...
 
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """True states of the positions from `first` on, (n, width); those of an unknown session are ignored."""
+        """Takes true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
         ...
 
 
 class DecodedStates:
-    """A method that takes rows as tensors, as one that takes them as they travel."""
+    """Wraps a method that takes rows as tensors as a `ReadsStates` method that takes encoded rows."""
 
     def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
         self.states_format = layout
         self._method = method
-        self._without: set[str] = set()  # sessions of which no states have come
+        self._without: set[str] = set()  # sessions that have received no states yet
 
     @property
     def shapes(self) -> frozenset[Shape]:
@@ -67,6 +67,6 @@ class DecodedStates:
 
 
 def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:
-    """For a deployment, whose setup says how rows travel."""
+    """Wraps `method` for a deployment, whose setup states how rows are encoded."""
     assert layout is not None, "a deployment whose method reads states says how they travel"
     return DecodedStates(method, layout)

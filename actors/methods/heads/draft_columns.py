@@ -1,4 +1,4 @@
-"""Which of a head's logits are computed, and which of the target's tokens each of them is for."""
+"""Selection of a head's logit columns, and the target token that each column stands for."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from cluster.errors import ModelError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftColumns:
-    """The columns that are kept."""
+    """The kept columns."""
 
-    kept: Tensor | None  # (columns,) of those that the head was published with; None: all
-    token_ids: Tensor  # (columns,) of the target
+    kept: Tensor | None  # (columns,): indices of published columns; None: all
+    token_ids: Tensor  # (columns,): token ids of the target
 
     def of(self, weight: Tensor) -> Tensor:
-        """What is kept of an LM head's weight, (published columns, hidden)."""
+        """Returns the kept rows of an LM head's weight, (published columns, hidden)."""
         return weight if self.kept is None else weight[self.kept.to(weight.device)]
 
 
 def draft_columns(folder: Path, ids: Tensor, vocabulary: int, proposable: Collection[int]) -> DraftColumns:
-    """Of a head whose column i is for token `ids[i]`, those for proposable tokens.
+    """Selects the columns of proposable tokens, for a head whose column i stands for token `ids[i]`.
 
-    Raises ModelError where ids are not different ones of the target's, or none of them is proposable.
+    Raises ModelError if the ids are not distinct ids of the target, or none of them is proposable.
     """
     named = ids.tolist()
     if len(set(named)) < len(named) or min(named) < 0 or max(named) >= vocabulary:

@@ -1,4 +1,4 @@
-"""How a head's matrix products are computed, as its options say."""
+"""Selection of a head's matrix products from its quantization option."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,17 @@ from cluster.errors import ModelError
 
 
 class HeadProducts(NamedTuple):
-    """What makes them of weights, and the type of all else that a head computes with."""
+    """Factory for a head's matrix products, and the dtype of everything else that the head computes."""
 
     product: Product
     dtype: torch.dtype
 
 
 def head_products(options: HeadOptions, dtype: str, device: torch.device) -> HeadProducts:
-    """Of models of type `dtype`. Quantised, they are of weights and rows rounded to 8 bits, and float32 beside them.
+    """Selects products for a model of type `dtype`.
 
-    Raises ModelError where there are none.
+    Quantized products round weights and rows to 8 bits, and the rest of the head is float32. Raises ModelError if the
+    device has no such products.
     """
     if options.quantization == "none":
         return HeadProducts(projection, getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Rotary positions of a draft head, as its configuration has them: in one of three places."""
+"""Rotary position embedding of a draft head, read from one of three places in its configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cluster.errors import ModelError
 
-DEFAULT_BASE = 10000.0  # where a configuration names none, whatever the target's is
-PLAIN = frozenset({"default", "mrope"})  # of text alone, the sections of mrope have equal positions
+DEFAULT_BASE = 10000.0  # default if the configuration names none; independent of the target's
+PLAIN = frozenset({"default", "mrope"})  # for text, all sections of mrope have equal positions
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A base, and how positions are scaled."""
+    """Base and scaling of rotary positions."""
 
     base: float
-    kind: str  # as transformers names it
-    scaling: tuple[tuple[str, Any], ...] = ()  # its parameters
+    kind: str  # rope_type of transformers
+    scaling: tuple[tuple[str, Any], ...] = ()  # parameters of that kind
 
     def __str__(self) -> str:
         scaling = "".join(f", {name} {value}" for name, value in self.scaling)
@@ -31,8 +31,8 @@ class Rope:
 def rope_of(config: Mapping[str, Any]) -> Rope:
     """Reads `rope_parameters`, or else `rope_scaling` and `rope_theta`.
 
-    Transformers 5 keeps the base in the first of them, and files that it writes may have another one at the top level.
-    Raises ModelError for a kind that is not known.
+    Transformers 5 stores the base in `rope_parameters`, and files that it writes may have a different one at the top
+    level. Raises ModelError for an unknown kind.
     """
     section = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(section.get("rope_theta", config.get("rope_theta") or DEFAULT_BASE))
@@ -49,7 +49,7 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
 
 
 def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
-    """From positions to cosines and sines, by transformers."""
+    """Returns the transformers module that maps positions to cosines and sines."""
     parameters = {"rope_type": rope.kind, "rope_theta": rope.base} | {
         name: list(value) if isinstance(value, tuple) else value for name, value in rope.scaling
     }

@@ -1,7 +1,8 @@
-"""Blocks of heads whose places are as they are whatever tokens stand before them: one prediction serves all of them.
+"""Blocks of heads that predict places independently of the tokens before them: one prediction serves many blocks.
 
-What a head says of the places after a text serves the blocks after each outcome too, as far as it goes: after k further
-tokens, its place k is the next one.
+A prediction for the places after a text also serves blocks after each outcome: after k further tokens, place k comes
+next. @= Foresee : Returns logits of the places after the text of each draft's request, (places, columns): at least as
+many as requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ def fill_places(
     sampler: DraftSampler,
     interrupted: Callable[[], bool],
 ) -> None:
-    """As `StatePredictor.fill`, for a head that predicts `width` places."""
+    """Implements `StatePredictor.fill` for a head that predicts `width` places."""
     if interrupted():
         return
     unread = [draft for draft in drafts if draft.logits is None and draft.main is None]
@@ -40,6 +41,6 @@ def fill_places(
 
 def _own_places(draft: PredictedDraft) -> Tensor:
     if isinstance(draft.main, PredictedDraft):
-        draft.logits = draft.main.logits  # it reads other tokens in the same places
+        draft.logits = draft.main.logits  # it reads other tokens at the same places
     assert draft.logits is not None, "a block is read before what comes after it"
     return draft.logits[len(draft.outcome) :][: draft.longest]

@@ -1,8 +1,8 @@
-"""Drafting with a head that predicts several tokens from the target's states: blocks that are wanted, and ahead.
+"""Drafting with a head that predicts several tokens from the target's states, on request and ahead of verdicts.
 
-While tokens are verified, the target's states of them are not there yet, so blocks ahead of a verdict go on from what
-the head itself made of the text before; how far that goes is the head's to say (`StatePredictor.reach`). With the
-verdict come the true states: from then on blocks begin with those, and the block under verification is read anew.
+While tokens are being verified, the target's states for them do not exist yet. Blocks ahead of a verdict therefore
+continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
+verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
 """
 
 import time
@@ -26,26 +26,26 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
 
-UNKNOWN = DraftedToken(0, NOTHING, 0.0)  # a place of which the head can say nothing
+UNKNOWN = DraftedToken(0, NOTHING, 0.0)  # a place that the head cannot predict
 
 
 @dataclass(kw_only=True, eq=False)
 class PredictedDraft(BlockDraft):
-    """Its chain has at most `longest` tokens; a tree may have more of them, up to `max_tokens`."""
+    """A block whose chain has at most `longest` tokens; a tree may have more, up to `max_tokens`."""
 
     longest: int
-    logits: Tensor | None = None  # (places, columns) after the request's text, of a head that predicts places at once
+    logits: Tensor | None = None  # (places, columns) after the request's text, if the head predicts all at once
 
     @property
     def depth(self) -> int:
-        """Tokens so far that the target's states do not tell of."""
+        """Number of tokens so far that the target's states do not cover."""
         return len(self.outcome) + len(self.drafted)
 
     def is_further(self, place: int) -> bool:
         return self.depth + place > 0
 
     def end(self) -> None:
-        """The head has said what it can: of the other places of a root, nothing."""
+        """Ends the block. A root's remaining places are unknown."""
         if self.is_root:
             self.drafted += [UNKNOWN] * (self.max_tokens - len(self.drafted))
         self.settle()
@@ -53,49 +53,52 @@ class PredictedDraft(BlockDraft):
 
 
 class StatePredictor(Protocol):
-    """A head and what it keeps of each session's states. Sessions that it is told of are open."""
+    """A head and the states that it keeps for each session. It is called only for open sessions."""
 
     @property
     def width(self) -> int:
-        """Tokens that it predicts after a text whose states are there."""
+        """Number of tokens predicted after a text whose states are known."""
         ...
 
     @property
     def needs(self) -> StatesNeeded: ...
 
     def reach(self, depth: int) -> int:
-        """Tokens that it predicts after `depth` further ones whose states are not there; 0: it has to wait for them."""
+        """Returns how many tokens the head predicts after `depth` tokens without states; 0: it must wait."""
         ...
 
     def open(self, session: str) -> None: ...
 
     def begin(self, session: str, first: int) -> None:
-        """The states of an open session begin at this position."""
+        """Announces that states of an open session start at this position."""
         ...
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """The target's states from position `first` on, (n, width), in any order, of a session with so many tokens."""
+        """Takes the target's states, (n, width), of positions from `first` on, in any order.
+
+        `length` is the number of decided tokens.
+        """
         ...
 
     def decided(self, session: str, length: int) -> None:
-        """The session's text has so many tokens now."""
+        """Announces that the session's text has `length` tokens now."""
         ...
 
     def close(self, session: str) -> None:
-        """Forgets a session; an unknown one is ignored."""
+        """Drops a session; an unknown one is ignored."""
         ...
 
     def is_ready(self, session: str, length: int) -> bool:
-        """Whether the states are there of all of so many tokens but the last, as far as it reads them."""
+        """Returns whether the states it reads have arrived for all of `length` tokens but the last."""
         ...
 
     def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        """Drafts what it can of each, and ends it; an interruption leaves those as they are then."""
+        """Drafts what it can of each and ends it; drafts stay as they are when interrupted."""
         ...
 
 
 class PredictedDrafting:
-    """The method. A session whose states have not come gets nothing."""
+    """The drafting method. A session whose states have not arrived gets no tokens."""
 
     shapes = frozenset(Shape)
     outcomes = OUTCOMES
@@ -130,14 +133,14 @@ class PredictedDrafting:
         self._predictor.decided(session, len(text))
 
     def begin(self, session: str, first: int) -> None:
-        """No states of an open session come of positions before the first; without this they begin at 0."""
+        """Announces that states of an open session start at position `first`; the default is 0."""
         self._predictor.begin(session, first)
 
     @torch.inference_mode()
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """The target's states of positions from `first` on, (n, width): in any order, and more than once.
+        """Takes the target's states, (n, width), of positions from `first` on, in any order, repeats allowed.
 
-        Those of a session that is not open are ignored.
+        States of a session that is not open are ignored.
         """
         if session in self._texts:
             self._predictor.states(session, first, rows, len(self._texts[session].tokens))
@@ -150,7 +153,7 @@ class PredictedDrafting:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is kept of any session."""
+        """True if no session is open."""
         return self._texts.is_empty
 
     # ------------------------------------------------------------ blocks
@@ -165,7 +168,10 @@ class PredictedDrafting:
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """A target that goes on without a block is told where there is none."""
+        """Drafts for likely outcomes.
+
+        A session without candidates that the target decodes without a block gets an empty proposal.
+        """
         ready = [request for request in requests if self._is_ready(request)]
         drafts: list[PredictedDraft] = draft_ahead(self, ready, self._ahead_time, self._clock, interrupted, early)
         found = proposals(drafts)
@@ -187,7 +193,7 @@ class PredictedDrafting:
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: AheadRequest) -> list[PredictedDraft]:
-        """The trunk under verification, which is read from the true states before it, and tokens beside it."""
+        """Returns roots for the main path under verification, read from true states, and for tokens beside it."""
         main = self._root(request, request.unverified.trunk)
         beside = request.unverified.off_trunk[:SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
@@ -224,7 +230,7 @@ class PredictedDrafting:
         )
 
     def preview(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        """A forward of the head is as quick as any preview."""
+        """Does nothing: a forward of the head is as quick as any preview."""
 
     def extend(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> list[PredictedDraft]:
         self._predictor.fill(drafts, interrupted)

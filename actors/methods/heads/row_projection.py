@@ -1,6 +1,6 @@
-"""What a head makes of each row of the target's states before anything else, at the target or at the drafter.
+"""Projection that a head applies to each row of the target's states first, at the target or at the drafter.
 
-It is EAGLE-3's `fc` and DFlash's, with the norms around it.
+It is the `fc` of EAGLE-3 and DFlash, with the norms around it.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from actors.models.decoder import Norm
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The norm of what has none."""
+    """Identity, for layers without a norm."""
     return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowProjection:
-    """Norms of equal parts of a row, or none; then the product, and the norm of what it makes."""
+    """Optional norms of equal parts of a row, then the product, then a norm of its result."""
 
     part_norms: tuple[Norm, ...]
     fc: Projection
     norm: Norm = unchanged
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """(n, hidden), of rows as the target has them, (n, layers x the target's hidden size)."""
+        """Maps the target's rows, (n, layers x target hidden size), to (n, hidden)."""
         if self.part_norms:
             parts = rows.chunk(len(self.part_norms), dim=-1)
             rows = torch.cat([norm(part) for norm, part in zip(self.part_norms, parts, strict=True)], dim=-1)

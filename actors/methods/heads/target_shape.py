@@ -1,4 +1,4 @@
-"""The sizes of the target that a draft head has to fit."""
+"""Sizes of the target that a draft head has to fit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from actors.models.config_reader import read_config
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """Of a target's checkpoint."""
+    """Sizes read from a target's checkpoint."""
 
     hidden: int
     vocabulary: int  # rows of the embedding
@@ -16,6 +16,6 @@ class TargetShape:
 
 
 def target_shape(folder: Path) -> TargetShape:
-    """Of the checkpoint in a folder, by its configuration alone."""
+    """Reads the sizes from the configuration of the checkpoint in a folder."""
     config = read_config(folder).get_text_config()
     return TargetShape(int(config.hidden_size), int(config.vocab_size), int(config.num_hidden_layers))

@@ -124,7 +124,7 @@ class _Rate:
 
 
 class EscapeRates:
-    """How often a match was followed by a token that had not followed it before, by kind of match.
+    """Rates at which a match is followed by a token that had not followed it before, by kind of match.
 
     As in PPM compressors (Cleary and Witten 1984), with contexts grouped by kind (Bloom 1998).
     """

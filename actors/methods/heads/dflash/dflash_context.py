@@ -1,24 +1,24 @@
-"""What a DFlash head keeps of one session: the target's states that have come, and keys and values made of them."""
+"""Context of a DFlash head for one session: the target's states received, and the keys and values made of them."""
 
 import torch
 from torch import Tensor
 
-MOST_EARLY = 64  # pieces of states that may wait for those before them
+MOST_EARLY = 64  # pieces of states that may wait for earlier ones
 
 
 class DFlashContext:
-    """States come in any order, twice or never, from position `begin` on; they are read in order."""
+    """States may arrive in any order, twice or never, from position `begin` on; they are read in order."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
-        self.read = begin  # end of the positions whose keys and values are there
-        self._arrived = begin  # end of those whose states came, without a gap
-        self._unread: list[Tensor] = []  # states of the positions between, one piece after the other
+        self.read = begin  # end of the positions whose keys and values are cached
+        self._arrived = begin  # end of the gapless positions whose states have arrived
+        self._unread: list[Tensor] = []  # states of the positions between `read` and `_arrived`, in pieces
         self._early: dict[int, Tensor] = {}  # pieces after a gap, by first position
         self._cached: list[Tensor] = []  # by layer: (2, capacity, kv heads, dim), keys and values
 
     def put(self, first: int, rows: Tensor) -> None:
-        """States of the positions from `first` on, (positions, width)."""
+        """Adds states of the positions from `first` on, (positions, width)."""
         self._early[first] = rows
         while (piece := next((at for at in self._early if at <= self._arrived), None)) is not None:
             found = self._early.pop(piece)[self._arrived - piece :]
@@ -29,11 +29,11 @@ class DFlashContext:
             del self._early[max(self._early)]
 
     def has(self, positions: int) -> bool:
-        """Whether the states of the first so many have all come, from the beginning on."""
+        """Returns whether the states of the first `positions` positions have all arrived."""
         return self._arrived >= positions
 
     def take(self, positions: int) -> Tensor:
-        """States of the first so many positions that are not read yet, (unread, width); they count as read then."""
+        """Returns the unread states among the first `positions` positions, (unread, width), and marks them read."""
         count = positions - self.read
         if not count:
             return torch.empty(0)
@@ -43,8 +43,10 @@ class DFlashContext:
         return whole[:count]
 
     def write(self, layer: int, first: int, key_value: Tensor) -> Tensor:
-        """Puts keys and values, (rows, 2, kv heads, dim), at positions from `first` on, of a layer; all of the context
-        up to there, (2, positions, kv heads, dim)."""
+        """Writes a layer's keys and values, (rows, 2, kv heads, dim), at positions from `first` on.
+
+        Returns the layer's whole context up to there, (2, positions, kv heads, dim).
+        """
         first -= self.begin
         end = first + len(key_value)
         if layer == len(self._cached):

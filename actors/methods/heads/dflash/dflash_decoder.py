@@ -1,8 +1,8 @@
-"""The forward of a DFlash head: one block for each of several sessions, together.
+"""Forward of a DFlash head: one block for each of several sessions, computed together.
 
-A block is the last decided token and masks after it, each at its own position. Its queries attend to keys and values
-of the context, which every layer makes of the same projected states of the target, and to those of the block itself.
-Place j of the block, from 1, predicts the token that stands there.
+A block is the last decided token followed by masks, each at its own position. Its queries attend to keys and values of
+the context, which every layer computes from the same projected states of the target, and to those of the block itself.
+Place j of the block, counted from 1, predicts the token at that place.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from actors.models.decoder import Rotation, rotation_of
 
 
 class _Step(NamedTuple):
-    """What a forward is over, besides the blocks."""
+    """Inputs of a forward other than the blocks."""
 
     contexts: Sequence[DFlashContext]
     starts: Sequence[int]  # position of each block's first place
-    states: Tensor  # (rows, hidden) of all contexts, as far as they are not read yet
-    counts: list[int]  # of them, by context
-    rotation: Rotation  # of the states' positions and then of the blocks'
+    states: Tensor  # (rows, hidden): the unread states of all contexts
+    counts: list[int]  # rows of `states` by context
+    rotation: Rotation  # for the positions of the states, then of the blocks
 
 
 class DFlashDecoder:
-    """`config` says what the layers are."""
+    """Decoder whose layers are described by `config`."""
 
     def __init__(self, config: DFlashConfig, weights: DFlashWeights, rotary: nn.Module) -> None:
         self.config = config
@@ -39,13 +39,13 @@ class DFlashDecoder:
         self._rotary = rotary
 
     def project(self, rows: Tensor) -> Tensor:
-        """The context's rows, (rows, hidden), of states as the target has them, (rows, width)."""
+        """Projects the target's states, (rows, width), to context rows, (rows, hidden)."""
         return self._weights.row_projection(rows)
 
     def hidden(self, contexts: Sequence[DFlashContext], anchors: Sequence[int], starts: Sequence[int]) -> Tensor:
-        """What the logits are made of, (sessions, block, hidden).
+        """Returns the hidden states behind the logits, (sessions, block, hidden).
 
-        Each session's block begins with its anchor at its start; the states before that have all come.
+        Each session's block begins with its anchor at position `start`; all states before that must have arrived.
         """
         hidden = self._embedded(anchors)
         step = self._step(contexts, starts)
@@ -56,20 +56,20 @@ class DFlashDecoder:
         return self._weights.norm(hidden).view(len(contexts), self.config.block_size, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., columns), of (..., hidden)."""
+        """Returns logits (..., columns) for hidden states (..., hidden)."""
         logits = self._weights.lm_head(hidden) * self.config.logit_scale
         cap = self.config.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _embedded(self, anchors: Sequence[int]) -> Tensor:
-        """All blocks, one after the other, (rows, hidden)."""
+        """Returns the embeddings of all blocks, one after the other, (rows, hidden)."""
         weights = self._weights
         blocks = weights.mask_embedding.repeat(len(anchors), self.config.block_size, 1)
         blocks[:, 0] = F.embedding(torch.tensor(anchors, device=blocks.device), weights.embedding)
         return blocks.flatten(0, 1) * self.config.embedding_scale
 
     def _step(self, contexts: Sequence[DFlashContext], starts: Sequence[int]) -> _Step:
-        """Takes what is unread of the contexts."""
+        """Builds the step, taking the unread states of the contexts."""
         size = self.config.block_size
         before = [torch.arange(context.read, start) for context, start in zip(contexts, starts, strict=True)]
         within = [torch.arange(start, start + size) for start in starts]
@@ -80,7 +80,7 @@ class DFlashDecoder:
         return _Step(contexts, starts, states, [len(each) for each in before], rotation)
 
     def _attended(self, index: int, inputs: Tensor, step: _Step) -> Tensor:
-        """What a layer's attention makes of all blocks, (rows, heads x dim)."""
+        """Returns the layer's attention output for all blocks, (rows, heads x dim)."""
         layer = self._weights.layers[index]
         size = self.config.block_size
         query = torch.split(self._query(layer, inputs, step.rotation), size)
@@ -92,12 +92,12 @@ class DFlashDecoder:
         return torch.cat([_attend(context, start, index, kind, *piece) for context, start, *piece in pieces])
 
     def _query(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
-        """(rows, heads, dim); the rows are the last ones of the rotation."""
+        """Returns queries, (rows, heads, dim); the rows are the last ones of the rotation."""
         query = layer.query_norm(layer.query(inputs).view(len(inputs), self.config.heads, self.config.head_dim))
         return _turned(query, Rotation(rotation.cos[-len(query) :], rotation.sin[-len(query) :]))
 
     def _key_value(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
-        """(rows, 2, kv heads, dim)."""
+        """Returns keys and values, (rows, 2, kv heads, dim)."""
         shape = (len(inputs), 2, self.config.kv_heads, self.config.head_dim)
         key, value = layer.key_value(inputs).view(shape).unbind(1)
         return torch.stack((_turned(layer.key_norm(key), rotation), value), dim=1)
@@ -116,9 +116,12 @@ def _attend(
     query: Tensor,
     of_block: Tensor,
 ) -> Tensor:
-    """Of one session, (block, heads x dim). What is written of the block is overwritten by the next states."""
+    """Attention of one session's block, (block, heads x dim).
+
+    The block's own keys and values, written to the context, are overwritten by the next states.
+    """
     key_value = context.write(index, start - len(of_states), torch.cat([of_states, of_block]))
-    first = context.begin  # of what is seen: what the anchor's window begins with
+    first = context.begin  # first visible position: where the anchor's window begins
     if kind.window is not None:
         first = max(first, start - kind.window + 1)
     key, value = key_value[:, first - context.begin :].transpose(1, 2)
@@ -130,7 +133,7 @@ def _attend(
 
 
 def _mask(kind: DFlashLayerKind, start: int, size: int, first: int) -> Tensor:
-    """Which positions from `first` on each place of the block sees, (block, positions)."""
+    """Returns which positions from `first` on each place of the block sees, (block, positions)."""
     ahead = torch.arange(first, start + size) - torch.arange(start, start + size).unsqueeze(1)
     seen = ahead <= 0 if kind.is_causal else torch.ones_like(ahead, dtype=torch.bool)
     return seen if kind.window is None else seen & (ahead.abs() < kind.window)

@@ -1,4 +1,4 @@
-"""Drafting with a DFlash head: a whole block in one forward, after the target's states at all earlier positions."""
+"""Drafting with a DFlash head: a whole block in one forward, given the target's states at all earlier positions."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,9 +14,9 @@ from protos.states import StatesNeeded
 
 
 class DFlashPredictor:
-    """A `StatePredictor`: blocks ahead of a verdict are what further places of the block before them say.
+    """A `StatePredictor`. Blocks ahead of a verdict come from further places of the block before them.
 
-    Rows come as the target has them or, with `is_projected`, as it has projected them.
+    Rows arrive as the target has them or, with `is_projected`, already projected by the target.
     """
 
     def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler, is_projected: bool = False) -> None:
@@ -24,7 +24,7 @@ class DFlashPredictor:
         self._is_projected = is_projected
         self._sampler = sampler
         self._contexts: dict[str, DFlashContext] = {}
-        self._blocks: dict[str, tuple[int, Tensor]] = {}  # the latest: hash of the text before, and (places, hidden)
+        self._blocks: dict[str, tuple[int, Tensor]] = {}  # latest: hash of the text before it, and (places, hidden)
 
     @property
     def width(self) -> int:
@@ -35,7 +35,10 @@ class DFlashPredictor:
         return self._decoder.config.needs
 
     def reach(self, depth: int) -> int:
-        """The context of a block is of the target's states alone, so that after its last place it waits for those."""
+        """Returns the places left in the block after `depth` tokens.
+
+        A block's context holds only the target's states, so after the last place the head waits for new ones.
+        """
         return max(0, self.width - depth)
 
     # ------------------------------------------------------------ states
@@ -48,7 +51,7 @@ class DFlashPredictor:
         self._contexts[session] = DFlashContext(first)
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """(rows, width) as `needs` says, or (rows, hidden) where they were projected at the source."""
+        """Adds rows, (rows, width) as in `needs`, or (rows, hidden) if projected at the target."""
         needs = self.needs
         width = needs.projected_width if self._is_projected else needs.width
         assert rows.shape[-1] == width, "rows are as wide as was asked for"
@@ -57,7 +60,7 @@ class DFlashPredictor:
         self._contexts[session].put(first, rows.clone() if self._is_projected else self._decoder.project(rows))
 
     def decided(self, session: str, length: int) -> None:
-        """Its context is read when the next block is drafted."""
+        """Does nothing: the context is read when the next block is drafted."""
 
     def close(self, session: str) -> None:
         self._contexts.pop(session, None)
@@ -81,7 +84,7 @@ class DFlashPredictor:
         return torch.split(self._decoder.logits(torch.cat(hidden)), list(places))
 
     def _draft_blocks(self, drafts: Sequence[PredictedDraft]) -> None:
-        """Blocks are computed whole, however few of their tokens are asked for: masks see one another."""
+        """Computes whole blocks, however few tokens are requested, because masks attend to one another."""
         if not drafts:
             return
         sessions = [draft.request.session for draft in drafts]
@@ -92,6 +95,6 @@ class DFlashPredictor:
             self._blocks[draft.request.session] = (draft.base_hash, hidden[1:])
 
     def _known(self, draft: PredictedDraft) -> Tensor | None:
-        """The latest block, (places, hidden), if it comes after the same text."""
+        """Returns the latest block, (places, hidden), if it follows the same text; else None."""
         base_hash, hidden = self._blocks.get(draft.request.session, (None, None))
         return hidden if base_hash == draft.base_hash else None

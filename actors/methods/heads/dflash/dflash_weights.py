@@ -1,4 +1,4 @@
-"""The tensors of a DFlash head, under one name each, and the weights that its forward computes with."""
+"""Tensors of a DFlash head under canonical names, and the weights that its forward uses."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ ALIASES = (
     (r"(?:model\.)?midlayer\.", "layers.0."),
     (r"model\.", ""),
 )
-NOT_COMPUTED_WITH = ("t2d", "verifier_")  # of training
+NOT_COMPUTED_WITH = ("t2d", "verifier_")  # used in training only
 MASK_FILE = "mask_embedding.pt"
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
-    """What such a head takes of the target's checkpoint: of each group the first tensor that there is."""
+    """Returns the tensors that the head takes from the target: groups of names, the first present one counts."""
     pairs = (("embed_tokens.weight", EMBEDDING), ("lm_head.weight", HEAD))
     return [names for name, names in pairs if name not in files.tensors]
 
@@ -48,7 +48,7 @@ class DFlashLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DFlashWeights:
-    """What `DFlashDecoder` computes with."""
+    """Weights that `DFlashDecoder` uses."""
 
     embedding: Tensor  # (vocabulary, hidden)
     mask_embedding: Tensor  # (hidden,)
@@ -56,11 +56,11 @@ class DFlashWeights:
     layers: tuple[DFlashLayer, ...]
     norm: Norm
     lm_head: Projection
-    token_ids: Tensor  # (columns,) the target's
+    token_ids: Tensor  # (columns,): token ids of the target
 
 
 class DFlashReader:
-    """Takes weights out of a head's files and the target's, and knows in the end which were left."""
+    """Reads weights from the files of a head and its target, and tracks which tensors were not used."""
 
     def __init__(
         self,
@@ -80,7 +80,10 @@ class DFlashReader:
         self._left = {name for name in files.tensors if not name.startswith(NOT_COMPUTED_WITH)}
 
     def weights(self, proposable: Collection[int]) -> DFlashWeights:
-        """Raises ModelError where a tensor is missing, of another shape, or there is one too many."""
+        """Reads all weights.
+
+        Raises ModelError if a tensor is missing, has another shape, or is not used by the forward.
+        """
         config = self._config
         embedding = self._own_or_borrowed("embed_tokens.weight", EMBEDDING, config.vocabulary)
         columns = self._columns(proposable)
@@ -102,7 +105,7 @@ class DFlashReader:
         return found
 
     def row_projection(self) -> RowProjection:
-        """No other tensor is read."""
+        """Reads the projection of the target's states, and no other tensor."""
         config = self._config
         fc = self._linear(["fc"], [config.hidden], config.needs.width)
         return RowProjection((), fc, self._norm("hidden_norm", config.hidden))
@@ -118,7 +121,7 @@ class DFlashReader:
         return norm_of(self._tensor(f"{name}.weight", size), self._config.eps)
 
     def _linear(self, names: list[str], outputs: list[int], inputs: int) -> Projection:
-        """Several layers over the same inputs as one product, which all have a bias or none."""
+        """Reads several layers over the same inputs as one product. All have a bias or none has."""
         pairs = list(zip(names, outputs, strict=True))
         weight = torch.cat([self._tensor(f"{name}.weight", size, inputs) for name, size in pairs])
         if f"{names[0]}.bias" not in self._files.tensors:
@@ -138,7 +141,7 @@ class DFlashReader:
         return self._placed(found)
 
     def _columns(self, proposable: Collection[int]) -> DraftColumns:
-        """`d2t` holds what to add to a draft id to get the target's."""
+        """Selects the proposable columns. `d2t` holds the offset from a draft id to the target's id."""
         ids = torch.arange(self._config.columns)
         if "d2t" in self._files.tensors:
             self._left.discard("d2t")
@@ -146,7 +149,7 @@ class DFlashReader:
         return draft_columns(self._files.folder, ids, self._config.vocabulary, proposable)
 
     def _mask_embedding(self, embedding: Tensor) -> Tensor:
-        """Of a file of its own, where the mask token was added to the tokenizer; else as any token's."""
+        """Reads the mask's embedding from its own file, if the mask was added to the tokenizer, else as any token's."""
         path = self._files.folder / MASK_FILE
         if not path.is_file():
             return embedding[self._config.mask_token]

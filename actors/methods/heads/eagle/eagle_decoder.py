@@ -1,7 +1,8 @@
-"""The forward of an EAGLE head over a ragged batch: from tokens and the states before them to logits and states.
+"""Forward of an EAGLE head over a ragged batch: from tokens and preceding states to logits and states.
 
-Place i of a head's cache holds token i + 1 of the text and state i, at position i: a step reads what the target, or the
-head itself, made of all tokens up to i, and the token that was taken after them. It predicts the token after that.
+Place i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that the
+target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the token
+after that.
 """
 
 import torch
@@ -16,7 +17,7 @@ from actors.models.forward_output import ForwardOutput
 
 
 class EagleDecoder:
-    """All generations; `config` says how they differ."""
+    """Decoder for all generations; `config` states how they differ."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, rotary: nn.Module) -> None:
         self._config = config
@@ -25,19 +26,21 @@ class EagleDecoder:
         self._heads = AttentionHeads(config.heads, config.kv_heads, config.head_dim)
 
     def project(self, raw: Tensor) -> Tensor:
-        """What a step is fed, (rows, hidden), of the target's states as `config.needs` has them, (rows, width)."""
+        """Maps the target's states as in `config.needs`, (rows, width), to inputs of a step, (rows, hidden)."""
         projection = self._weights.row_projection
         return raw if projection is None else projection(raw)
 
     @property
     def mask_state(self) -> Tensor | None:
-        """What a step is fed at a mask token, (1, hidden), if the head has one."""
+        """State fed with a mask token, (1, hidden); None if the head has none."""
         mask = self._weights.mask
         return None if mask is None else self.project(mask)
 
     def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
-        """Logits and the states to feed next, at the batch's wanted places; `states`, (total, hidden), are projected
-        ones of the target or earlier ones of the head."""
+        """Returns logits, and the states to feed next, at the batch's wanted places.
+
+        `states`, (total, hidden), are projected states of the target or earlier states of the head.
+        """
         weights = self._weights
         embedded = weights.embedding_norm(F.embedding(batch.tokens, weights.embedding))
         if self._config.hides_first:
@@ -52,7 +55,7 @@ class EagleDecoder:
         return self._output(hidden.index_select(0, batch.logit_at))
 
     def _entry(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer attends over, before its own norm, and its residual."""
+        """Returns the first layer's attention input, before its norm, and the residual."""
         weights = self._weights
         if self._config.kind is not EagleKind.EAGLE3:
             assert weights.fc is not None, "a head of the first kind has a projection"

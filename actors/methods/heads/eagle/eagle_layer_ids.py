@@ -1,9 +1,9 @@
-"""Which of the target's hidden states an EAGLE-3 head reads: what the layer ids in its configuration mean.
+"""Interpretation of the layer ids in an EAGLE-3 head's configuration: which of the target's hidden states it reads.
 
-State k is what enters the target's layer k, counted from 0 (`protos.states`). Two meanings of an id are published. The
+State k is the input of the target's layer k, counted from 0 (`protos.states`). Ids are published with two meanings. The
 reference implementation, vLLM and speculators number the states: id k is state k. SpecForge, SGLang and ModelOpt number
-the layers whose outputs are read, in a section `eagle_config`: id k is state k + 1. A wrong meaning raises no error; it
-halves acceptance and worse.
+the layers whose outputs are read, in a section `eagle_config`: id k is state k + 1. A wrong interpretation raises no
+error, but halves acceptance or worse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from cluster.errors import ModelError
 KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS_KEY = "target_layer_ids"
 SECTION = "eagle_config"
-FIRST_OF_STATES = 2  # the default's first id, as a state; as a layer's output it is 1
+FIRST_OF_STATES = 2  # the default's first id as a state; as a layer's output it is 1
 
 
 class LayerIdMeaning(Enum):
-    """What an id k names."""
+    """Meaning of an id k."""
 
     STATE = "state"  # state k
     OUTPUT = "output"  # the output of layer k, which is state k + 1
@@ -28,10 +28,10 @@ class LayerIdMeaning(Enum):
 def states_read(
     config: Mapping[str, Any], target_layers: int, count: int, meaning: LayerIdMeaning | None = None
 ) -> tuple[int, ...]:
-    """The `count` states that a head with such a configuration reads, rising.
+    """Returns the `count` states that a head with this configuration reads, in ascending order.
 
-    By default ids mean what the key that they stand under says; a configuration without ids means the reference's own.
-    Raises ModelError where the ids are not as many as the head has inputs, or the target has no such states.
+    `meaning` overrides the meaning implied by the key of the ids; a configuration without ids gets the reference's
+    default. Raises ModelError if the number of ids differs from the head's inputs, or the target has no such states.
     """
     named = _named(config)
     if named is None:
@@ -47,12 +47,12 @@ def states_read(
 
 
 def default_states(target_layers: int) -> tuple[int, ...]:
-    """Those of the reference implementation: SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py."""
+    """Returns the defaults of the reference implementation (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py)."""
     return 2, target_layers // 2, target_layers - 3
 
 
 def check_states(states: Sequence[int], target_layers: int, count: int, source: str) -> None:
-    """Raises ModelError unless these are `count` different states before the target's last layer has been through."""
+    """Raises ModelError unless these are `count` distinct states that exist before the target's last layer ends."""
     if len(states) != count:
         raise ModelError(
             f"the EAGLE-3 head reads {count} states side by side, but {source} names {len(states)}: {list(states)}"
@@ -65,13 +65,13 @@ def check_states(states: Sequence[int], target_layers: int, count: int, source: 
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[int, ...], LayerIdMeaning] | None:
-    """The ids of a configuration, and what they usually mean there."""
+    """Returns the ids of a configuration and their usual meaning there."""
     section = config.get(SECTION) or {}
     if config.get(KEY):
         return _ids(config[KEY]), LayerIdMeaning.STATE
     if section.get(KEY):
         ids = _ids(section[KEY])
-        # Some who write this section number the states nevertheless, as the first default id shows (SGLang PR 25454).
+        # Some writers of this section number the states nevertheless: the first default id tells (SGLang PR 25454).
         return ids, LayerIdMeaning.STATE if min(ids) == FIRST_OF_STATES else LayerIdMeaning.OUTPUT
     if config.get(OUTPUTS_KEY):
         return _ids(config[OUTPUTS_KEY]), LayerIdMeaning.OUTPUT

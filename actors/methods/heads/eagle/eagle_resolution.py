@@ -1,6 +1,7 @@
-"""From an EAGLE head's files and the target's shape to its `EagleConfig`; what does not fit is refused here.
+"""Resolves an EAGLE head's files and the target's shape into an `EagleConfig`; refuses what does not fit.
 
-What a head is follows from its tensors, and from its configuration where they leave it open; never from its name.
+The kind of a head follows from its tensors, and from its configuration where the tensors leave it open; never from its
+name.
 """
 
 from collections.abc import Mapping
@@ -24,12 +25,15 @@ from cluster.errors import ModelError
 from protos.states import StatesNeeded
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
-BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # that must be there where a key says so
-MAX_POSITIONS = 2048  # where a configuration does not say
+BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # tensors that must exist if the key is set
+MAX_POSITIONS = 2048  # default if the configuration does not state it
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
-    """What the head is, in names of `eagle_names`. Raises ModelError where it cannot draft for this target."""
+    """Resolves a head with tensors in the names of `eagle_names`.
+
+    Raises ModelError if it cannot draft for this target.
+    """
     body = _body(files.config)
     hidden = _size(files, body, "hidden_size")
     kind = _kind(files, hidden)
@@ -65,7 +69,7 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
 
 
 def _body(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a configuration on one level; speculators keeps the decoder's in a section, which goes first."""
+    """Flattens a configuration to one level. The decoder's section of speculators takes precedence."""
     return {**config, **(config.get("eagle_config") or {}), **(config.get("transformer_layer_config") or {})}
 
 
@@ -119,7 +123,7 @@ def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
 def _needs(
     files: HeadFiles, kind: EagleKind, hidden: int, target: TargetShape, overrides: EagleOverrides
 ) -> StatesNeeded:
-    """The final state for EAGLE-1/2, and for what has no `fc`; else as many states as `fc` has room for."""
+    """Returns the final state for EAGLE-1/2 and heads without `fc`, else as many states as `fc` has inputs for."""
     if kind is EagleKind.EAGLE or "fc.weight" not in files.tensors:
         if target.hidden != hidden:
             raise ModelError(
@@ -141,7 +145,7 @@ def _needs(
 
 
 def _columns(files: HeadFiles, vocabulary: int) -> int:
-    """Of the draft vocabulary."""
+    """Returns the size of the draft vocabulary."""
     said = files.config.get("draft_vocab_size") or vocabulary
     if not isinstance(said, int) or not 0 < said <= vocabulary:
         raise ModelError(f"draft_vocab_size of {files.folder} is {said!r}, expected 1 to {vocabulary}")
@@ -153,7 +157,7 @@ def _columns(files: HeadFiles, vocabulary: int) -> int:
 
 
 def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
-    """By the tensors; what the configuration says besides must agree."""
+    """Determines the norm from the tensors. Raises ModelError if the configuration states otherwise."""
     told = {
         FeatureNorm.ALL: ("input_norm.weight", body.get("norm_before_fc")),
         FeatureNorm.EACH: ("fc_norm.0.weight", body.get("fc_norm", body.get("use_aux_norm"))),
@@ -170,7 +174,7 @@ def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
 
 
 def _norm_before_residual(config: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
-    """Where it is not said, files of speculators' own kind eagle3 mean yes, and all others no."""
+    """Returns the configured value; the default is True for speculators' kind eagle3, else False."""
     said = body.get("norm_before_residual")
     return config.get("speculators_model_type") == "eagle3" if said is None else bool(said)
 
@@ -183,7 +187,7 @@ def _output_norm(files: HeadFiles, body: Mapping[str, Any], kind: EagleKind) -> 
 
 
 def _mask_token(files: HeadFiles, body: Mapping[str, Any], vocabulary: int) -> int | None:
-    """Of a head that has a state to feed beside it, `mask_hidden`, and only of such."""
+    """Returns the mask token of a head with a state to feed with it (`mask_hidden`); None for other heads."""
     token = next((body[key] for key in MASK_KEYS if body.get(key) is not None), None)
     if "mask_hidden" not in files.tensors:
         if token is not None:

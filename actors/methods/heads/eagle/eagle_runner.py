@@ -1,4 +1,4 @@
-"""One EAGLE head, one cache, one forward over ragged rows that carry states beside their tokens."""
+"""Runner of one EAGLE head with one cache: forwards over ragged rows that carry states with their tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ from cluster.page_allocator import PageCopy
 class EagleRunner:
     """An `InterruptibleRunner` whose rows have `states`, (tokens, hidden).
 
-    `hidden` of what a forward returns are the states to feed beside the tokens that are taken after these places.
+    The `hidden` of a forward's output are the states to feed with the tokens sampled after these places.
     """
 
     def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
@@ -29,17 +29,17 @@ class EagleRunner:
 
     @torch.inference_mode()
     def project(self, raw: Tensor) -> Tensor:
-        """What rows carry, (rows, hidden), of the target's states as it has them, (rows, width)."""
+        """Maps the target's states, (rows, width), to the states that rows carry, (rows, hidden)."""
         return self._head.decoder.project(self.placed(raw))
 
     def placed(self, projected: Tensor) -> Tensor:
-        """The same of states that the target has projected, (rows, hidden)."""
+        """Moves states that the target has already projected, (rows, hidden), to the head's device and dtype."""
         return projected.to(self._head.device, self._head.dtype)
 
     @property
     @torch.inference_mode()
     def mask_state(self) -> Tensor | None:
-        """What rows carry beside a mask token, (1, hidden); None where the head has none."""
+        """State that rows carry with a mask token, (1, hidden); None if the head has none."""
         return self._head.decoder.mask_state
 
     @torch.inference_mode()
@@ -54,7 +54,7 @@ class EagleRunner:
 
 
 def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:
-    """What the head requires of attention and of its cache."""
+    """Returns the head's requirements on attention and its cache."""
     config = head.config
     return AttentionShape(
         config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype, slides=False

@@ -1,4 +1,4 @@
-"""From the tensors of an EAGLE head's folder to the weights that its forward computes with, on the device."""
+"""Places the tensors of an EAGLE head's folder on the device, as the weights that its forward uses."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,29 +18,29 @@ from cluster.errors import ModelError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """What `EagleDecoder` computes with."""
+    """Weights that `EagleDecoder` uses."""
 
     embedding: Tensor  # (vocabulary, hidden)
     embedding_norm: Norm
-    row_projection: RowProjection | None  # EAGLE-3: of the target's states, if they are not fed as they are
-    fc: Projection | None  # of embedding and state in a step, but for EAGLE-3
-    state_norm: Norm  # of the state that a step is fed, but for EAGLE-1
+    row_projection: RowProjection | None  # EAGLE-3: projection of the target's states; None if fed unprojected
+    fc: Projection | None  # over embedding and state of a step; None for EAGLE-3
+    state_norm: Norm  # of the state fed to a step; the identity for EAGLE-1
     layers: tuple[Layer, ...]
     norm: Norm | None  # after the last layer
     lm_head: Projection
-    token_ids: Tensor  # (columns,) the target's
-    mask: Tensor | None  # (1, width) of P-EAGLE: what takes the place of the target's states at a mask token
+    token_ids: Tensor  # (columns,): token ids of the target
+    mask: Tensor | None  # (1, width), P-EAGLE: replaces the target's states at a mask token
 
 
 def borrowed_tensors(config: EagleConfig) -> list[tuple[str, ...]]:
-    """What such a head takes of the target's checkpoint: of each group the first tensor that there is."""
+    """Returns the tensors that the head takes from the target: groups of names, the first present one counts."""
     pairs = ((config.embedding, EMBEDDING), (config.lm_head, HEAD))
     return [names for source, names in pairs if source is WeightSource.TARGET]
 
 
 @dataclass(eq=False)
 class WeightReader:
-    """Takes tensors out of a head's files, and knows in the end which were left."""
+    """Reads tensors from a head's files, and tracks which were not used."""
 
     files: HeadFiles
     target_folder: Path
@@ -51,7 +51,10 @@ class WeightReader:
     used: set[str] = field(default_factory=set)
 
     def weights(self, proposable: Collection[int] | None) -> EagleWeights:
-        """Raises ModelError where a tensor is missing, of another shape, or there is one too many."""
+        """Reads all weights.
+
+        Raises ModelError if a tensor is missing, has another shape, or is not used by the forward.
+        """
         config = self.config
         is_eagle3 = config.kind is EagleKind.EAGLE3
         embedding = self._embedding()
@@ -72,7 +75,7 @@ class WeightReader:
         return found
 
     def row_projection(self) -> RowProjection:
-        """Of a head that projects the target's states; no other tensor is read."""
+        """Reads the projection of a head that projects the target's states, and no other tensor."""
         assert self.config.projects, "this head is fed the target's states as they are"
         fc = self._linear(["fc"], [self.config.hidden], self.config.needs.width)
         return RowProjection(self._feature_norms(), fc)
@@ -95,7 +98,7 @@ class WeightReader:
         return norm_of(self._tensor(f"{name}.weight", size or self.config.hidden), self.config.eps)
 
     def _linear(self, names: list[str], outputs: list[int], inputs: int) -> Projection:
-        """Several layers over the same inputs as one product; a bias that some lack is zero there."""
+        """Reads several layers over the same inputs as one product; a missing bias counts as zero."""
         pairs = list(zip(names, outputs, strict=True))
         weight = torch.cat([self._tensor(f"{name}.weight", size, inputs) for name, size in pairs])
         biased = [self._has(f"{name}.bias") for name in names]
@@ -137,7 +140,7 @@ class WeightReader:
         return found
 
     def _columns(self, proposable: Collection[int] | None) -> tuple[Tensor | None, Tensor]:
-        """Columns that are kept, or None for all, and the target's ids of those: `d2t` holds what to add."""
+        """Returns the kept columns, None for all, and their ids in the target. `d2t` holds the offset to add."""
         config = self.config
         ids = torch.arange(config.columns)
         if self._has("d2t"):

@@ -1,1 +1,5 @@
-"""Heads that read one of the target's states, the last one, and predict several tokens from it."""
+"""Heads that read only the target's final state of the last position, and predict several tokens from it.
+
+`medusa.py` and `mlp_speculator.py` are the two heads, each with its own `create`. Start with `last_state_drafting.py`,
+which drafts with either; `last_rows.py` keeps the states and `last_state_loading.py` loads a head.
+"""

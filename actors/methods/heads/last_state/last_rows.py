@@ -1,13 +1,13 @@
-"""The target's states that heads which read only the last of them keep."""
+"""Storage of the target's states for heads that read only the last one."""
 
 import torch
 from torch import Tensor
 
-MOST_ROWS = 512  # of a session, which may come before the verdicts that they belong to
+MOST_ROWS = 512  # per session: states may arrive before the verdicts that they belong to
 
 
 class LastRows:
-    """Of each session the target's states from its last decided token but one on, by position."""
+    """The target's states of each session, by position, from the last decided token but one on."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -15,7 +15,7 @@ class LastRows:
         self._rows: dict[str, dict[int, Tensor]] = {}
 
     def keep(self, session: str, first: int, rows: Tensor, wanted: int) -> None:
-        """Rows of the positions from `first` on, (rows, width), as far as they are `wanted` ones or later."""
+        """Keeps rows, (rows, width), of positions from `first` on, except positions before `wanted`."""
         kept = self._rows.setdefault(session, {})
         for position in range(max(first, wanted), first + len(rows)):
             kept[position] = rows[position - first].to(self._device, self._dtype, copy=True)
@@ -28,7 +28,7 @@ class LastRows:
             del kept[position]
 
     def at(self, session: str, position: int) -> Tensor | None:
-        """(width,), if it has come."""
+        """Returns the row of a position, (width,); None if it has not arrived."""
         return self._rows.get(session, {}).get(position)
 
     def close(self, session: str) -> None:

@@ -1,6 +1,6 @@
-"""Drafting with heads that read one state of the target: its final one, from which it drew the last decided token.
+"""Drafting with heads that read one state of the target: the one that the last decided token was sampled from.
 
-Such heads keep nothing of the text, so a session needs one row a round, and none of its prompt.
+Such heads keep nothing of the text, so a session needs one row per round, and none of its prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ from cluster.drafting.candidates.tree_growth import Path, least_of, worth_a_limb
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
 
-LIMB_TOKENS = 2  # that a limb has, at most: what is further off is seldom among a block's likeliest
+LIMB_TOKENS = 2  # most tokens of a side branch: later ones are seldom among a block's likeliest
 
 
 class LastStateConfig(Protocol):
-    """What a head was understood to be."""
+    """A head's resolved configuration."""
 
     @property
     def width(self) -> int:
-        """Tokens that it predicts."""
+        """Number of tokens that the head predicts."""
         ...
 
     @property
@@ -35,15 +35,15 @@ class LastStateConfig(Protocol):
 
     @property
     def recurs(self) -> bool:
-        """Whether it reads the tokens taken, and states of its own; otherwise it reads the target's state alone."""
+        """True if the head reads the sampled tokens and its own states, False if only the target's state."""
         ...
 
     def reach(self, depth: int) -> int:
-        """Tokens that it predicts after `depth` further ones whose states are not there; 0: it has to wait for them."""
+        """Returns how many tokens the head predicts after `depth` tokens without states; 0: it must wait."""
         ...
 
     def describe(self) -> list[str]:
-        """One line a fact."""
+        """Describes the head, one fact per line."""
         ...
 
 
@@ -54,15 +54,15 @@ class LastStateHead(Protocol):
     def config(self) -> LastStateConfig: ...
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """What follows `tokens`, which come after as many as `depth` others that the target's states do not tell of.
+        """Predicts what follows `tokens`, which come `depth` tokens after those that the target's states cover.
 
-        Each was taken after one of the states, (rows, hidden): the target's, or what was returned before.
+        Each token was sampled from one of the states, (rows, hidden): the target's, or those of an earlier call.
         """
         ...
 
 
 class LastStatePredictor:
-    """A `StatePredictor` around such a head."""
+    """A `StatePredictor` for such a head."""
 
     def __init__(self, head: LastStateHead, sampler: DraftSampler, rows: LastRows) -> None:
         self._head = head
@@ -86,7 +86,7 @@ class LastStatePredictor:
         self._rows.close(session)
 
     def begin(self, session: str, first: int) -> None:
-        """It reads the latest alone."""
+        """Does nothing: the head reads only the latest state."""
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
         assert rows.shape[-1] == self.needs.width, "rows are as wide as was asked for"
@@ -102,7 +102,7 @@ class LastStatePredictor:
         return self._rows.at(session, _position(length)) is not None
 
     def _state(self, draft: PredictedDraft) -> Tensor:
-        """Of the target, (hidden,), that the last decided token was drawn from."""
+        """Returns the target's state, (hidden,), that the last decided token was sampled from."""
         state = self._rows.at(draft.request.session, _position(draft.request.base_len))
         assert state is not None, "it is asked for nothing before"
         return state
@@ -116,7 +116,7 @@ class LastStatePredictor:
             fill_places(drafts, self.width, self._foresee, self._sampler, interrupted)
 
     def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> list[Tensor]:
-        """Place by place for all that want it: each is a head of its own."""
+        """Predicts place by place for all drafts that want it: each place is a separate head."""
         states = [self._state(draft) for draft in drafts]
         found: list[list[Tensor]] = [[] for _ in drafts]
         for depth in range(max(places)):
@@ -129,7 +129,7 @@ class LastStatePredictor:
 
     def _recur(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
         for draft in drafts:
-            if draft.state is None:  # else it comes after an outcome
+            if draft.state is None:  # otherwise the draft follows an outcome
                 draft.state = self._state(draft)
         if not self._go_on(drafts, interrupted):
             return
@@ -138,7 +138,7 @@ class LastStatePredictor:
             draft.end()
 
     def _go_on(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
-        """Chains to their ends, those of one depth together; whether it was not interrupted."""
+        """Extends chains to their ends, batching drafts of one depth; returns False if interrupted."""
         while True:
             by_depth: dict[int, list[PredictedDraft]] = {}
             for draft in drafts:
@@ -160,7 +160,7 @@ class LastStatePredictor:
         )
 
     def _branch_off(self, block: PredictedDraft) -> list[PredictedDraft]:
-        """Limbs from tokens beside its own."""
+        """Starts side branches at tokens beside the block's own."""
         if not block.takes_trees or not block.drafted:
             return []
         paths = block.paths
@@ -189,12 +189,12 @@ class LastStatePredictor:
 
 
 def _position(length: int) -> int:
-    """Of the state that the last of so many tokens was drawn from."""
+    """Returns the position of the state that the last of `length` tokens was sampled from."""
     return length - 2
 
 
 def _last(draft: PredictedDraft) -> tuple[Tensor, int]:
-    """The last token so far, and the state that it was taken after."""
+    """Returns the last token so far, and the state that it was sampled from."""
     state, token = draft.last
     assert isinstance(state, Tensor), "a draft begins with a state"
     return state, token

@@ -1,8 +1,8 @@
-"""Medusa heads: each predicts one of the next tokens from the target's final state, whatever stands between.
+"""Medusa heads: each predicts one of the next tokens from the target's final state, whatever tokens come between.
 
-(Medusa: Cai et al. 2024, arXiv 2401.10774.) Head i, from 0, predicts the token i + 1 places after the last decided one.
-Layouts, told by the tensors' names: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same as
-`medusa_head.*` in a merged model), and vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
+Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 places after the last
+decided one. The tensors' names tell the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
+under `medusa_head.` in a merged model), or vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
 """
 
 import re
@@ -34,7 +34,7 @@ LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """What such heads are, by their tensors: published configurations name other numbers than the files hold."""
+    """Shape of the heads, read from their tensors, since published configurations state other numbers."""
 
     layout: str
     heads: int
@@ -53,11 +53,14 @@ class MedusaConfig:
         return False
 
     def reach(self, depth: int) -> int:
-        """There is a head for each of the next places and no state but the target's: after the last one it waits."""
+        """Returns the heads left after `depth` tokens.
+
+        There is one head per place and no state but the target's, so after the last one it must wait.
+        """
         return max(0, self.heads - depth)
 
     def describe(self) -> list[str]:
-        """One line a fact, for whoever wants to know how heads were understood."""
+        """Describes how the heads were understood, one fact per line."""
         return [
             f"{self.heads} Medusa heads of {self.blocks} residual block(s), {self.layout} layout",
             f"reads the target's state {self.needs.layers[0]}, its final one, {self.needs.width} elements",
@@ -82,7 +85,7 @@ class MedusaHeads:
         self._branches = branches
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """By the head of that depth; the states, (rows, hidden), stay the target's."""
+        """Applies the head of that depth; the states, (rows, hidden), remain the target's."""
         branch = self._branches[depth]
         hidden = states
         for block in branch.blocks:
@@ -91,18 +94,18 @@ class MedusaHeads:
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """The target's final state, at every position."""
+    """Requests the target's final hidden state at every position."""
     return final_state(target)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Raises ModelError where what `draft.model` names does not fit the target."""
+    """Creates the method. Raises ModelError if the heads named by `draft.model` do not fit the target."""
     borrowed = borrowed_tensors_of(heads_alone(read_head(head_folder(draft))))
     return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup.states)
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
-    """What heads, in names without a prefix, take of the target's checkpoint: the first of each group that there is."""
+    """Returns the tensors that heads, in names without a prefix, take from the target: groups of names."""
     return [HEAD] if _names_of(files).lm_head(0) is None else []
 
 
@@ -114,7 +117,7 @@ def load_medusa(
     proposable: Collection[int],
     product: Product = projection,
 ) -> MedusaHeads:
-    """Published heads, as they are on disk. Raises ModelError where they do not fit the target."""
+    """Loads published heads. Raises ModelError if they do not fit the target."""
     files = heads_alone(read_head(folder))
     names = _names_of(files)
     config = _resolve(files, names, target_shape(target_folder))
@@ -148,12 +151,12 @@ def load_medusa(
 
 
 def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
-    """What the heads are, in names without a prefix. Raises ModelError where they do not fit the target."""
+    """Resolves heads with tensors in names without a prefix. Raises ModelError if they do not fit the target."""
     return _resolve(files, _names_of(files), target)
 
 
 def heads_alone(files: HeadFiles) -> HeadFiles:
-    """Without the model that heads may be merged with, and without a prefix."""
+    """Drops the model that heads may be merged with, and the prefix of the heads' names."""
     for prefix in PREFIXES:
         if any(name.startswith(prefix) for name in files.tensors):
             mine = {name: tensor for name, tensor in files.tensors.items() if name.startswith(prefix)}
@@ -162,7 +165,7 @@ def heads_alone(files: HeadFiles) -> HeadFiles:
 
 
 class _OwnNames:
-    """FasterDecoding's: a list of residual blocks and an LM head for each head."""
+    """FasterDecoding's layout: a list of residual blocks and an LM head for each head."""
 
     layout = "FasterDecoding's"
 
@@ -174,7 +177,7 @@ class _OwnNames:
         self.blocks = max(self._last.values(), default=0)
 
     def block(self, head: int, block: int) -> str:
-        """The blocks of a head are one module, whose tensors may have been saved once."""
+        """Returns the block's name; the blocks of a head are one module, whose tensors may be saved only once."""
         name = f"{head}.{block}.linear"
         return name if f"{name}.weight" in self._tensors else f"{head}.0.linear"
 
@@ -183,7 +186,7 @@ class _OwnNames:
 
 
 class _VllmNames:
-    """vLLM's, which may share one LM head, the target's own where none is stored."""
+    """vLLM's layout; heads may share one LM head, the target's own if none is stored."""
 
     layout = "vLLM's"
 

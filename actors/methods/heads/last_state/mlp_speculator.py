@@ -1,7 +1,7 @@
-"""MLPSpeculator: a small recurrent network over the target's final state and the tokens taken after it.
+"""MLPSpeculator: a small recurrent network over the target's final state and the tokens sampled after it.
 
-(Wertheimer et al. 2024, arXiv 2404.19124; foundation-model-stack/fms-extras, fms_extras/models/speculator.py.)
-Each step has weights of its own, or all have the same.
+Wertheimer et al. 2024, arXiv 2404.19124; foundation-model-stack/fms-extras, fms_extras/models/speculator.py. Each step
+has its own weights, or all steps share them.
 """
 
 import math
@@ -27,7 +27,7 @@ from protos.states import StatesNeeded
 
 EPS = 1e-6  # of the norms
 ALIASES = ((r"speculator\.", ""),)
-TIED_KEYS = ("tie_weights", "tie_wts")  # of a configuration, by who wrote it
+TIED_KEYS = ("tie_weights", "tie_wts")  # keys in a configuration; authors differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class MlpSpeculatorConfig:
     inner: int
     columns: int  # of the logits as published
     vocabulary: int  # the target's
-    is_tied: bool  # whether all steps have the same weights, but for the first one's projection
+    is_tied: bool  # whether all steps share weights, except the first one's projection
     scales_input: bool  # whether the target's state is normed first
     needs: StatesNeeded
 
@@ -52,21 +52,25 @@ class MlpSpeculatorConfig:
         return True
 
     def reach(self, depth: int) -> int:
-        """It goes on from its own states, after its last step by that step again, where that takes such states."""
+        """Returns how many tokens it predicts after `depth` tokens.
+
+        It continues from its own states. After the last step it repeats that step, unless the only step takes target
+        states.
+        """
         return self.steps if self.steps > 1 else max(0, 1 - depth)
 
     @property
     def state_share(self) -> float:
-        """What the earlier state counts for; after all steps, the target's counts for the half."""
+        """Weight of the previous state; after all steps the target's state has weight one half (in squares)."""
         return float(0.5 ** (0.5 / self.steps))
 
     @property
     def token_share(self) -> float:
-        """What the taken token's embedding counts for."""
+        """Weight of the sampled token's embedding."""
         return math.sqrt((1 - self.state_share**2) * self.inner / 2)
 
     def describe(self) -> list[str]:
-        """One line a fact, for whoever wants to know how it was understood."""
+        """Describes how the speculator was understood, one fact per line."""
         weights = "the same weights" if self.is_tied else "weights of their own"
         normed = ", normed first" if self.scales_input else ""
         return [
@@ -96,7 +100,7 @@ class MlpSpeculator:
         self._steps = steps
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """States are the target's, (rows, hidden), at depth 0, later (rows, inner)."""
+        """Runs one step. `states` are the target's, (rows, hidden), at depth 0, and (rows, inner) later."""
         config = self.config
         step = self._steps[min(depth, config.steps - 1)]
         if depth == 0 and config.scales_input:
@@ -108,17 +112,17 @@ class MlpSpeculator:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Root mean square norm, in float32 inside."""
+    """Root mean square norm, computed in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """The target's final state, at every position."""
+    """Requests the target's final hidden state at every position."""
     return final_state(target)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Raises ModelError where what `draft.model` names does not fit the target."""
+    """Creates the method. Raises ModelError if the speculator named by `draft.model` does not fit the target."""
     options = draft.mlp_speculator
     return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup.states)
 
@@ -131,7 +135,7 @@ def load_mlp_speculator(
     proposable: Collection[int],
     product: Product = projection,
 ) -> MlpSpeculator:
-    """A published speculator, as it is on disk. Raises ModelError where it does not fit the target."""
+    """Loads a published speculator. Raises ModelError if it does not fit the target."""
     files = read_head(folder).renamed(ALIASES)
     config = resolve_mlp_speculator(files, target_shape(target_folder))
     if config.columns <= max(proposable):
@@ -162,7 +166,7 @@ def load_mlp_speculator(
 
 
 def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
-    """What it is, in names without a prefix. Raises ModelError where it does not fit the target."""
+    """Resolves a speculator in names without a prefix. Raises ModelError if it does not fit the target."""
     if "emb.0.weight" not in files.tensors:
         raise ModelError(
             f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"

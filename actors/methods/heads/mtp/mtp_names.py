@@ -1,7 +1,8 @@
-"""Where a checkpoint keeps its multi-token prediction module, and under which names.
+"""Location and tensor names of a checkpoint's multi-token prediction module.
 
-The layouts differ in names, in the order in which embedding and state go side by side, and in whether the embedding at
-position 0 is taken for zero, as vLLM's deepseek_mtp.py and mimo_mtp.py do.
+Layouts differ in names, in the order in which embedding and state are concatenated, and in whether the embedding at
+position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py. @= LAYER : Tensors of a decoder layer of
+the Llama kind.
 """
 
 import re
@@ -22,7 +23,7 @@ LAYER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """Names of the tensors beside the decoder layer's, by those of EAGLE heads; all begin with `prefix`."""
+    """Names of the tensors outside the decoder layer, by their EAGLE names; all begin with `prefix`."""
 
     name: str
     prefix: str
@@ -30,13 +31,13 @@ class MtpLayout:
     embedding_norm: str
     state_norm: str
     last_norm: str
-    layer: str = ""  # what the decoder layer's names begin with
+    layer: str = ""  # prefix of the decoder layer's names
     lm_head: str = ""
-    state_first: bool = False  # beside the embedding
-    hides_first: bool = False  # the embedding at position 0
+    state_first: bool = False  # the state is concatenated before the embedding
+    hides_first: bool = False  # the embedding at position 0 is zero
 
     def own_name(self, stored: str) -> str:
-        """Of a tensor as EAGLE heads have it."""
+        """Returns the EAGLE name of a stored tensor."""
         name = stored.removeprefix(self.prefix)
         module, _, kind = name.rpartition(".")
         known = {
@@ -51,7 +52,7 @@ class MtpLayout:
 
 
 def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
-    """Those that are known, for a target with so many layers."""
+    """Returns the known layouts, for a target with `layers` layers."""
     deepseek = MtpLayout(
         name="DeepSeek's",
         prefix=f"model.layers.{layers}.",
@@ -85,7 +86,7 @@ def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
 
 
 def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
-    """The layout of a checkpoint with these tensors. Raises ModelError where it is none that is known."""
+    """Returns the layout of a checkpoint with these tensors. Raises ModelError if it is unknown."""
     names = set(stored)
     for layout in layouts_of(layers):
         if f"{layout.prefix}{layout.fc}.weight" in names:
@@ -98,7 +99,7 @@ def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
 
 
 def module_count(stored: Iterable[str], layout: MtpLayout) -> int:
-    """How many modules a checkpoint with these tensors has: their numbers follow that of the first."""
+    """Counts the modules of a checkpoint with these tensors: they are numbered consecutively from the first."""
     first = re.fullmatch(r"(.*?)(\d+)\.", layout.prefix + layout.layer)
     assert first is not None, "what a module's layer begins with ends in a number"
     numbered = re.compile(rf"{re.escape(first[1])}(\d+)\.")
