@@ -1,7 +1,7 @@
-"""Certificates on disk that are replaced while they are in use, in cert-manager's layout.
+"""Certificate files that may be replaced while in use, in cert-manager's layout.
 
-Kubernetes swaps all files of a secret at once, but a reader may be between two of them: a certificate whose key is
-another's is not used, and what was read before serves until both fit.
+Kubernetes swaps all files of a secret at once, but a reader may run between two of them. A certificate whose key does
+not match is not used, and the previous set stays in use until the files match again.
 """
 
 import logging
@@ -20,7 +20,7 @@ AUTHORITY = "ca.crt"
 
 @dataclass(frozen=True, slots=True)
 class CertificateSet:
-    """PEM: what we are, the key to it, and whose word we take for others; `authority` may hold several."""
+    """PEM data: our certificate, its private key, and the authorities we trust; `authority` may hold several."""
 
     certificate: bytes
     key: bytes
@@ -28,16 +28,16 @@ class CertificateSet:
 
 
 class CertificateFiles:
-    """The latest set in a folder that is whole."""
+    """The latest complete set of certificates in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError naming what is missing or does not fit."""
+        """Raises ConfigError, naming what is missing or does not match."""
         self._folder = folder
         self._current = self._read()
-        self._unfit: str | None = None  # why the latest set was not taken
+        self._unfit: str | None = None  # why the latest set was rejected
 
     def current(self) -> CertificateSet:
-        """Reads the folder. Never raises: while what is there is not whole, the set before it stays."""
+        """Reads the folder and returns the latest complete set; never raises."""
         try:
             self._current = self._read()
             self._unfit = None
@@ -66,7 +66,7 @@ class CertificateFiles:
                 f"trust.certificates: {self._folder / AUTHORITY} holds no certificates: {error}"
             ) from error
         try:
-            # From the files, for there is no call that takes bytes; what was read above is compared with them after.
+            # `load_cert_chain` takes only paths, so the files are compared afterwards with the bytes read above.
             context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, password="")
             is_same = (self._folder / CERTIFICATE).read_bytes() == found.certificate
             is_same = is_same and (self._folder / KEY).read_bytes() == found.key

@@ -1,4 +1,4 @@
-"""Reading, writing and watching of one stream, which end together."""
+"""Concurrent tasks of one stream (reading, writing, watching) that end together."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ async def until_one_ends(*coroutines: Any) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    # A failure knows where it was raised: what is named here knew of it in turn, and of the stream, for ever.
+    # The exception references this frame by its traceback; without clearing, the cycle would keep the stream alive.
     tasks.clear()
     done.clear()
     if failures:

@@ -1,6 +1,6 @@
-"""How peers prove that they belong: by certificates, by a shared token, or, on one machine, not at all.
+"""Authentication of peers: by certificates, by a shared token, or, on one machine, none.
 
-The rest of the transport asks a `Credentials` to listen and to dial, and what a caller's connection proves.
+The rest of the transport uses a `Credentials` to listen, to dial, and to check callers.
 """
 
 import hmac
@@ -27,15 +27,15 @@ EVERY_ROLE = frozenset(PeerRole)
 
 
 def ignore() -> None:
-    """For whoever does not count handshakes."""
+    """Does nothing; the default for callers that do not count handshakes."""
 
 
 class Credentials(Protocol):
-    """Of one process in its role."""
+    """Credentials of one process in its role."""
 
     @property
     def metadata(self) -> Metadata:
-        """What each stream that we open says beside its messages."""
+        """Metadata sent with each stream that we open."""
         ...
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
@@ -43,20 +43,20 @@ class Credentials(Protocol):
         ...
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
-        """A channel to a peer that has to prove its role."""
+        """Returns a channel to a peer, which must prove its role."""
         ...
 
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a caller with this metadata may be answered at all."""
+        """Returns whether a caller with this metadata may be answered at all."""
         ...
 
     def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
-        """What a caller whose connection proves this may act as."""
+        """Returns the roles in which a caller may act whose connection proves this."""
         ...
 
 
 class NoCredentials:
-    """Whoever connects is trusted; without `insecure`, only who is on this machine can."""
+    """Trusts every caller; without `insecure`, it listens only on loopback addresses."""
 
     metadata: Metadata = ()
 
@@ -82,10 +82,10 @@ class NoCredentials:
 
 
 class TokenFile:
-    """Who has the token belongs here, in whatever role it acts; nothing is encrypted."""
+    """Accepts every caller with the shared token, in any role; nothing is encrypted."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when there is no token in the file."""
+        """Raises ConfigError if the file holds no token."""
         self._path = path
         self._tokens = self._read()
 
@@ -102,7 +102,7 @@ class TokenFile:
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         said = next((value for key, value in metadata if key == AUTHORIZATION), "")
         presented = said.encode() if isinstance(said, str) else said
-        # All are compared, in constant time each, so that how long it takes says nothing.
+        # Compares with all tokens, in constant time each, so that the duration reveals nothing.
         matches = [hmac.compare_digest(presented, f"Bearer {token}".encode()) for token in self._current()]
         return any(matches)
 
@@ -110,7 +110,7 @@ class TokenFile:
         return EVERY_ROLE
 
     def _current(self) -> tuple[str, ...]:
-        """Of the file as it is now; while it cannot be read, those before it stay."""
+        """Reloads the file; keeps the old tokens if it is unreadable."""
         try:
             self._tokens = self._read()
         except ConfigError as error:
@@ -128,7 +128,7 @@ class TokenFile:
 
 
 class MutualTls:
-    """Both sides show certificates of the same authority, which hold their roles."""
+    """Mutual TLS: both sides present certificates of the same authority, which contain their roles."""
 
     metadata: Metadata = ()
 
@@ -139,7 +139,7 @@ class MutualTls:
         served = self._files.current()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
-            """Asked for at each handshake; None keeps what there is."""
+            """Called at each handshake; returns the new configuration, or None to keep the current one."""
             nonlocal served
             begins()
             found = self._files.current()
@@ -156,14 +156,14 @@ class MutualTls:
         return server.add_secure_port(f"{host}:{port}", offered)
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
-        """Addresses are those of pods, which no certificate holds: what is checked is the role."""
+        """Dials with the role as the expected name: addresses are those of pods, which no certificate contains."""
         found = self._files.current()
         shown = grpc.ssl_channel_credentials(found.authority, found.key, found.certificate)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.name_in_certificate))
         return grpc.aio.secure_channel(address, shown, options=options)
 
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        return True  # or the handshake would have failed
+        return True  # otherwise the handshake would have failed
 
     def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
         names = auth_context.get("x509_subject_alternative_name", ())
@@ -182,7 +182,7 @@ def is_loopback(host: str) -> bool:
 
 
 def credentials_of(trust: TrustConfig, role: PeerRole) -> Credentials:
-    """As the configuration says. Raises ConfigError when files are missing or unfit."""
+    """Creates the configured credentials. Raises ConfigError if files are missing or unusable."""
     if trust.certificates is not None:
         return MutualTls(CertificateFiles(Path(trust.certificates.replace("{role}", role.value))))
     if trust.token_file is not None:

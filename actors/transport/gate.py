@@ -1,6 +1,6 @@
-"""Who may open a stream of a server. Whoever is refused is told a status and nothing else.
+"""Access control for a server's streams. A refused caller receives a status and nothing else.
 
-Roles are of streams, and frames of a stream hold only the kinds of message that its callers may send: so a role is
+Roles belong to streams, and frames of a stream hold only the kinds of message that its callers may send. So a role is
 enforced for each kind of message too.
 """
 
@@ -20,20 +20,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Of one server."""
+    """Interceptor of one server."""
 
     def __init__(self, credentials: Credentials, refusals: Refusals, max_streams_per_host: int) -> None:
         self.refusals = refusals
         self.handshakes = Handshakes(refusals)
         self._credentials = credentials
         self._max_streams_per_host = max_streams_per_host
-        self.streams: Counter[str] = Counter()  # that are open, by host
+        self.streams: Counter[str] = Counter()  # open streams by host
         self._turning_away: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._turn_away)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Of every service, those of gRPC itself among them: a stranger does not even learn which there are."""
+        """Checks calls of every service, gRPC's own included, so a stranger cannot even list the services."""
         self.handshakes.called()
         if self._credentials.belongs(details.invocation_metadata):
             return await continuation(details)
@@ -45,7 +45,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def stream(self, context: Context, role: PeerRole) -> AsyncIterator[None]:
-        """While a stream is open that is for callers of this role."""
+        """Admits a caller of this role for the duration of a stream; aborts the call if it may not open one."""
         host = host_of(context)
         held = self._credentials.roles(context.auth_context())
         if role not in held:
@@ -65,5 +65,5 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def host_of(context: Context) -> str:
-    """Where a caller is, without its port, which is another for each connection."""
+    """Returns a caller's host, without the port, which differs between connections."""
     return context.peer().rpartition(":")[0]

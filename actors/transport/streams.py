@@ -1,7 +1,7 @@
-"""Long-lived bidirectional streams of frames: one writer and one bounded queue per peer.
+"""Long-lived bidirectional streams of frames, with one writer and one bounded queue per peer.
 
-Whatever is due for a peer when its writer comes round goes out as one frame. Nobody ever waits for another peer's
-write: a queue that overflows means that the peer is down.
+The writer sends everything that is due for its peer as one frame. No peer waits for another peer's write: a queue that
+overflows means that the peer is down.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from protos.states import MAX_STATES_BYTES
 
 log = logging.getLogger(__name__)
 
-OUTBOX_LIMIT = 8192  # messages; a peer that is this far behind is not coming back in time
-STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that attaches again is sent what is on its way once more
-FRAME_BYTES = 4 << 20  # about what one frame may hold; a single message may be larger
-HELLO_S = 10.0  # for a caller to greet
+OUTBOX_LIMIT = 8192  # messages; a peer this far behind will not catch up in time
+STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that reattaches is sent messages in flight again
+FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
+HELLO_S = 10.0  # time for a caller to send its Hello
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
 
-MOST_MESSAGES = 1024  # of one frame: reading it holds up all others, for some 20 ms
-REST = 40.0  # times as long as a peer's messages took that nobody had asked for, it is not listened to
+MOST_MESSAGES = 1024  # per frame: reading it blocks the event loop for some 20 ms
+REST = 40.0  # pause after unrequested messages, as a multiple of the time they took to handle
 
 REFUSING = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -43,7 +43,7 @@ REFUSING = (
 
 
 class Outbox:
-    """What is due for one peer."""
+    """Messages that are due for one peer."""
 
     def __init__(self, limit: int = OUTBOX_LIMIT, frame_bytes: int = FRAME_BYTES) -> None:
         self._limit = limit
@@ -53,7 +53,7 @@ class Outbox:
         self._overflow = asyncio.Event()
 
     def put(self, message: Message) -> None:
-        """Never waits. An overflow ends the stream; its owner hears of it as of any other break."""
+        """Enqueues a message without waiting. An overflow ends the stream, which its owner sees as any other break."""
         if len(self._due) >= self._limit:
             self._overflow.set()
         else:
@@ -61,7 +61,7 @@ class Outbox:
             self._changed.set()
 
     async def take(self) -> list[Message]:
-        """Everything due, at least one message, at most a frame's worth."""
+        """Waits for messages; returns at least one, and at most a frame's worth of what is due."""
         while not self._due:
             self._changed.clear()
             await self._changed.wait()
@@ -74,20 +74,23 @@ class Outbox:
         return frame
 
     async def overflow(self) -> None:
-        """Raises ProtocolError as soon as the queue overflows, also while a write hangs."""
+        """Raises ProtocolError as soon as the queue overflows, even while a write hangs."""
         await self._overflow.wait()
         raise ProtocolError(f"the peer is {self._limit} messages behind")
 
 
 class StatesOutbox(Outbox):
-    """Hidden states that are due for one peer: frames are small, so that other streams get their turn between them."""
+    """Hidden states that are due for one peer, in small frames, so that other streams can send between them."""
 
     def __init__(self) -> None:
         super().__init__(frame_bytes=MAX_STATES_BYTES)
         self._bytes = 0
 
     def put(self, message: Message) -> None:
-        """As any outbox's, but that bytes overflow too; for a peer that keeps to the protocol windows bound them."""
+        """Enqueues a message; the queue is bounded in bytes too.
+
+        For a peer that follows the protocol, the windows keep it below that bound.
+        """
         self._bytes += encoded_bytes(message)
         if self._bytes > STATES_OUTBOX_BYTES:
             self._overflow.set()
@@ -101,11 +104,14 @@ class StatesOutbox(Outbox):
 
 
 class UnfitFrame(ProtocolError):
-    """A frame that no honest peer sends; it ends the stream."""
+    """A frame that no correct peer sends; it ends the stream."""
 
 
 def decode_greeted(frame: ProtoMessage) -> Decoded:
-    """A frame after the greeting, which may not come again. It is the first field of a frame, so one look is enough."""
+    """Decodes a frame after the greeting. Raises UnfitFrame for a second greeting or too many messages.
+
+    A greeting is the first field of a frame, so checking the first message is enough.
+    """
     repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
     if (count := sum(map(len, repeated))) > MOST_MESSAGES:
         raise UnfitFrame(f"{count} messages in one frame")
@@ -119,7 +125,7 @@ def decode_greeted(frame: ProtoMessage) -> Decoded:
 
 
 def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
-    """The greeting, or ProtocolError with what differs."""
+    """Returns the greeting. Raises ProtocolError, naming what differs."""
     if not isinstance(hello, Hello):
         raise ProtocolError("the first frame on a stream must hold a Hello")
     pairs = (
@@ -134,7 +140,7 @@ def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> He
 
 
 async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
-    """Reads and checks the greeting; a caller that does not fit is sent away with the reason."""
+    """Reads and checks the greeting; aborts the call with the reason if the caller does not match."""
     try:
         async with asyncio.timeout(HELLO_S):
             frame = await _read_frame(context)
@@ -149,7 +155,7 @@ async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: st
 
 
 async def _read_frame(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-    """The next frame or EOF; a caller whose bytes are no frame is sent away."""
+    """Returns the next frame or EOF; aborts the call if the bytes are no frame."""
     try:
         return await context.read()
     except DecodeError as error:
@@ -165,8 +171,8 @@ async def converse(
 ) -> None:
     """Serves a greeted stream until either side ends it.
 
-    `on_frame` returns how many of the messages nobody had asked for. A peer that sends many is heard seldom, and TCP
-    holds it back: whatever it does, others have the event loop.
+    `on_frame` returns how many of the messages were not requested. A peer that sends many of them is read less often
+    and throttled by TCP, so it cannot monopolize the event loop.
     """
 
     async def read() -> None:
@@ -190,11 +196,11 @@ async def converse(
 
 
 class Link:
-    """A stream to one peer that is dialled again whenever it breaks, until it is closed.
+    """A stream to one peer, redialed whenever it breaks, until it is closed.
 
     `peer` is the role that the peer has to prove. `call` opens the stream on a channel. `on_up` is called after the
-    peer's Welcome, `on_down` once for each time that it was up. `hello` is asked anew for every dial, so that it lists
-    what is alive then.
+    peer's Welcome, `on_down` once after each time that the stream was up. `hello` is called for every dial, so that the
+    Hello lists what is alive then.
     """
 
     def __init__(
@@ -210,7 +216,7 @@ class Link:
         on_down: Callable[[], None],
     ) -> None:
         self.address = address
-        self.refused: str | None = None  # why the peer will not talk to us
+        self.refused: str | None = None  # why the peer refuses us
         self.is_up = False
         self._peer = peer
         self._credentials = credentials
@@ -224,14 +230,14 @@ class Link:
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._keep_open())
 
     def send(self, message: Message) -> None:
-        """Sends if the link is up; a message for a peer that is down is void."""
+        """Sends if the link is up; otherwise the message is dropped."""
         if self.is_up:
             self._outbox.put(message)
 
     async def close(self) -> None:
-        """Ends the stream, and its connection with it."""
+        """Ends the stream and its connection."""
         if (task := self._task) is not None:
-            self._task = None  # a cancelled task knows where it was, and so this link: the connection would stay
+            self._task = None  # a cancelled task references this link by its traceback, which would keep the connection
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -244,7 +250,7 @@ class Link:
             except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
                 failures = 0 if self.is_up else failures + 1
                 self._note(error)
-            except Exception:  # all that a peer's messages bring about here: none may end the link for ever
+            except Exception:  # whatever handling a peer's messages raises: it must not end the link for good
                 failures += 1
                 log.exception("stream to %s broke on a message that could not be handled", self.address)
             finally:
@@ -254,7 +260,7 @@ class Link:
             await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
 
     def _note(self, error: Exception) -> None:
-        """A refusal is an error once, however often it is heard."""
+        """Logs a refusal as an error only once, however often it repeats."""
         if not isinstance(error, grpc.aio.AioRpcError):
             log.info("stream to %s broke: %s", self.address, error)
         elif error.code() in REFUSING:
@@ -266,7 +272,7 @@ class Link:
             log.info("stream to %s broke: %s: %s", self.address, error.code(), error.details())
 
     async def _converse(self) -> None:
-        """Credentials are read for each dial: those that were replaced meanwhile are in use from then on."""
+        """Dials and runs the stream. Credentials are read for each dial, so replaced ones take effect."""
         async with self._credentials.dial(self.address, self._peer) as channel:
             stream = self._call(channel, self._credentials.metadata)
             await stream.write(encode(self._frame_type, [self._hello()]))
