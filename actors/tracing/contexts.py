@@ -1,4 +1,4 @@
-"""Trace contexts as they travel, in W3C's text form, and as OpenTelemetry has them."""
+"""Conversion of trace contexts between W3C's text form, used on the wire, and OpenTelemetry."""
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, set_span_in_context
@@ -10,12 +10,12 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def context_of(traceparent: str) -> Context:
-    """The context to begin a span in; one that begins a trace of its own where the text is none."""
+    """Returns the context to begin a span in; an empty text begins a new trace."""
     return _PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
 
 
 def traceparent_of(span: Span) -> str:
-    """Of what is done below the span."""
+    """Returns the traceparent for work below the span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
     return carrier[TRACEPARENT]

@@ -1,4 +1,4 @@
-"""How spans leave a process: each service of it has a provider of its own, for a trace tells services apart by that."""
+"""Export of spans. Each service of a process has its own provider, because traces distinguish services by provider."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ from cluster.errors import ConfigError
 from cluster.tracing.round_events import MOST_EVENTS
 from cluster.tracing.tracing_options import TracingConfig
 
-EXPORT_PERIOD_MS = 1000  # spans that have ended are lost with their process, for so long
+EXPORT_PERIOD_MS = 1000  # ended spans that are not exported yet are lost if the process dies
 
 
 @dataclass(frozen=True, slots=True)
 class TracedService:
-    """The spans of one service, which are sent by a thread of its own."""
+    """Spans of one service, exported by a thread of their own."""
 
     tracer: Tracer
     provider: TracerProvider
@@ -26,7 +26,7 @@ class TracedService:
 
     @classmethod
     def begun(cls, options: TracingConfig, service: str, exporter: SpanExporter | None = None) -> "TracedService":
-        """Of a service's name; raises ConfigError where what sends spans is not installed."""
+        """Starts tracing for a service. Raises ConfigError if the exporter is not installed."""
         provider = TracerProvider(
             ParentBasedTraceIdRatio(options.sample),
             Resource.create({"service.name": f"slipstream-{service}", "service.namespace": "slipstream"}),
@@ -37,11 +37,11 @@ class TracedService:
         return cls(provider.get_tracer("slipstream"), provider, options.slow_s)
 
     def sessions(self, name: str, kind: SpanKind = SpanKind.SERVER) -> SessionSpans:
-        """The spans of what the service does for sessions."""
+        """Returns a tracer for the service's work on sessions."""
         return SessionSpans(self.tracer, name, kind, self.slow_s)
 
     def close(self) -> None:
-        """Sends what has not left yet."""
+        """Exports the remaining spans."""
         self.provider.shutdown()
 
 

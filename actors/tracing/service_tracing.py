@@ -1,4 +1,4 @@
-"""The tracing of one service as configured: spans, or nothing at all, and then OpenTelemetry is not even imported."""
+"""Tracing of one service as configured. If it is off, OpenTelemetry is not even imported."""
 
 from typing import TYPE_CHECKING
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class ServiceTracing:
-    """Of one service in this process."""
+    """Tracing of one service in this process."""
 
     def __init__(self, options: TracingConfig, service: str) -> None:
-        """Raises ConfigError where tracing is on and what sends spans is not installed."""
+        """Raises ConfigError if tracing is on and the exporter is not installed."""
         self.service = _begun(options, service) if options.is_on else None
 
     def sessions(self, work: str) -> SessionTracer:
-        """Whoever is told of sessions; `work` names what the service does for one."""
+        """Returns the session tracer; `work` names what the service does for a session."""
         return NoTracing() if self.service is None else self.service.sessions(work)
 
     def close(self) -> None:
-        """Sends what has not left yet; may take a while."""
+        """Exports the remaining spans; may take a while."""
         if self.service is not None:
             self.service.close()
 

@@ -1,4 +1,4 @@
-"""One process's spans of sessions: one a session, below the router's, with its rounds as events where it was slow."""
+"""One process's spans of sessions: one span per session, below the router's. Slow ones list their rounds as events."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -11,14 +11,14 @@ from cluster.tracing.round_events import SessionEvents
 from cluster.tracing.session_tracer import Fact
 from protos.messages import Close, Finish, Message, Open, Refusal, Verdict
 
-MOST_SESSIONS = 4096  # that are traced at once; further ones are not
+MOST_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
 NANO = 1_000_000_000
 
 
 @dataclass(slots=True)
 class _TracedSession:
     span: Span
-    by: str  # the peer that it is open for
+    by: str  # the peer that opened it
     began_ns: int
     events: SessionEvents = field(default_factory=SessionEvents)
 
@@ -64,7 +64,7 @@ class SessionSpans:
     def said(self, peer: str, message: Message) -> None:
         traced = self._sessions.get(getattr(message, "session", ""))
         if traced is None or (isinstance(message, Verdict) and peer != traced.by):
-            return  # a target tells drafters of what its router is told as well
+            return  # a target also sends drafters the verdicts that its router gets
         self._note(message)
         if isinstance(message, Refusal) and peer == traced.by:
             self.ended(message.session, "refused")
@@ -102,5 +102,5 @@ class SessionSpans:
 
 
 def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Facts under names of ours."""
+    """Prefixes the facts' names."""
     return {f"slipstream.{name}": value for name, value in facts.items()}
