@@ -12,26 +12,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
-CACHE_LINE = 64  # each counter has its own
-PLACE_BYTES = 1 << 20  # larger tensors go in pieces
+CACHE_LINE = 64  # bytes; each counter has its own
+PLACE_BYTES = 1 << 20  # larger tensors are exchanged in pieces
 SYS_FUTEX = 202  # x86-64 Linux
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
-YIELDS = 200  # about as long as a rank waits for another inside a step; then it sleeps, which costs no CPU
+YIELDS = 200  # covers the usual wait within a step; then the rank sleeps, which costs no CPU
 
 
 class Group(Protocol):
-    """One rank's place among all; every rank makes the same calls in the same order, with tensors of one shape."""
+    """One rank's membership in its group. Every rank makes the same calls in the same order, with equal shapes."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the ranks, in place; every rank gets the same bits."""
+        """Sums over the ranks in place; every rank gets the same bits."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, shape (size, *tensor.shape)."""
+        """Returns the tensors of all ranks, shape (size, *tensor.shape)."""
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -40,7 +40,7 @@ class Group(Protocol):
 
 
 class Alone:
-    """The group of a model that is not split."""
+    """Group of a model that is not split."""
 
     rank = 0
     size = 1
@@ -56,7 +56,7 @@ class Alone:
 
 
 class TorchGroup:
-    """torch.distributed's default group: NCCL, or gloo between hosts."""
+    """Default group of torch.distributed: NCCL, or gloo between hosts."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -75,16 +75,16 @@ class TorchGroup:
 
 
 def shared_bytes(ranks: int) -> int:
-    """What `HostGroup` needs."""
+    """Returns the bytes of shared memory that `HostGroup` needs."""
     return ranks * (CACHE_LINE + 2 * PLACE_BYTES)
 
 
 class HostGroup:
-    """CPU ranks of one host, through memory that they share: a fraction of what gloo's sockets cost.
+    """CPU ranks of one host that exchange tensors through shared memory, far faster than gloo's sockets.
 
-    Every rank has a place to write in, twice, and a counter of the exchanges it has entered. A rank may enter an
-    exchange only when all have entered the one before, and by then they have read the one before that: so two places
-    are enough, and no counter is ever further away than one.
+    Every rank has two places to write in, and a counter of the exchanges it has entered. A rank enters an exchange only
+    after all ranks have entered the previous one, which implies that all have read the one before that. So two places
+    are enough, and counters never differ by more than one.
     """
 
     def __init__(self, rank: int, size: int, path: Path) -> None:
@@ -126,7 +126,7 @@ class HostGroup:
         return torch.split(tensor.view(-1), PLACE_BYTES // tensor.element_size())
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        """Shows `mine` to all; what each shows, by rank, to be read before the next exchange."""
+        """Shows `mine` to all ranks. Returns what each shows, by rank, valid until the next exchange."""
         before = self._entered
         self._entered = (self._entered + 1) % 4
         shown = self._places[self._entered % 2, :, : mine.numel() * mine.element_size()].view(mine.dtype).unbind()
@@ -147,12 +147,12 @@ class HostGroup:
 
 
 def join(device: torch.device) -> Group:
-    """This rank's place among all, once torch.distributed is up."""
+    """Returns this rank's group; torch.distributed must be initialized."""
     return (_on_one_host() if device.type == "cpu" else None) or TorchGroup()
 
 
 def _on_one_host() -> HostGroup | None:
-    """None unless every rank sees the file that rank 0 made, and runs where `HostGroup` can."""
+    """Returns None unless every rank sees the file that rank 0 made, and `HostGroup` works there."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     told = [_shared_file(size) if rank == 0 else None]
@@ -161,7 +161,7 @@ def _on_one_host() -> HostGroup | None:
     can = torch.tensor(platform.machine() == "x86_64" and path.is_file())
     dist.all_reduce(can, dist.ReduceOp.MIN)
     group = HostGroup(rank, size, path) if can else None
-    dist.barrier()  # all have mapped the file, so that its name can go: no death of a rank leaves it behind
+    dist.barrier()  # all ranks have mapped the file, so it can be unlinked now and no crash leaves it behind
     if rank == 0:
         path.unlink()
     return group
@@ -169,6 +169,6 @@ def _on_one_host() -> HostGroup | None:
 
 def _shared_file(ranks: int) -> str:
     file, path = tempfile.mkstemp(prefix="slipstream-", dir=SHARED_MEMORY)
-    os.posix_fallocate(file, 0, shared_bytes(ranks))  # says now if there is no room, not in a step by a signal
+    os.posix_fallocate(file, 0, shared_bytes(ranks))  # fails now if space is lacking, instead of by SIGBUS in a step
     os.close(file)
     return path

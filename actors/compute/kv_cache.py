@@ -1,7 +1,7 @@
-"""The paged KV cache: one pool of pages, which rows of a step reach through page tables.
+"""Paged KV cache: one pool of pages, which the rows of a step address through page tables.
 
-Who owns which page is decided elsewhere (`cluster.page_allocator`); this is memory. Knows nothing of sessions or
-models.
+`cluster.page_allocator` decides which sequence owns which page; this module holds the memory and knows nothing of
+sessions or models.
 """
 
 from collections.abc import Sequence
@@ -19,68 +19,71 @@ from protos.draft_tree import DraftTree
 class FeedRow:
     """Tokens to feed at places start, start + 1, ... of the pages; the last `logits` of them give logits.
 
-    A token's position is its place, and it sees all before it and itself. With `parents`, the last tokens are the nodes
-    of such a tree after the token before them: a node's position is the one after its parent's, and it sees what is
-    before the tree, the nodes on its path and itself.
+    A token's position is its place, and it attends to all before it and itself. With `parents`, the last tokens are the
+    nodes of a tree after the token before them: a node's position is its parent's plus one, and it attends to
+    everything before the tree, the nodes on its path and itself.
     """
 
     tokens: tuple[int, ...]
     start: int
     logits: int
-    pages: tuple[int, ...]  # that hold places 0 to the row's end, in order
-    parents: tuple[int, ...] = ()  # as in `DraftTree`; none also where the nodes are a chain
-    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden) that a draft head reads beside them
+    pages: tuple[int, ...]  # pages that hold places 0 to the row's end, in order
+    parents: tuple[int, ...] = ()  # as in `DraftTree`; empty for a chain
+    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden), for draft heads
 
     @property
     def end(self) -> int:
-        """Places that are filled once the row is fed."""
+        """Number of filled places once the row is fed."""
         return self.start + len(self.tokens)
 
     @property
     def places(self) -> range:
-        """Of the tokens."""
+        """Places of the tokens."""
         return range(self.start, self.end)
 
     @property
     def positions(self) -> list[int]:
-        """Of the tokens."""
+        """Positions of the tokens."""
         first = self.tree_start
         return [*range(self.start, first), *[first + depth for depth in self.tree.depths]]
 
     @property
     def seen(self) -> list[int]:
-        """For each token, the last place up to which it sees everything; a node sees those on its path too."""
+        """The last place, for each token, up to which it attends to everything; a node also attends to its path."""
         first = self.tree_start
         return [*range(self.start, first), *[first - 1] * len(self.parents)]
 
     @property
     def tree_start(self) -> int:
-        """Place of the first node, the row's end where there is none."""
+        """Place of the first node; the row's end if there is none."""
         return self.end - len(self.parents)
 
     @property
     def tree(self) -> DraftTree:
-        """The nodes, if they are no chain."""
+        """The nodes, unless they form a chain."""
         return DraftTree(self.tokens[len(self.tokens) - len(self.parents) :], self.parents)
 
 
 class PagedCache:
-    """Keys and values of all layers, each layer's of shape (pages x page size, 2 x kv heads, head dim).
+    """Keys and values of all layers; each layer has shape (pages x page size, 2 x kv heads, head dim).
 
-    Keys and values of a position lie together: one copy writes both, and views of either have the strides that the
-    attention libraries take.
+    Keys and values of a position are adjacent: one copy writes both, and views of either have the strides that the
+    attention libraries accept.
     """
 
     def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.nowhere = pages * page_size  # a place in a further page that nobody writes: what padding reads
+        self.nowhere = pages * page_size  # first place of an extra page that is never written; padding reads it
         self._positions = (pages + 1) * page_size
         self.dtype = dtype
         self.device = device
         self._layers: dict[int, Tensor] = {}
 
     def layer(self, index: int, kv_heads: int, head_dim: int) -> Tensor:
-        """A layer's keys, then values; made on first use, when its shape is known (memory is touched when written)."""
+        """Returns a layer's keys, then values, created on first use when its shape is known.
+
+        The operating system commits the memory only when it is written.
+        """
         if index not in self._layers:
             shape = (self._positions, 2 * kv_heads, head_dim)
             self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -88,7 +91,7 @@ class PagedCache:
         return self._layers[index]
 
     def move(self, moves: Sequence[PlaceMove]) -> None:
-        """Copies single places, all at once, in all layers: keys have their positions in them wherever they lie."""
+        """Copies single places, all at once, in all layers. Keys contain their positions, wherever they are stored."""
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self.device)

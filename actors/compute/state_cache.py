@@ -1,7 +1,7 @@
-"""The target's hidden states beside the paged KV cache, in pages of the same numbers, or of the latest forward alone.
+"""Storage of the target's hidden states: pages parallel to the KV cache, or only the latest forward's rows.
 
-In pages, what was computed once is found again by whoever has them: a session that begins with another's tokens, one
-that was preempted, a drafter that takes over in the middle.
+With pages, states that were computed once are found again by whatever shares their KV pages: a session with the same
+prefix, a preempted one, a drafter that takes over midway.
 """
 
 from collections.abc import Sequence
@@ -18,28 +18,28 @@ class StateStore(Protocol):
     """Encoded rows by place of the KV cache."""
 
     def write(self, places: Tensor, rows: Tensor) -> None:
-        """Rows, (n, row bytes), of all that one forward fed, to places, (n,)."""
+        """Writes all rows that one forward fed, (n, row bytes), to places, (n,)."""
         ...
 
     def read(self, places: Sequence[int]) -> bytes:
-        """The rows of these places, one after the other."""
+        """Returns the rows of these places, concatenated."""
         ...
 
     def move(self, moves: Sequence[PlaceMove]) -> None:
-        """As in the KV cache, before the forward."""
+        """Moves rows as the KV cache does, before the forward."""
         ...
 
     def copy(self, copies: Sequence[PageCopy]) -> None: ...
 
 
 class LatestStates:
-    """A `StateStore` of the latest forward's rows, at the places where it wrote; it takes no memory beyond them."""
+    """A `StateStore` of the latest forward's rows only; it takes no memory beyond them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._places: Tensor = torch.empty(0, dtype=torch.long)
         self._rows = torch.empty((0, 0), dtype=torch.uint8)
-        self._index: dict[int, int] = {}  # by place: which row; made when something is read
+        self._index: dict[int, int] = {}  # row index by place; built on the first read
 
     def write(self, places: Tensor, rows: Tensor) -> None:
         self._places = places
@@ -47,21 +47,21 @@ class LatestStates:
         self._index = {}
 
     def read(self, places: Sequence[int]) -> bytes:
-        """To ask for what the latest forward did not write is a mistake of the caller, a KeyError."""
+        """Returns the rows of these places. Raises KeyError for a place that the latest forward did not write."""
         if not self._index:
             self._index = {place: row for row, place in enumerate(self._places.tolist())}
         (at,) = to_device([[self._index[place] for place in places]], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
     def move(self, moves: Sequence[PlaceMove]) -> None:
-        """The forward that follows writes all that is here then."""
+        """Does nothing: the next forward replaces all rows."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """As `move`."""
+        """Does nothing, as `move`."""
 
 
 class StateCache:
-    """One encoded row for each place, in one tensor of shape (pages x page size, row bytes)."""
+    """One encoded row per place, in one tensor of shape (pages x page size, row bytes)."""
 
     def __init__(self, pages: int, page_size: int, row_bytes: int, device: torch.device) -> None:
         self._page_size = page_size
@@ -69,11 +69,11 @@ class StateCache:
         self._rows = torch.empty((pages * page_size, row_bytes), dtype=torch.uint8, device=device)
 
     def write(self, places: Tensor, rows: Tensor) -> None:
-        """Rows, (n, row bytes), to places, (n,)."""
+        """Writes rows, (n, row bytes), to places, (n,)."""
         self._rows.index_copy_(0, places, rows)
 
     def read(self, places: Sequence[int]) -> bytes:
-        """The rows of these places, one after the other."""
+        """Returns the rows of these places, concatenated."""
         (at,) = to_device([places], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 

@@ -1,7 +1,7 @@
-"""Hidden states as bytes and back: bfloat16, or 8 bits with a scale for each token.
+"""Encoding of hidden states as bytes: bfloat16, or 8 bits with one scale per token.
 
-One scale a token, amax / 448 with at least 1e-12, over all of its layers: as vLLM's and speculators' stores of hidden
-states have it, where acceptance with 8 bits was that with 16.
+The scale is amax / 448 and at least 1e-12, over all layers of a token, as in vLLM's and speculators' stores of hidden
+states. There, acceptance with 8 bits equalled that with 16.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from protos.states import SCALE_BYTES, StateDtype, StatesFormat
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # largest finite e4m3 value
 LEAST_SCALE = 1e-12
 
 
 def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
-    """Of shape (n, width), as bytes, (n, row bytes), on the same device."""
+    """Encodes rows, (n, width), as bytes, (n, row bytes), on the same device."""
     if dtype is StateDtype.BFLOAT16:
         return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
     rows = rows.float()
@@ -24,7 +24,7 @@ def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
 
 
 def decode_rows(data: bytes, layout: StatesFormat) -> Tensor:
-    """What such bytes stand for, (n, width) in float32; what is no finite number is 0, for it came from elsewhere."""
+    """Decodes rows to float32, (n, width). NaN and infinity become 0, because the bytes come from a peer."""
     if not data:
         return torch.zeros(0, layout.width)
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, layout.row_bytes)
