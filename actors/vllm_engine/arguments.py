@@ -1,23 +1,24 @@
-"""vLLM's arguments for a target: what the configuration says, what a guarantee needs, what the user adds.
+"""vLLM's arguments for a target: from the configuration, from our guarantees, and added by the user.
 
-Knows nothing of vLLM but names; `cluster/engines/vllm_options.py` has refused what would break a guarantee.
+This module knows only vLLM's names. `cluster/engines/vllm_options.py` has already refused options that would break a
+guarantee.
 """
 
 from typing import Any
 
 from cluster.config import SlipstreamConfig
 
-VERSION = "0.32.0"  # the one that the private parts were written against
+VERSION = "0.32.0"  # the version whose private interfaces we use
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler and one rank may live in the process that plans the steps
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are the configuration's to give
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and one rank run in the process that plans the steps
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the configuration assigns cores
 }
 PACKAGE = "actors.vllm_engine"
 
 
 def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, first_runner: bool) -> dict[str, Any]:
-    """For vLLM's EngineArgs; `first_runner` says which of its model runners it will take."""
+    """Returns the arguments for vLLM's EngineArgs; `first_runner` selects which model runner it will use."""
     pool = config.target
     longest = config.speculation.max_draft_tokens
     arguments: dict[str, Any] = {
@@ -29,7 +30,7 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         "max_num_batched_tokens": pool.max_step_tokens,
         "tensor_parallel_size": pool.tensor_parallel,
         "distributed_executor_backend": _executor(config),
-        "async_scheduling": False,  # a block is matched by the tokens before it, which must be known
+        "async_scheduling": False,  # blocks are matched by the tokens before them, which must be known
         "scheduler_cls": f"{PACKAGE}.block_scheduler.BlockScheduler",
         "worker_extension_cls": f"{PACKAGE}.worker_draws.DrawingWorker",
         "additional_config": {"slipstream_vocabulary": vocabulary},
@@ -46,14 +47,14 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
 
 
 def _executor(config: SlipstreamConfig) -> str:
-    """Where its workers are: on GPUs actors in the replica's placement group, on CPUs this process or its children."""
+    """Places workers: in the replica's placement group on GPUs, in this process or its children on CPUs."""
     if config.target.resources_per_rank.num_gpus:
         return "ray"
     return "uni" if config.target.tensor_parallel == 1 else "mp"
 
 
 def _speculation(longest: int, first_runner: bool) -> dict[str, Any]:
-    """Makes room for drafts in vLLM's steps; whoever drafts in its process by this is replaced by nobody."""
+    """Makes room for drafts in vLLM's steps; the drafting component that this configures is replaced by a no-op."""
     if first_runner:
         model = f"{PACKAGE}.worker_draws.NoProposer"
         return {"method": "custom_class", "model": model, "num_speculative_tokens": longest}

@@ -1,6 +1,6 @@
-"""From what vLLM scheduled and sampled to the rows and outcomes that the verification scheduler knows.
+"""Conversion of what vLLM scheduled and sampled into rows and outcomes of the verification scheduler.
 
-Pure: vLLM's own types stay outside.
+Pure: no vLLM types appear here.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from protos.draft_tree import NO_TREE
 
 
 def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, drafted: int) -> Row:
-    """What was fed of a planned row: `scheduled` tokens from position `start` on, the last `drafted` of them its draft.
+    """Returns the fed part of a planned row: `scheduled` tokens from `start`, the last `drafted` of them drafts.
 
-    `tokens` are all that is decided of the session. vLLM feeds prompts in pieces of its own, and computes again what
-    preemption has lost. Hidden states are wanted of what the planned row has, as far as it was fed.
+    `tokens` are all decided tokens of the session. vLLM chunks prompts itself and recomputes what preemption has lost.
+    Hidden states are requested at the places of the planned row, as far as it was fed.
     """
     known = scheduled - drafted
     end = start + known
@@ -27,7 +27,7 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
 
 
 def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
-    """What vLLM sampled for a row: draft tokens that stand, then one more; None of a row that only fed a prompt."""
+    """Returns the outcome of a row: accepted draft tokens, then one more; None if the row only fed a prompt."""
     if not row.decide:
         return None
     accepted = len(sampled) - 1

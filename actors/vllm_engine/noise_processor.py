@@ -1,7 +1,7 @@
-"""A logits processor of vLLM's second model runner that draws with the noise that drafters share.
+"""Logits processor for vLLM's second model runner that draws with the noise shared with drafters.
 
-vLLM is told temperature 0. The processor decides each block by the project's own rules and leaves, of every row that
-matters, one token: vLLM's argmax is then the draw itself, and its comparison with the draft is ours.
+vLLM is given temperature 0. The processor decides each block by our own rules and leaves one token in every relevant
+row. So vLLM's argmax is the draw itself, and its comparison with the draft gives our decision.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ VOCABULARY_KEY = "slipstream_vocabulary"  # in vLLM's additional_config
 
 
 class SharedNoise(LogitsProcessor):  # type: ignore[misc]
-    """Of all requests, greedy ones too: what their model has beyond the vocabulary is never drawn."""
+    """Decides for all requests, greedy ones too, so that ids beyond the vocabulary (padding) are never drawn."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.makers = MAKERS
-        self.told: dict[str, Told] = {}  # of the latest step
+        self.told: dict[str, Told] = {}  # reports of the latest step
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by slot
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Again after a preemption, when all that was decided is read once more."""
+        """Registers a request; called again after a preemption, when all decided text is read again."""
         request = request_in(sampling_params.extra_args)
         self._sessions.pop(req_idx, None)
         if request is not None:
@@ -58,7 +58,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def _decides(self, slot: int, length: int) -> bool:
-        """Whether a row of ours is after all that is decided, not inside a prompt that comes in pieces."""
+        """Returns whether a row of ours follows all decided text, rather than ends inside a chunked prompt."""
         return slot in self._sessions and length >= int(self._states.prefill_len.np[slot])
 
     def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:

@@ -1,7 +1,7 @@
-"""Before it serves, a vLLM target is shown one right and one wrong block; what it says of them must be what it has to.
+"""Self-test of a vLLM target before it serves: it verifies one right and one wrong block with known results.
 
-Attributes that vLLM keeps to itself move between its versions, and what moved need not raise an error. The same session
-is decided plainly first, greedy and drawn with noise, and after each block the text has to be the same.
+Private attributes of vLLM change between its versions, and a change need not raise an error. The same session is first
+decided without drafts, greedy and sampled; after each block the text must be the same.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,11 @@ SESSION = "self-test"
 
 
 def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, longest: int) -> None:
-    """Raises EngineError if blocks of at most `longest` tokens are not decided as the specification has it.
+    """Raises EngineError if blocks of at most `longest` tokens are not decided as specified.
 
-    `fed` is what the engine's memory says of a planned row. In 16 bits two logits may nearly tie, and then a block's
-    rounding differs from a single token's: one prompt of several has to be right, for what is broken is so for all.
+    `fed` returns what the engine's memory records for a planned row. In 16 bits two logits may nearly tie, so that a
+    block rounds differently from a single token. Therefore one of several prompts has to pass; a real fault fails all
+    of them.
     """
     for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0)):
         faults = []
@@ -40,7 +41,7 @@ def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, 
 
 
 def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
-    """What is wrong with the decisions about a right and a wrong block; empty if nothing is."""
+    """Returns what is wrong with the decisions about a right and a wrong block; empty if nothing is."""
     plain = trial()
     text, fault = plain.decide([NO_TREE] * PLAIN_TOKENS)
     length = min(longest, PLAIN_TOKENS - 2)
@@ -58,7 +59,7 @@ def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
 
 
 class _Trial:
-    """A session of its own, from the first token to its end."""
+    """One session, from its first token to its end."""
 
     def __init__(
         self, step: Step, fed: Callable[[Row], Row | None], vocabulary: int, sampling: Sampling, start: int
@@ -83,7 +84,7 @@ class _Trial:
         )
 
     def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:
-        """What is decided in so many steps, each with its draft; and what was fed wrong, if anything."""
+        """Runs one step per draft. Returns the decided tokens, and a description of a wrongly fed row, if any."""
         start = 0
         fault = ""
         opens: tuple[Open, ...] = (self._open,)

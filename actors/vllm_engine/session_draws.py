@@ -1,7 +1,7 @@
-"""How vLLM's workers decide a session's tokens: by the rules, the noise and the scores of the project's own engine.
+"""Sampling of a session's tokens in vLLM's workers, by the rules, noise and scores of our own engine.
 
-A request carries its Open in its extra arguments, so that a worker knows of a session what a rank of the own engine
-does. Knows nothing of vLLM.
+A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine. This
+module knows nothing of vLLM. @= Text : Returns the tokens of a session between two positions, all of them decided.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +30,13 @@ def extra_args(request: Open) -> dict[str, Any]:
 
 
 def request_in(args: Mapping[str, Any] | None) -> Open | None:
-    """None of a request that is none of ours, as vLLM makes some to warm up."""
+    """Returns the Open in the extra arguments; None for vLLM's own requests, such as those for warm-up."""
     return (args or {}).get(EXTRA_ARG)
 
 
 @value
 class Told:
-    """What a step's outcome says beside the decided tokens, where the session's Open asks for it."""
+    """Additional results of a step beside the decided tokens, if the session's Open requests them."""
 
     scores: tuple[TokenScore, ...] = ()
     margin: float | None = None
@@ -47,7 +47,7 @@ class Told:
 
 
 class SessionDraws:
-    """One session in one worker."""
+    """Sampling of one session in one worker."""
 
     def __init__(self, request: Open, chain: ProcessorChain | None) -> None:
         self.request = request
@@ -58,7 +58,7 @@ class SessionDraws:
         return cls(request, chain_of(request, makers))
 
     def block(self, length: int, text: Text, drafted: Sequence[int]) -> PendingBlock:
-        """What there is to decide after so many tokens about a chain of drafted ones."""
+        """Returns the decision to make after `length` tokens about a chain of draft tokens."""
         if self._chain is not None:
             self._chain.advance(text(self._chain.length, length))
         return PendingBlock(
@@ -73,7 +73,7 @@ class SessionDraws:
 def decide_all(
     sessions: Sequence[SessionDraws], blocks: Sequence[PendingBlock], logits: Tensor
 ) -> tuple[list[BlockDecision], dict[str, Told]]:
-    """Decides all blocks, and says of sessions that ask for more what is to be told of them, by session."""
+    """Decides all blocks; also returns, by session, the additional results that sessions request."""
     decisions = decide(blocks, logits)
     asking = [session.request for session in sessions]
     if not any(Told.is_asked_by(request) for request in asking):
@@ -89,7 +89,7 @@ def decide_all(
 
 
 def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:
-    """Of an audit that names a rival."""
+    """Returns the margin for an audit that names a rival."""
     if request.rival is None:
         return None
     return margin(logits, block.sampling, block.chain, block.at, request.rival)

@@ -1,4 +1,4 @@
-"""vLLM's executors, whose leading worker keeps hidden states beside its cache and hears of it before memory is."""
+"""Variants of vLLM's executors whose leading worker reserves room for hidden states before memory is measured."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,10 +11,10 @@ from cluster.errors import ModelError
 
 
 def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
-    """The same kind of executor."""
+    """Returns a subclass of `executor` that captures hidden states."""
 
     class StatesExecutor(executor):  # type: ignore[misc]
-        """The leading worker has less room for keys and values."""
+        """Executor whose leading worker has less room for keys and values."""
 
         def _init_executor(self) -> None:
             super()._init_executor()
@@ -29,9 +29,10 @@ def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
 
 
 def keys_share(layers: Iterable[Any], row_bytes: int) -> float:
-    """How much of a cache is keys' and values', where a row of states lies beside those of each token.
+    """Returns the share of memory for keys and values, if a row of states is stored with those of each token.
 
-    Raises ModelError for layers that forget: vLLM frees what they have forgotten, and the states beside it.
+    Raises ModelError for layers with a limited window: vLLM frees the pages they no longer need, and with them the
+    states.
     """
     token_bytes = 0.0
     for layer in layers:

@@ -1,4 +1,4 @@
-"""What a vLLM target's steps cost, measured once before it serves: a row with drafts of several lengths, and rows."""
+"""Cost of a vLLM target's steps, measured once before it serves, for one row with drafts and for several rows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,12 +10,12 @@ from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Open, Sampling
 
-SIZES = (1, 2, 4, 8, 16, 32)  # tokens of a step
+SIZES = (1, 2, 4, 8, 16, 32)  # tokens per step
 PROMPT = (1, 2, 3, 4)
 
 
 class StepProfile:
-    """Of the engine behind `step`, which is idle; a draft is at most `longest` tokens, a session at most `context`."""
+    """Profiles the idle engine behind `step`; drafts have at most `longest` tokens, sessions at most `context`."""
 
     def __init__(self, step: Callable[[StepPlan], list[Outcome]], longest: int, sessions: int, context: int) -> None:
         self._step = step
@@ -26,7 +26,7 @@ class StepProfile:
         self._last: dict[str, int] = {}
 
     def measure(self) -> ForwardCost:
-        """Of steps whose drafts are all rejected, but for luck."""
+        """Measures steps whose drafts are almost all rejected."""
         names = [f"profile-{index}" for index in range(max([1, *self._by_rows]))]
         self._feed(names, 0, opens=tuple(self._open(name) for name in names))
         todo = [partial(self._feed, names[:1], size - 1) for size in self._by_row]
@@ -65,7 +65,10 @@ class StepProfile:
 
 
 def _cost(sizes: Sequence[int], whole: Sequence[float], rows: Sequence[int], apart: Sequence[float]) -> ForwardCost:
-    """Further rows are dearer than further tokens, if anything: what is left of a step's time is the tokens'."""
+    """Fits the cost per row and per token.
+
+    Extra rows cost at least as much as extra tokens; the rest is the tokens'.
+    """
     by_tokens = dict(zip(sizes, whole, strict=True))
     more = [
         max(0.0, taken - by_tokens[size]) / (size - 1)

@@ -1,6 +1,6 @@
-"""vLLM's EngineCore in this process, step by step as the verification scheduler plans them.
+"""vLLM's EngineCore in this process, run step by step as the verification scheduler plans.
 
-Long waits and event loops are `vllm_engine.py`'s. Written for the vLLM that `arguments.VERSION` names.
+Waiting and event loops are in `vllm_engine.py`. Written for the vLLM version in `arguments.VERSION`.
 """
 
 import os
@@ -30,7 +30,7 @@ from protos.messages import Open
 
 
 class VllmCore:
-    """Computes step plans, one at a time and on one thread; `memory` says what each has fed."""
+    """Computes step plans, one at a time and on one thread; `memory` records what each has fed."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class VllmCore:
         failed: Callable[[], None] | None = None,
         capture: CaptureSpec | None = None,
     ) -> None:
-        """Loads the model. Raises ModelError for arguments that vLLM does not take, and for another vLLM.
+        """Loads the model. Raises ModelError for another vLLM version, or arguments that vLLM rejects.
 
-        `capture` says which hidden states are kept beside its cache.
+        `capture` names the hidden states to keep beside the cache.
         """
         if vllm.__version__.partition("+")[0] != VERSION:
             raise ModelError(f"vLLM {vllm.__version__} is installed, expected {VERSION}: install the extra [vllm]")
@@ -72,11 +72,11 @@ class VllmCore:
             layer = self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names[0]
             self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
         self._names: dict[str, str] = {}  # vLLM's, by session
-        self._asking: set[str] = set()  # sessions that are told more than tokens
+        self._asking: set[str] = set()  # sessions that request more than tokens
         self._numbers = count()  # of requests
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Forgets, adds, feeds, decides; one outcome for each row that was fed and decides."""
+        """Closes and opens sessions, feeds rows and decides; returns one outcome per fed row that decides."""
         for session in plan.closes:
             self._core.abort_requests([self._names.pop(session)])
             self._asking.discard(session)
@@ -94,11 +94,11 @@ class VllmCore:
         return self._with_what_is_told(outcomes)
 
     def read(self, asked: StateRead) -> bytes:
-        """Hidden states of positions that the session's pages have."""
+        """Returns hidden states of positions in the session's pages."""
         return self._states_at(self._scheduler.places(self._names[asked.session], asked.places))
 
     def begin_grammar(self, grammar: str) -> None:
-        """Has it compiled in the workers, for a session to come."""
+        """Starts compiling a grammar in the workers, for a future session."""
         self._core.collective_rpc("begin_grammar", args=(grammar,))
 
     def close(self) -> None:
@@ -106,12 +106,12 @@ class VllmCore:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left, and no page held."""
+        """True if no request is left and no page is held."""
         return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1  # one is vLLM's
 
     @property
     def preempted(self) -> int:
-        """Requests that are to be computed again from their beginning."""
+        """Number of preemptions of current requests, each of which is recomputed from its beginning."""
         return sum(request.num_preemptions for request in self._scheduler.requests.values())
 
     def _states_at(self, places: Sequence[int]) -> bytes:
@@ -119,21 +119,21 @@ class VllmCore:
         return states
 
     def _computed(self) -> dict[str, int]:
-        """By session, for whoever reads states: how many tokens lie in its pages."""
+        """Returns how many tokens are in each session's pages; empty if no hidden states are kept."""
         if not self._keeps_states:
             return {}
-        computed = self._scheduler.computed  # not of those that came to their longest text, whose pages are free
+        computed = self._scheduler.computed  # without requests that reached max_len, whose pages are free
         return {session: computed.get(name, 0) for session, name in self._names.items()}
 
     def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
             return outcomes
-        told: dict[str, Told] = self._core.collective_rpc("told")[0]  # every rank decides the same
+        told: dict[str, Told] = self._core.collective_rpc("told")[0]  # all ranks make the same decisions
         answers = [(outcome, told.get(outcome.session, Told())) for outcome in outcomes]
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
 
     def _open(self, request: Open) -> None:
-        """Ends are the verification scheduler's to see, so vLLM knows of none but the longest text."""
+        """Adds a request. The verification scheduler detects ends, so vLLM knows only the maximum length."""
         name = f"{request.session}/{next(self._numbers)}"
         assert request.session not in self._names, f"session {request.session} is open already"
         params = SamplingParams(
@@ -161,7 +161,7 @@ class VllmCore:
 
 
 def _cache_salt(request: Open) -> str | None:
-    """What shares pages with what: an audit is to compute all of its text itself."""
+    """Returns the salt that limits page sharing; an audit shares nothing, so that it computes all of its text."""
     return f"audit {request.session}" if request.audit else request.cache_salt or None
 
 
@@ -172,7 +172,7 @@ def start_core(
     failed: Callable[[], None] | None = None,
     capture: CaptureSpec | None = None,
 ) -> VllmCore:
-    """The same, with whatever vLLM raises at its start as an EngineError."""
+    """Creates a `VllmCore`; converts what vLLM raises at its start into EngineError."""
     try:
         return VllmCore(config, folder, vocabulary, failed, capture)
     except ModelError:

@@ -1,4 +1,4 @@
-"""The engine of a target replica whose forwards are vLLM's, off the event loop that serves gRPC."""
+"""Engine of a target replica whose forwards are vLLM's, run off the event loop that serves gRPC."""
 
 import asyncio
 import importlib
@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 
 
 class VllmEngine:
-    """vLLM's own process is this one: when it goes, the replica goes, and when a rank of it goes, `watch` raises."""
+    """Runs vLLM in this process. If a rank of vLLM dies, `watch` raises."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
@@ -35,16 +35,16 @@ class VllmEngine:
         self._grammars: GrammarCompiler | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.step_cost = ForwardCost.linear(0.0)
-        self.reports: tuple[RankReport, ...] = ()  # vLLM's ranks give none
+        self.reports: tuple[RankReport, ...] = ()  # vLLM's ranks send none
         self.pids: tuple[int, ...] = ()
 
     @classmethod
     async def start(
         cls, config: SlipstreamConfig, folder: str, vocabulary: int, capture: CaptureSpec | None = None
     ) -> "VllmEngine":
-        """Loads the model, tests what it says of blocks, and measures steps.
+        """Loads the model, tests its decisions about blocks, and measures steps.
 
-        Raises ModelError where vLLM is not installed or takes other arguments, EngineError where it fails.
+        Raises ModelError if vLLM is not installed or rejects the arguments, EngineError if it fails.
         """
         engine = cls(ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm"))
         await engine._on_thread(engine._load, config, folder, vocabulary, capture, asyncio.get_running_loop())
@@ -84,14 +84,14 @@ class VllmEngine:
         return memory
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Raises EngineError when vLLM is no longer usable."""
+        """Runs a step. Raises EngineError when vLLM is no longer usable."""
         outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
         return outcomes
 
     def _computed(self, what: str, compute: Callable[[Asked], Found], asked: Asked) -> Found:
         try:
             return compute(asked)
-        except Exception as error:  # whatever vLLM raises then, it can make no further step
+        except Exception as error:  # whatever vLLM raised, it cannot run another step
             raise EngineError(f"{what} of vLLM failed: {type(error).__name__}: {error}") from error
 
     async def read(self, asked: StateRead) -> bytes:
@@ -99,14 +99,14 @@ class VllmEngine:
         return states
 
     async def prepare(self, grammar: str) -> str | None:
-        """Workers compile it beside the steps too, each for itself: what is wrong with it is found here."""
+        """Compiles a grammar here and in each worker, beside the steps; returns what is wrong with it, or None."""
         if self._grammars is None:
             return "this target has none"
         await self._on_thread(self._core.begin_grammar, grammar)
         return await asyncio.to_thread(self._grammars.fault, grammar)
 
     async def watch(self) -> NoReturn:
-        """Waits until a rank of vLLM's is gone; raises EngineError."""
+        """Waits until a rank of vLLM has died; raises EngineError."""
         await self._failed
         raise EngineError("a worker of vLLM has ended")
 

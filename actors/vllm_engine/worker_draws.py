@@ -1,8 +1,8 @@
-"""In vLLM's workers: tokens are drawn as the project's own engine draws them, and drafts come from the scheduler.
+"""Hooks in vLLM's workers: tokens are sampled as in our own engine, and drafts come from the scheduler.
 
-`DrawingWorker` extends vLLM's worker, by its `worker_extension_cls`. Both of vLLM's model runners are served: the first
-(on CPUs without Triton) lets no logits processor in beside drafts, so its sampler is replaced; the second has
-`noise_processor.py`, and keeps drafts on the device, where they are written before each forward.
+`DrawingWorker` extends vLLM's worker through its `worker_extension_cls`. Both model runners of vLLM are supported. The
+first (on CPUs without Triton) allows no logits processor with drafts, so its sampler is replaced. The second uses
+`noise_processor.py` and keeps drafts on the device, where they are written before each forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ NOTHING = -1  # in vLLM's table of sampled tokens
 
 
 class NoProposer:
-    """For the first runner, which wants somebody who drafts in its process."""
+    """Drafting component for the first runner, which requires one; it drafts nothing."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -35,7 +35,7 @@ class NoProposer:
 
 
 class NoSpeculator:
-    """The same for the second."""
+    """Drafting component for the second runner; it drafts nothing and captures hidden states."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -50,7 +50,7 @@ class NoSpeculator:
     def propose(
         self, input_batch: Any, metadata: Any, slots: Any, final: Any, inner: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Called after each step; `slots` are the places of what was fed, `final` and `inner` its hidden states."""
+        """Called after each step; `slots` are the cache places of the fed tokens, `final` and `inner` their states."""
         if self._states is not None:
             self._states.captured(input_batch, slots, final, inner)
         drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
@@ -60,19 +60,19 @@ class NoSpeculator:
 
 
 class DrawingWorker:
-    """What a worker learns by being one of ours as well."""
+    """Methods that the extension adds to a vLLM worker."""
 
     model_runner: Any
     rank: int
-    _slipstream_states: WorkerStates | None = None  # of the leading worker, where drafters read any
+    _slipstream_states: WorkerStates | None = None  # on the leading worker only, if drafters read states
 
     def begin_states(self, spec: CaptureSpec) -> None:
-        """As soon as the model is loaded."""
+        """Prepares the capture of hidden states; called as soon as the model is loaded."""
         if self.rank == 0:
             self._slipstream_states = WorkerStates(spec, self.model_runner)
 
     def keep_states(self, layer: str, pages: int, page_size: int) -> None:
-        """Once it is known how large the cache is."""
+        """Allocates storage for hidden states; called once the cache size is known."""
         if self._slipstream_states is not None:
             self._slipstream_states.keep(layer, pages, page_size)
 
@@ -80,7 +80,10 @@ class DrawingWorker:
         return self._slipstream_states.read(places) if self._slipstream_states is not None else b""
 
     def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
-        """Installs the draws; ids from `vocabulary` on are the model's padding. Returns which runner it found."""
+        """Installs our sampling and returns which runner was found.
+
+        Ids from `vocabulary` on are the model's padding.
+        """
         self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
         makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
         runner = self.model_runner
@@ -94,18 +97,18 @@ class DrawingWorker:
         return "v2"
 
     def begin_grammar(self, grammar: str) -> None:
-        """Has it compiled beside the steps."""
+        """Starts compiling a grammar beside the steps."""
         if self._slipstream_grammars is not None:
             self._slipstream_grammars.begin(grammar)
 
     def told(self) -> dict[str, Told]:
-        """What the latest step says beside its tokens, by session."""
+        """Returns the latest step's additional results, by session."""
         found: dict[str, Told] = self._slipstream_draws.told
         return found
 
 
 class FirstRunnerDraws:
-    """In the place of the first runner's sampler."""
+    """Replaces the first runner's sampler."""
 
     def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
         self.told: dict[str, Told] = {}
@@ -148,7 +151,7 @@ def _text(state: Any) -> list[int]:
 
 
 def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None) -> None:
-    """The second runner keeps drafts in a table on the device and looks at no others."""
+    """Writes the scheduler's drafts into the second runner's device table, the only one it reads."""
     runner.speculator = NoSpeculator(runner.req_states, states)
     runner.execute_model = _with_drafts(runner, runner.execute_model)
 

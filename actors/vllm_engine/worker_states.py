@@ -1,6 +1,6 @@
-"""Hidden states in vLLM's leading worker: which streams its model tells, and what is kept of them beside the cache.
+"""Hidden states in vLLM's leading worker: which layers the model reports, and what is kept of them beside the cache.
 
-vLLM's second model runner hands them, with the places of what it fed, to whoever drafts in its process after each step.
+vLLM's second model runner passes them, with the places of what it fed, to its drafting component after each step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from cluster.errors import ModelError
 
 
 class WorkerStates:
-    """Of all that the model is fed, at the places where the cache has it."""
+    """Hidden states of all that the model is fed, at the same places as in the cache."""
 
     def __init__(self, spec: CaptureSpec, runner: Any) -> None:
-        """Before vLLM measures how much memory is left: the projection takes some, and graphs are yet to be made.
+        """Must run before vLLM measures free memory, since the projection takes some, and before graph capture.
 
-        Raises ModelError for layers that the model does not tell of.
+        Raises ModelError for layers that the model does not report.
         """
         self._device: torch.device = runner.device
         self._spec = spec
@@ -32,15 +32,15 @@ class WorkerStates:
         self._capture: StateCapture | None = None
 
     def keep(self, layer: str, pages: int, page_size: int) -> None:
-        """From now on; `layer` is one whose pages they lie beside."""
+        """Starts keeping states; `layer` is a layer whose pages they parallel."""
         self._layer = layer
         self._capture = StateCapture(self._spec, pages, page_size, self._device, self._project)
 
     def captured(self, batch: Any, slots: Mapping[str, torch.Tensor], final: torch.Tensor, inner: Any) -> None:
-        """Of one step: the final states of all its tokens, (n, hidden), and those of each other layer."""
+        """Stores one step's states: the final ones of all its tokens, (n, hidden), and those of each other layer."""
         assert self._capture is not None, "they are kept somewhere"
         streams = [*(inner or ()), *([final] if self._has_final else ())]
-        fed = batch.num_tokens  # what comes after is padding
+        fed = batch.num_tokens  # the rest is padding
         self._capture.keep(slots[self._layer][:fed].long(), torch.cat([each[:fed] for each in streams], dim=-1))
 
     def read(self, places: Sequence[int]) -> bytes:
@@ -49,7 +49,7 @@ class WorkerStates:
 
 
 def _tell(runner: Any, layers: Sequence[int]) -> None:
-    """Has the model tell the streams after so many of its layers, as it does for EAGLE-3."""
+    """Makes the model report the hidden states after these layers, as it does for EAGLE-3."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if not supports_eagle3(runner.model):
