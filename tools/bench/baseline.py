@@ -1,7 +1,7 @@
-"""Plain Hugging Face `generate` in a process of its own: the bench's third arm.
+"""Reference arm of the bench: Hugging Face `generate` in a separate process.
 
-The process reads one JSON line a question and writes one JSON line an answer; the first line it reads says what to
-load. It works only while it is asked.
+The process reads one JSON line per question and writes one JSON line per answer; the first line it reads names the
+model to load. It is idle between questions.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LINE_BYTES = 16 << 20
 
 
 class Reference:
-    """The process, from outside."""
+    """Client of the reference process."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -34,7 +34,7 @@ class Reference:
     @classmethod
     @asynccontextmanager
     async def started(cls, config: SlipstreamConfig) -> AsyncIterator["Reference"]:
-        """Loads the target as one process with the cores and threads that all ranks of a replica have together."""
+        """Starts the process and loads the target with the cores and threads of all ranks of a replica."""
         command = sys.executable, "-m", "tools.bench.baseline"
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES)
         reference = cls(process)
@@ -51,7 +51,7 @@ class Reference:
             await process.wait()
 
     async def ask(self, question: ChatQuestion) -> TimedAnswer:
-        """One greedy answer."""
+        """Returns one greedy answer."""
         assert question.temperature == 0, "the reference decodes greedily"
         return TimedAnswer(**await self._exchange(asdict(question)))
 
@@ -66,12 +66,12 @@ class Reference:
 
 
 def main() -> None:
-    """The process, from inside."""
+    """Runs in the reference process: loads the model and answers questions."""
     from actors.engine.process import device_of, use_cpu
     from actors.models.checkpoint import load_model, local_folder
     from serve_app.http.text import TextCodec
 
-    replies = sys.stdout  # whatever a library prints must not get among the replies
+    replies = sys.stdout  # output printed by libraries must not mix with the replies
     sys.stdout = sys.stderr
     setup = json.loads(sys.stdin.readline())
     resources = Resources.model_validate(setup["resources"])
@@ -90,7 +90,7 @@ def _generate(model: Any, codec: Any, question: ChatQuestion) -> TimedAnswer:
     from transformers.generation.streamers import BaseStreamer
 
     class Stopwatch(BaseStreamer):  # type: ignore[misc]
-        """Sees the prompt, then each token."""
+        """Receives the prompt, then each token, and records the times."""
 
         def __init__(self) -> None:
             self.seen_s: list[float] = []

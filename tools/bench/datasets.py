@@ -1,4 +1,4 @@
-"""Prompts from the layouts that data sets come in: JSON lines of prompts or messages, and ShareGPT's conversations."""
+"""Reader of prompts in common data set layouts: JSON lines of prompts or messages, and ShareGPT conversations."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,10 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 
 
 def read_dataset(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file; raises ConfigError naming the entry that is not one.
+    """Reads the prompts of a file. Raises ConfigError, naming the entry that is invalid.
 
-    Of messages, all up to the last one of a user are asked; of ShareGPT's, which are people's with another model, all
-    up to the first one of a user.
+    Of messages, all up to the user's last one form the prompt. Of ShareGPT conversations, which people had with another
+    model, all up to the user's first one.
     """
     prompts = tuple(_prompt(entry, f"{path}, {where}") for where, entry in _entries(path))
     if len(prompts) < 2:
@@ -28,7 +28,7 @@ def read_dataset(path: Path) -> tuple[Prompt, ...]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Of one JSON list, as ShareGPT is published, or of JSON lines; and where each is."""
+    """Yields the entries of one JSON list, as ShareGPT is published, or of JSON lines, with their locations."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""The experiment: the same prompts and answer lengths with and without speculation, interleaved.
+"""Experiment: the same prompts and answer lengths with and without speculation, interleaved.
 
-Every batch of prompts runs under all arms, one right after the other, and the order rotates from batch to batch: what
-slows the machine for a while slows all arms alike.
+Every batch of prompts runs under all arms in direct succession, and the order rotates from batch to batch, so a
+temporary slowdown of the machine affects all arms alike.
 """
 
 import asyncio
@@ -40,16 +40,16 @@ class Prompt(BaseModel):
 
     kind: str = Field(min_length=1)
     prompt: str = Field(min_length=1)
-    earlier: tuple[Turn, ...] = ()  # of a conversation that the prompt is the latest turn of
+    earlier: tuple[Turn, ...] = ()  # earlier turns of the conversation that ends in the prompt
 
     def question(self, max_tokens: int, max_draft_tokens: int | None) -> ChatQuestion:
-        """As it is asked: greedily, and to the last token, so that answers are of one length."""
+        """Returns the question to ask: greedy, and ignoring EOS, so that all answers have one length."""
         return ChatQuestion(self.prompt, max_tokens, True, max_draft_tokens, earlier=self.earlier)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run."""
+    """Parameters of the experiment."""
 
     prompts: tuple[Prompt, ...]
     concurrencies: tuple[int, ...] = (1,)
@@ -69,7 +69,7 @@ class Task:
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """The prompts in a JSON-lines file; raises ConfigError naming the line."""
+    """Reads the prompts in a JSON-lines file. Raises ConfigError, naming the invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -89,7 +89,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
-    """Every batch under every arm, in the order in which they run."""
+    """Yields every batch under every arm, in the order in which they run."""
     for concurrency in plan.concurrencies:
         at_once = [arm for arm in arms if arm != GENERATE or concurrency == 1]  # `generate` has no queue
         batches = prompt_batches(plan.prompts, concurrency)
@@ -101,14 +101,14 @@ def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
 
 
 def prompt_batches(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:
-    """At least two full batches that hold every prompt; the last is filled up from the beginning."""
+    """Splits prompts into at least two full batches; the last is filled up with prompts from the beginning."""
     count = max(2, -(-len(prompts) // size))
     supply = cycle(prompts)
     return [tuple(islice(supply, size)) for _ in range(count)]
 
 
 class Bench:
-    """Runs tasks against an endpoint and, where there is one, the reference."""
+    """Runs tasks against an endpoint and, if there is one, the reference."""
 
     def __init__(self, endpoint: ChatEndpoint, model: str, reference: Reference | None) -> None:
         self._endpoint = endpoint
@@ -154,7 +154,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """What the experiment came to."""
+    """Results of the experiment."""
 
     arms: tuple[ArmSummary, ...]
     speedups: tuple[Speedup, ...]
@@ -163,7 +163,7 @@ class BenchReport:
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> "BenchReport":
-        """Sums up; acceptance by kind is that of all concurrencies together."""
+        """Summarizes batches; acceptance by kind covers all concurrencies together."""
         groups: dict[tuple[int, str], list[Batch]] = {}
         for batch in batches:
             groups.setdefault((batch.concurrency, batch.arm), []).append(batch)
@@ -185,7 +185,7 @@ class BenchReport:
 
 
 def _point(batches: Sequence[Batch]) -> LoadPoint:
-    """Batches of one arm at one concurrency."""
+    """Summarizes batches of one arm at one concurrency."""
     summary = arm_summary(batches)
     answers = [answer for batch in batches for answer in batch.answers]
     latencies = Latencies.of(answers)
@@ -195,7 +195,7 @@ def _point(batches: Sequence[Batch]) -> LoadPoint:
 async def run_bench(
     url: str, config: SlipstreamConfig, plan: Plan, generate: bool, console: Console, json_path: Path | None
 ) -> BenchReport:
-    """The whole experiment against the endpoint at `url`, which serves `config`."""
+    """Runs the whole experiment against the endpoint at `url`, which serves `config`."""
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(ChatEndpoint.at(url))
         reference = None
@@ -214,7 +214,7 @@ async def run_bench(
 
 
 def write_json(path: Path, config: dict[str, Any], plan: Plan, report: BenchReport, batches: Sequence[Batch]) -> None:
-    """Everything that was measured, raw runs included."""
+    """Writes everything that was measured, raw runs included."""
     settings = {"concurrencies": plan.concurrencies, "max_tokens": plan.max_tokens, "repeats": plan.repeats}
     prompts = [prompt.model_dump() for prompt in plan.prompts]
     runs = [asdict(batch) for batch in batches]

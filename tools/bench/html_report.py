@@ -1,4 +1,4 @@
-"""What a benchmark measured, as one HTML file: tables and curves, and nothing from elsewhere."""
+"""Report of a benchmark as one self-contained HTML file with tables and curves."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -23,7 +23,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def html_report(title: str, conditions: str, load: str, points: Sequence[LoadPoint]) -> str:
-    """`load` is what the points' load counts, such as "requests/s"."""
+    """Renders the report; `load` is the unit of the points' load, such as "requests/s"."""
     body = "\n".join([_table(load, points), *_pictures(load, points)])
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return (

@@ -1,7 +1,7 @@
-"""Latencies as clients feel them, at the quantiles that people ask for. Pure.
+"""Client-side latencies at common quantiles. Pure.
 
-TTFT: from the request to the first text. TPOT: seconds a token after that, a mean within each answer. ITL: between two
-events of a stream that brought text, of all answers together; with speculation an event may bring several tokens.
+TTFT: from the request to the first text. TPOT: seconds per token after that, averaged within each answer. ITL: between
+two events of a stream that brought text, over all answers; with speculation an event may bring several tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from serve_app.endpoint_client import TimedAnswer
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Seconds."""
+    """Quantiles in seconds."""
 
     p50: float
     p90: float
@@ -22,14 +22,14 @@ class Quantiles:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> "Quantiles | None":
-        """None of nothing."""
+        """Returns the quantiles; None for no values."""
         found = list(seconds)
         return cls(*map(float, np.quantile(found, [0.5, 0.9, 0.99]))) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of some answers; None where none of them was long enough."""
+    """Latencies of some answers; None for a measure for which no answer was long enough."""
 
     ttft: Quantiles | None
     tpot: Quantiles | None
@@ -57,13 +57,13 @@ class LoadPoint:
     """One arm under one load."""
 
     arm: str
-    load: float  # requests a second, or requests at once
+    load: float  # requests per second, or concurrent requests
     tokens_per_s: float
     answers: int
     failed: int
     latencies: Latencies
 
     def quantile_s(self, measure: str, quantile: str) -> float | None:
-        """Such as "ttft" and "p99"."""
+        """Returns one quantile in seconds, such as "ttft" at "p99"."""
         found: Quantiles | None = getattr(self.latencies, measure)
         return None if found is None else float(getattr(found, quantile))

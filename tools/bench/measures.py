@@ -18,7 +18,7 @@ class Batch:
 
     arm: str
     concurrency: int
-    index: int  # which prompts
+    index: int  # identifies the prompts
     repeat: int
     seconds: float
     tally: Tally
@@ -44,7 +44,7 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times the throughput of `base` the arm had: geometric mean of paired ratios, and its interval."""
+    """Throughput of an arm relative to `base`: geometric mean of paired ratios, with its interval."""
 
     arm: str
     base: str
@@ -52,12 +52,12 @@ class Speedup:
     mean: float
     low: float
     high: float
-    equal: int  # answers that are the same text under both arms
+    equal: int  # answers with the same text under both arms
     answers: int
 
 
 def arm_summary(batches: Sequence[Batch]) -> ArmSummary:
-    """Sums up batches of one arm at one concurrency."""
+    """Summarizes batches of one arm at one concurrency."""
     answers = [answer for batch in batches for answer in batch.answers]
     return ArmSummary(
         arm=batches[0].arm,
@@ -76,7 +76,7 @@ def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
     ratios: dict[int, list[float]] = {}
     for batch, base in pairs:
         ratios.setdefault(batch.index, []).append(batch.tokens_per_s / base.tokens_per_s)
-    # Repeats of the same prompts are not independent: they count as one.
+    # Repeats of the same prompts are not independent, so they count as one.
     mean, low, high = mean_ratio([statistics.geometric_mean(repeats) for repeats in ratios.values()])
     same = [
         answer.text == base_answer.text
@@ -89,7 +89,7 @@ def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of at least two ratios with its 95 % interval: percentile bootstrap of the mean log-ratio."""
+    """Geometric mean of at least two ratios with its 95 % interval (percentile bootstrap of the mean log-ratio)."""
     assert len(ratios) >= 2, "one ratio says nothing of its own spread"
     logs = np.log(np.asarray(ratios))
     means = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
@@ -99,7 +99,7 @@ def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def acceptance_by_kind(batches: Iterable[Batch]) -> dict[str, Tally]:
-    """Tokens, drafted and accepted for each kind of prompt; blocks are not known per request."""
+    """Sums tokens, drafted and accepted, for each kind of prompt; blocks are not known per request."""
     tallies: dict[str, Tally] = {}
     for batch in batches:
         for kind, answer in zip(batch.kinds, batch.answers, strict=True):

@@ -1,6 +1,6 @@
-"""Requests that come when they come: at a mean rate, by chance, whether or not earlier ones are answered.
+"""Open-loop load: requests arrive at random at a mean rate, whether or not earlier ones are answered.
 
-Each arm gets the same requests at the same moments, one arm after the other at each rate.
+Each arm gets the same requests at the same times, one arm after the other at each rate.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ ARMS = {SPECULATIVE: None, PLAIN: 0}  # most draft tokens; None: as the server i
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is run."""
+    """Parameters of the sweep."""
 
     prompts: tuple[Prompt, ...]
-    rates: tuple[float, ...]  # requests a second
+    rates: tuple[float, ...]  # requests per second
     requests: int = 60  # at each rate
     max_tokens: int = 96
-    seed: int = 0  # of the moments
+    seed: int = 0  # of the arrival times
 
     @property
     def runs(self) -> int:
@@ -33,7 +33,7 @@ class Sweep:
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Moments of a Poisson process, in seconds from the first request, which comes at once."""
+    """Returns arrival times of a Poisson process, in seconds; the first request arrives at 0."""
     drawn = random.Random(seed)
     moments = [0.0]
     while len(moments) < count:
@@ -42,7 +42,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 async def run_sweep(endpoint: ChatEndpoint, model: str, sweep: Sweep, advance: Callable[[], None]) -> list[LoadPoint]:
-    """Rate by rate; the next run begins when all of the one before are answered. `advance` is called after each."""
+    """Runs rate by rate, each run after the previous one is fully answered. `advance` is called after each run."""
     for most in ARMS.values():
         await endpoint.ask(model, sweep.prompts[0].question(WARM_UP_TOKENS, most))
     points = []
@@ -74,7 +74,7 @@ async def _run(
 
 
 def load_point(arm: str, load: float, outcomes: Sequence[TimedAnswer | EndpointError], seconds: float) -> LoadPoint:
-    """What a run of so many seconds came to; raises its first failure if nothing was answered."""
+    """Summarizes a run of `seconds`. Raises its first failure if nothing was answered."""
     answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
     if not answers:

@@ -1,4 +1,4 @@
-"""What `slipstream bench` runs and writes: batches side by side, or requests that come at given rates."""
+"""Entry points of `slipstream bench`: concurrent batches, or requests at given rates, printed and written to files."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def report_on_batches(
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
-    """The experiment, printed and written."""
+    """Runs the experiment, prints it and writes it to files."""
     report = asyncio.run(run_bench(url, config, plan, generate, console, json_path))
     console.print(report.tables())
     if html_path is not None:
@@ -47,7 +47,7 @@ def measure_rates(
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
-    """The plan's prompts at each rate, printed and written."""
+    """Measures the plan's prompts at each rate, prints the results and writes them to files."""
     if not rates:
         raise ConfigError("--url needs --rate: requests a second, as in --rate 1 --rate 2")
     sweep = Sweep(plan.prompts, tuple(rates), requests, plan.max_tokens)
