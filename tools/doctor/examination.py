@@ -1,4 +1,4 @@
-"""Sends a probe to every node of a running Ray cluster and gathers what they find."""
+"""Examination of a running Ray cluster: starts a probe on every node and collects the findings."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,20 +18,20 @@ from tools.doctor.probe import NodeProbe
 
 K = TypeVar("K")
 
-LOOK_S = 180.0  # for all nodes together; reading a model's files from a hub takes the most of it
+LOOK_S = 180.0  # for all nodes together; mostly spent reading a model's files from a hub
 CALL_S = 60.0
 CLOCK_S = 10.0
 CLOCK_QUESTIONS = 5
-MOST_CALLED = 7  # by one node: of a large cluster not every pair is tried
+MOST_CALLED = 7  # nodes that one node calls: in a large cluster not every pair is tried
 
 
 def examine(config: SlipstreamConfig, address: str) -> ClusterFacts:
-    """Raises ClusterError when the cluster cannot be reached; nothing is left on it."""
+    """Examines the cluster and leaves nothing behind. Raises ClusterError if it cannot be reached."""
     with connected(address):
         nodes = tuple(alive_nodes())
         probes = {node.node_id: _probe(config, node) for node in nodes}
         router = needs(config)[-1]
-        tries_ports = not is_running()  # or Serve itself listens there
+        tries_ports = not is_running()  # otherwise Serve itself listens there
         looks = {
             node.node_id: probes[node.node_id].look.remote(
                 tries_port=tries_ports and router.fits(node), models=models_needed(config, node)
@@ -53,7 +53,7 @@ def _probe(config: SlipstreamConfig, node: Node) -> Any:
 
 
 def _answers(asked: Mapping[K, Any], within_s: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """What was answered, and why the others did not, by the same keys."""
+    """Returns the answers, and the reasons for those that are missing, by the same keys."""
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=within_s)
     answered: dict[K, Any] = {}
     silent: dict[K, str] = {}
@@ -81,7 +81,7 @@ def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[Pr
 
 
 def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
-    """Who calls whom: everybody everybody else, or in a large cluster the next few."""
+    """Yields callers and callees: all pairs of nodes, or in a large cluster each node with the next few."""
     count = len(nodes)
     for index, caller in enumerate(nodes):
         for step in range(1, min(count - 1, MOST_CALLED) + 1):
@@ -89,7 +89,7 @@ def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
 
 
 def _clock(node_id: str, probe: Any) -> ClockReading:
-    """The question that was answered soonest says most."""
+    """Reads a node's clock several times and keeps the reading with the shortest round trip."""
     best = ClockReading(node_id, 0.0, float("inf"))
     for _ in range(CLOCK_QUESTIONS):
         began = time.time()

@@ -1,4 +1,4 @@
-"""What was found on the nodes of a cluster, before anybody judges it. Data."""
+"""Facts found on the nodes of a cluster, before they are judged. Data only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from serve_app.operations.fitting import Node
 
 
 class ModelsNeeded(Enum):
-    """Whose files a node must be able to read for the replicas that it may hold."""
+    """Models whose files a node must be able to read for the replicas that it may hold."""
 
     NONE = "none"
     TARGET = "target"
@@ -18,45 +18,45 @@ class ModelsNeeded(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What one node says of itself."""
+    """Findings of one node about itself."""
 
     node: Node
-    versions: Mapping[str, str]  # by what has them, `protocol` among them
+    versions: Mapping[str, str]  # by component, including `protocol`
     shared_memory: int  # bytes of /dev/shm
-    port_fault: str | None  # why the HTTP port cannot be listened on; None also where nobody would listen
-    model_fault: str | None  # why the models cannot serve there; None also where no replica would run
+    port_fault: str | None  # why the HTTP port cannot be bound; None also if nothing would bind it
+    model_fault: str | None  # why the models cannot be served there; None also if no replica would run
     server: str | None  # address of the node's trial gRPC server
-    server_role: PeerRole  # in which it proves itself
-    server_fault: str | None  # why there is none
-    ray_drain_s: float  # that Ray lets its node finish once it is asked to end
-    ray_auth: str  # what Ray's own ports ask for, its RAY_AUTH_MODE
+    server_role: PeerRole  # role that its credentials prove
+    server_fault: str | None  # why no server could be started
+    ray_drain_s: float  # time that Ray gives the node to finish after a stop request
+    ray_auth: str  # authentication of Ray's own ports, its RAY_AUTH_MODE
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A gRPC call from one node to another, on a connection of its own."""
+    """A gRPC call from one node to another, on its own connection."""
 
     caller: str  # node ids
     called: str
-    seconds: float | None  # there and back, once connected
+    seconds: float | None  # round trip, once connected
     fault: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """A node's wall clock against the examiner's."""
+    """A node's wall clock relative to the examiner's."""
 
     node_id: str
     ahead_s: float
-    error_s: float  # at most: half of what the question took there and back
+    error_s: float  # upper bound: half of the round trip
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """All that was found."""
+    """All findings."""
 
     nodes: tuple[Node, ...]
     found: tuple[NodeFacts, ...]
-    silent: Mapping[str, str]  # why nodes said nothing, by node id
+    silent: Mapping[str, str]  # why nodes did not answer, by node id
     calls: tuple[ProbeCall, ...]
     clocks: tuple[ClockReading, ...]

@@ -1,4 +1,4 @@
-"""What a cluster lacks for a configuration, from what was found on its nodes: each finding says what to do. Pure."""
+"""Judgement of what a cluster lacks for a configuration; each fault states how to fix it. Pure."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,15 +11,15 @@ from serve_app.operations.fitting import Node, misfits, needs
 from tools.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
 
 MIB = 1 << 20
-RANK_SHARED_MEMORY = 64 * MIB  # containers have this by default in all, too little for NCCL's buffers of several ranks
+RANK_SHARED_MEMORY = 64 * MIB  # containers have this in total by default, too little for NCCL buffers of several ranks
 MOST_CLOCK_GAP_S = 0.1
-MOST_CALL_S = 0.02  # a round trip; the wait for a draft is worth less than that
+MOST_CALL_S = 0.02  # round trip; a target never waits that long for a draft
 MATTERS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about the cluster: what was looked at, and what is wrong, each with what to do."""
+    """One question about the cluster: what was observed, and its faults, each with a fix."""
 
     name: str
     seen: str
@@ -27,7 +27,7 @@ class Check:
 
 
 def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
-    """All checks; the cluster will do if none has a fault."""
+    """Runs all checks. The cluster is fit if none has a fault."""
     names = _names(facts.nodes)
     judged: tuple[tuple[str, str, Callable[[], Iterable[str]]], ...] = (
         ("nodes", _count(facts.nodes), lambda: _silent(facts, names)),
@@ -45,7 +45,7 @@ def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
 
 
 def _names(nodes: Iterable[Node]) -> dict[str, str]:
-    """By node id: an address, and the id's beginning beside it where several nodes share one."""
+    """Names nodes by address, with the beginning of the node id if several nodes share an address."""
     nodes = list(nodes)
     addresses = [node.address for node in nodes]
     return {
@@ -128,7 +128,10 @@ def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
 
 
 def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
-    """Drafters read both models; targets and routers the target's, unless a head reads its states."""
+    """Returns the models that a node reads.
+
+    Drafters read both models; targets and routers read the target's, and targets also a head that reads its states.
+    """
     target, drafter, router = needs(config)
     if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
         return ModelsNeeded.BOTH
@@ -139,7 +142,7 @@ def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
 
 
 def _drains(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    """Of nodes that may hold a replica; the others have nothing to finish."""
+    """Checks nodes that may hold a replica; the others have nothing to finish."""
     wanted = drain_s(config)
     for facts in found:
         if facts.ray_drain_s < wanted and any(need.fits(facts.node) for need in needs(config)):
@@ -157,7 +160,7 @@ def _drains_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
 
 
 def _auth(config: SlipstreamConfig, found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    """Where all are on one machine, or the network is trusted, nobody else reaches Ray's ports."""
+    """Skips clusters on one machine or in a trusted network, where no stranger reaches Ray's ports."""
     if config.trust.insecure or len({facts.node.address for facts in found}) == 1:
         return
     for facts in found:
@@ -202,7 +205,7 @@ def _calls_seen(calls: Sequence[ProbeCall]) -> str:
 
 
 def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[str]:
-    """Against the clock in the middle, so that one wrong clock is one finding."""
+    """Compares with the median clock, so that one wrong clock yields one fault."""
     for clock, gap in _gaps(clocks):
         if abs(gap) > MOST_CLOCK_GAP_S + clock.error_s:
             word = "ahead of" if gap > 0 else "behind"

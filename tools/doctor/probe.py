@@ -1,4 +1,4 @@
-"""What looks at one node from inside: a Ray actor that reserves nothing."""
+"""Probe of one node: a Ray actor that reserves no resources and examines the node from inside."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ from tools.doctor.facts import ModelsNeeded, NodeFacts, ProbeCall
 log = logging.getLogger(__name__)
 
 DIAL_S = 5.0
-CALLS = 5  # of which the quickest counts: a busy machine is no distance
+CALLS = 5  # the fastest counts: load on a machine is not distance
 DISTRIBUTIONS = {"ray": "ray", "torch": "torch", "transformers": "transformers", "slipstream": "slipstream-serving"}
-SERVING_ROLES = (PeerRole.TARGET, PeerRole.DRAFTER, PeerRole.ROUTER)  # which a trial server shows, if it can
+SERVING_ROLES = (PeerRole.TARGET, PeerRole.DRAFTER, PeerRole.ROUTER)  # tried in this order
 
 
 class NodeProbe:
-    """Of one node."""
+    """Examines one node."""
 
     def __init__(self, config: SlipstreamConfig, node: Node) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class NodeProbe:
         self._server: grpc.aio.Server | None = None
 
     async def look(self, tries_port: bool, models: ModelsNeeded) -> NodeFacts:
-        """Everything that needs no other node; starts the trial server."""
+        """Collects all facts that involve no other node; starts the trial server."""
         server: str | None = None
         server_fault: str | None = None
         try:
@@ -68,7 +68,7 @@ class NodeProbe:
         return time.time()
 
     async def call(self, called: str, address: str, role: PeerRole) -> ProbeCall:
-        """Asks another node's trial server for its health."""
+        """Calls the health service of another node's trial server."""
         if self._credentials is None:
             return ProbeCall(self._node.node_id, called, None, "the caller has no credentials")
         channel = self._credentials.dial(address, role)
@@ -88,7 +88,7 @@ class NodeProbe:
             await channel.close()
 
     async def _serve(self) -> str:
-        """As replicas do: at the same address, with the same credentials."""
+        """Starts a server as replicas do, with the same bind address and credentials."""
         trust = self._config.trust
         self._role, self._credentials = self._own_credentials()
         gate = Gate(self._credentials, Refusals(log), trust.max_streams_per_host)
@@ -102,7 +102,10 @@ class NodeProbe:
         return f"{host}:{port}"
 
     def _own_credentials(self) -> tuple[PeerRole, Credentials]:
-        """A pod may have the certificate of one role alone. Raises ConfigError when it has none."""
+        """Returns the first role with credentials; a pod may have the certificate of one role only.
+
+        Raises ConfigError if there are none.
+        """
         lacking = ""
         for role in SERVING_ROLES:
             try:
@@ -126,13 +129,13 @@ class NodeProbe:
 
         try:
             check_models(self._config, with_weights=False, with_draft=models is ModelsNeeded.BOTH)
-        except (SlipstreamError, OSError, ValueError) as error:  # the last two are transformers'
+        except (SlipstreamError, OSError, ValueError) as error:  # transformers raises the last two
             return str(error)
         return None
 
 
 def versions() -> dict[str, str]:
-    """Of this node's installation."""
+    """Returns the versions of this node's installation."""
     found = {name: _version(distribution) for name, distribution in DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **found, "protocol": str(PROTOCOL_VERSION)}
 
@@ -145,7 +148,7 @@ def _version(distribution: str) -> str:
 
 
 def shared_memory_bytes() -> int:
-    """Of /dev/shm as a whole; 0 where there is none."""
+    """Returns the size of /dev/shm; 0 if there is none."""
     try:
         status = os.statvfs("/dev/shm")
     except FileNotFoundError:
@@ -154,13 +157,13 @@ def shared_memory_bytes() -> int:
 
 
 def ray_drain_s(environ: Mapping[str, str]) -> float:
-    """As Ray reads it, from the environment of `ray start`, which all processes of the node have inherited."""
+    """Reads Ray's drain time from the environment of `ray start`, which all processes of the node inherit."""
     try:
         return float(environ.get(RAY_DRAIN, RAY_DRAINS_S))
     except ValueError:
-        return RAY_DRAINS_S  # Ray warns in its log, and takes this
+        return RAY_DRAINS_S  # Ray logs a warning and uses this default
 
 
 def ray_auth(environ: Mapping[str, str]) -> str:
-    """As `ray_drain_s`; a head that finds a token sets it by itself."""
+    """Reads Ray's authentication mode in the same way; a head that finds a token sets it itself."""
     return environ.get("RAY_AUTH_MODE", "disabled").lower()

@@ -1,4 +1,4 @@
-"""What the doctor says, for a terminal."""
+"""Terminal output of the doctor."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tools.doctor.judgement import Check
 
 
 def report(checks: Sequence[Check]) -> RenderableType:
-    """A line a check, and below it whatever is wrong, each with what to do."""
+    """Renders one line per check, and below them the faults with their fixes."""
     table = Table.grid(padding=(0, 2))
     for check in checks:
         table.add_row(check.name, "[red]wrong[/]" if check.faults else "[green]ok[/]", escape(check.seen))
