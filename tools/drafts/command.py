@@ -1,4 +1,4 @@
-"""`slipstream drafts`: what a draft checkpoint is and whether it fits, and what drafts bring, side by side."""
+"""Subcommands of `slipstream drafts`: `inspect` describes a draft checkpoint, `measure` compares drafts."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Says what a draft checkpoint is, what it needs and how to configure it; exit status 1: it does not fit."""
+    """Describes a draft checkpoint, what it needs and how to configure it; exit status 1: it does not fit."""
     from actors.models.checkpoint import local_folder
     from cluster.config import apply_overrides
     from tools.drafts.inspection.draft_inspection import inspect_draft
@@ -76,7 +76,7 @@ def measure(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it here.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG picture here.")] = None,
 ) -> None:
-    """Measures several drafts over the same answers of their target, in this process, under coupled acceptance."""
+    """Measures several drafts over the same answers of their target, in this process, under Gumbel coupling."""
     from cluster.config import load_config
     from serve_app.demo_data import BENCH_PROMPTS
     from serve_app.operations.preflight import check_models

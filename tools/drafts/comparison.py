@@ -23,26 +23,26 @@ from tools.svg import curves
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is measured, and over what."""
+    """Drafts to measure, and the texts to measure them over."""
 
     drafts: dict[str, SlipstreamConfig]  # by name
     prompts: tuple[str, ...]
     temperatures: tuple[float, ...]
-    tokens: int  # after each prompt
+    tokens: int  # generated after each prompt
     block_lens: tuple[int, ...]
     nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was measured."""
+    """Results of a comparison."""
 
     found: list[DraftMeasures]
-    step_s: float  # of the target, for one token
+    step_s: float  # of the target for one token, in seconds
 
 
 def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[str, SlipstreamConfig]:
-    """Configurations by their files' names. Raises ConfigError where they do not serve the same target."""
+    """Names configurations by their files. Raises ConfigError unless they all serve the same target."""
     model = configs[0].model
     for path, config in zip(paths, configs, strict=True):
         if (config.model.target, config.model.dtype) != (model.target, model.dtype):
@@ -58,7 +58,7 @@ def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[st
 
 
 def compare(comparison: Comparison, console: Console) -> Compared:
-    """Decodes every text once, then asks every draft about all of them."""
+    """Decodes every text once, then requests drafts for all of them from every method."""
     first = next(iter(comparison.drafts.values()))
     use_cpu(first.target.resources_per_rank)
     target = MeasuredTarget(first.model, first.target.resources_per_rank, first.model.max_context)
@@ -90,7 +90,7 @@ def _measured(
     title: str,
     console: Console,
 ) -> DraftMeasures:
-    """By a method of its own for each temperature, which remembers nothing of the others."""
+    """Measures one draft with a fresh method per temperature, so that it remembers nothing of the others."""
     longest = max(comparison.block_lens)
     largest = max(comparison.nodes)
     setup = target.setup(draft, max(longest, largest))
@@ -106,7 +106,7 @@ def _measured(
 
 
 def comparison_sheets(compared: Compared) -> list[Table]:
-    """A sheet for each temperature, a column for each draft."""
+    """Returns one sheet per temperature, with one column per draft."""
     temperatures = dict.fromkeys(each.temperature for each in compared.found)
     return [_sheet(compared, temperature) for temperature in temperatures]
 
@@ -142,12 +142,12 @@ def _column(each: DraftMeasures) -> tuple[str, ...]:
 
 
 def comparison_data(compared: Compared) -> dict[str, Any]:
-    """Everything, as JSON has it."""
+    """Returns all results as JSON-compatible data."""
     return {"target_step_s": compared.step_s, "drafts": [asdict(each) for each in compared.found]}
 
 
 def comparison_picture(compared: Compared) -> str:
-    """Tokens a verify over the size of a block, as SVG."""
+    """Plots tokens per verification over the size of a block, as SVG."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in compared.found:
         name = f"{each.draft}, T {each.temperature:g}"

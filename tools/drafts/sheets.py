@@ -1,4 +1,4 @@
-"""What `slipstream drafts inspect` found, as a table for a terminal and as data."""
+"""Output of `slipstream drafts inspect`, as a terminal table and as data."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from tools.drafts.inspection.draft_inspection import DraftInspection
 
 
 def inspection_data(found: DraftInspection) -> dict[str, Any]:
-    """Everything, as JSON has it."""
+    """Returns all results as JSON-compatible data."""
     states = found.facts.states
     return {
         "folder": str(found.folder),
@@ -26,7 +26,7 @@ def inspection_data(found: DraftInspection) -> dict[str, Any]:
 
 
 def inspection_report(found: DraftInspection) -> Group:
-    """Facts, then what is wrong, or else how to configure it."""
+    """Renders the facts, then the misfits, or if there are none, the configuration."""
     sheet = Table(show_header=False, box=None, pad_edge=False)
     sheet.add_column(style="bold")
     sheet.add_column()
@@ -47,7 +47,7 @@ def _praise(found: DraftInspection) -> str:
 
 
 def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
-    """Of what is known."""
+    """Lists the facts that are known."""
     size = facts.size
     rows = [
         ("layout", facts.layout.name),

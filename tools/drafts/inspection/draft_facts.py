@@ -1,4 +1,4 @@
-"""What a draft checkpoint is and needs, as one value that can be shown, written as data, and held against a target."""
+"""Facts about a draft checkpoint as one value that can be shown, serialized, and compared with a target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from tools.drafts.inspection.header_files import StoredSize
 
 @dataclass(frozen=True, slots=True)
 class StatesRead:
-    """Which hidden states of the target a head reads at each token."""
+    """Hidden states of the target that a head reads for each token."""
 
-    layers: tuple[int, ...]  # as `StatesNeeded` numbers them; empty: they follow from the target's depth
-    is_final: bool  # the last state, after the target's final norm; else residual streams, before any norm
+    layers: tuple[int, ...]  # numbered as in `StatesNeeded`; empty: they depend on the target's depth
+    is_final: bool  # True: the last state, after the final norm; False: residual streams before any norm
     hidden: int  # of the target
-    width: int  # elements of a row as the target has them
-    projected: int | None  # elements after the projection that the head begins with, if it has one of its own
+    width: int  # elements of an unprojected row
+    projected: int | None  # elements after the head's own projection, if it has one
 
     @property
     def row_bytes(self) -> dict[str, dict[str, int]]:
-        """On the wire, a token: by where it is projected, then by type."""
+        """Bytes per token on the wire, by where it is projected, then by type."""
         widths = {"drafter": self.width} | ({} if self.projected is None else {"target": self.projected})
         return {
             where: {dtype.name.lower(): StatesFormat(width, dtype).row_bytes for dtype in StateDtype}
@@ -30,27 +30,27 @@ class StatesRead:
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """Of one checkpoint; what its layout leaves open is None or empty."""
+    """Facts about one checkpoint; those that its layout leaves open are None or empty."""
 
     layout: DraftLayout
     size: StoredSize
     shape: Mapping[str, int] = field(default_factory=dict)  # sizes by name
-    vocabulary: int | None = None  # of the target that it was made for
-    proposes: int | None = None  # tokens of these: the draft vocabulary
+    vocabulary: int | None = None  # vocabulary size of the target that it was made for
+    proposes: int | None = None  # size of the draft vocabulary
     states: StatesRead | None = None
-    embedding: str = ""  # whose it is
+    embedding: str = ""  # where it comes from
     lm_head: str = ""
-    positions: int | None = None  # that it was made for
+    positions: int | None = None  # positions that it was made for
     rope: str = ""
-    longest_block: int | None = None  # tokens that it predicts after a prefix, if there is a limit
-    conventions: tuple[str, ...] = ()  # one line each, as the head's loader understood it
-    ends_at_positions: bool = False  # whether it drafts nothing beyond its positions
-    made_for: str = ""  # name of the target, if it says so
+    longest_block: int | None = None  # most tokens that it predicts after a prefix; None: unlimited
+    conventions: tuple[str, ...] = ()  # one line each, as described by the head's loader
+    ends_at_positions: bool = False  # True if it drafts nothing beyond its positions
+    made_for: str = ""  # name of the target, if the checkpoint states it
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Why a checkpoint cannot draft, or cannot draft for a target."""
+    """Reason why a checkpoint cannot draft, or cannot draft for a target."""
 
     what: str
     expected: str = ""

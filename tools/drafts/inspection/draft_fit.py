@@ -1,4 +1,4 @@
-"""Whether a draft checkpoint is whole, and fits a target: every misfit, with what was expected and what was found."""
+"""Checks whether a draft checkpoint is complete and fits a target; each misfit has the expected and the found value."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from tools.drafts.inspection.draft_facts import DraftFacts, Misfit
 from tools.drafts.inspection.expected_tensors import MASK_STATE, ExpectedTensors, expected_tensors
 from tools.drafts.inspection.head_facts import presumed_target, resolved
 
-DEPTH_KEY = "num_target_layers"  # of DFlash
+DEPTH_KEY = "num_target_layers"  # key in a DFlash configuration
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """A target as far as drafts must fit it."""
+    """Facts about a target that drafts must fit."""
 
     folder: Path
     shape: TargetShape
@@ -31,20 +31,23 @@ class TargetFacts:
 
 
 def target_facts(folder: Path) -> TargetFacts:
-    """Of the checkpoint in a folder. Raises ModelError where there is none that transformers knows."""
+    """Reads the checkpoint in a folder. Raises ModelError if there is none that transformers knows."""
     config = read_config(folder).get_text_config()
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 
 def wrong_tensors(files: HeadFiles, draft: DraftPool) -> list[Misfit]:
-    """Of a head in canonical names that resolves: tensors that are missing, too many, or of another shape."""
+    """Finds tensors that are missing, unused, or of another shape.
+
+    The head must have canonical names and must resolve.
+    """
     config = resolved(files, draft, presumed_target(files, draft))
     expected = expected_tensors(files, config)
     return [*_missing(files, expected), *_of_another_shape(files, expected), *_surplus(files, expected)]
 
 
 def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Misfit]:
-    """Of a table of draft ids that leads outside of the vocabulary, or to one token twice."""
+    """Finds a table of draft ids that maps outside the vocabulary, or twice to one token."""
     offsets = files.tensors.get("d2t")
     table = files.tensors.get("token_map")
     if (offsets is None and table is None) or not facts.vocabulary:
@@ -59,7 +62,7 @@ def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Misfit]:
 
 
 def head_misfits(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Misfit]:
-    """Of a head in canonical names against a target. Where its sizes fit, its loader has the last word."""
+    """Finds misfits between a head in canonical names and a target; if its sizes fit, its loader decides."""
     found = [*_sizes(facts, target), *_depth(files, facts, target), *_borrowed(facts, target)]
     if found:
         return found
@@ -71,7 +74,7 @@ def head_misfits(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft
 
 
 def causal_misfits(folder: Path, facts: DraftFacts, target: TargetFacts) -> list[Misfit]:
-    """Of a causal language model, whose tokens must mean what the target's do."""
+    """Finds misfits of a causal language model, whose tokens must mean the same as the target's."""
     try:
         check_draft(vocabulary(target.folder), folder)
     except (ModelError, OSError, ValueError) as error:
@@ -91,19 +94,19 @@ def _sizes(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
 
 
 def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
-    """Which states there are goes by the target's layers."""
+    """Checks the number of layers, which determines which states exist."""
     depth = target.shape.layers
     said = {**files.config, **(files.config.get("dflash_config") or {})}.get(DEPTH_KEY)
     if said is not None and said != depth:
         yield Misfit("layers of the target", str(said), str(depth))
     read = () if facts.states is None else facts.states.layers
-    last = depth if facts.layout.method == "dflash" else depth - 1  # the final state is normed: a stream is not
+    last = depth if facts.layout.method == "dflash" else depth - 1  # streams exclude the final state, which is normed
     if read and max(read) > last:
         yield Misfit("states of the target", f"{list(read)}", f"0 to {last}")
 
 
 def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
-    """What the head takes of the target must be there, and as wide as the head."""
+    """Checks that the tensors that the head borrows exist in the target and have the head's shape."""
     stored = stored_tensors(target.folder)
     for whose, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
         if whose != "the target":
@@ -132,7 +135,7 @@ def _of_another_shape(files: HeadFiles, expected: ExpectedTensors) -> Iterator[M
 
 
 def _surplus(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Misfit]:
-    """A head that holds more than its forward computes with is another head."""
+    """Finds tensors that the forward would not use: they belong to another kind of head."""
     known = {**expected.allowed, **expected.needed}
     for name in files.tensors if expected.is_closed else ():
         if name not in known and not name.startswith(OF_TRAINING) and not name.endswith(NEITHER):

@@ -1,4 +1,4 @@
-"""One look at a draft checkpoint's folder: its facts, every misfit, what to know besides, and a configuration."""
+"""Inspection of a draft checkpoint's folder: its facts, all misfits, notes, and a suitable configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ from tools.drafts.inspection.draft_layout import CAUSAL, LAYER_SKIP, WITH_MTP, D
 from tools.drafts.inspection.head_facts import canonical_files, causal_facts, head_facts, resolved
 from tools.drafts.inspection.header_files import read_headers, stored_size
 
-BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # that a method reads too
-SHARE_OF_LAYERS = 4  # that a target drafts with, to begin with: one of so many
-TARGET_KEYS = ("base_model_name_or_path", "base_model")  # of a head's configuration
-FOUND = ("method", "model")  # keys of `draft` that the checkpoint itself tells
+BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files
+SHARE_OF_LAYERS = 4  # suggested layer skip: one in this many layers drafts
+TARGET_KEYS = ("base_model_name_or_path", "base_model")  # keys in a head's configuration
+FOUND = ("method", "model")  # keys of `draft` that follow from the checkpoint
 
 Options = Mapping[str, Any]
 """Keys of `draft` with what they are set to, as a configuration has them."""
@@ -39,34 +39,34 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DraftInspection:
-    """What was found."""
+    """Result of an inspection."""
 
     folder: Path
     facts: DraftFacts
     misfits: tuple[Misfit, ...]
     notes: tuple[str, ...]
-    target: Path | None  # that it was held against
-    snippet: str  # YAML that drafts with it; empty where it does not fit
+    target: Path | None  # target that it was checked against
+    snippet: str  # YAML configuration that uses it; empty if it does not fit
 
     @property
     def fits(self) -> bool:
-        """Whether it is recognised, whole, and right for the target, if there is one."""
+        """True if the layout is known, the checkpoint is complete, and it fits the target, if one was given."""
         return not self.misfits
 
 
 def inspect_draft(
     folder: Path, target_folder: Path | None = None, options: Options = MappingProxyType({})
 ) -> DraftInspection:
-    """Reads headers, tables of ids, configurations and tokenizers, and no weights.
+    """Reads headers, tables of ids, configurations and tokenizers, but no weights.
 
-    What `options` say of the checkpoint takes the place of what it says itself, as where it is loaded. Raises
-    ModelError where a folder holds no checkpoint at all, and ConfigError for options that its method does not take.
+    `options` override what the checkpoint states, as they do when it is loaded. Raises ModelError if a folder holds no
+    checkpoint at all, and ConfigError for options that its method does not accept.
     """
     files = read_headers(folder)
     target = None if target_folder is None else target_facts(target_folder)
     layout = _layout(files, target)
     if layout is WITH_MTP and target is None:
-        target = target_facts(folder)  # it drafts for no other
+        target = target_facts(folder)  # an MTP module drafts only for its own target
     facts, misfits = _looked_at(files, layout, target, options)
     facts = replace(facts, made_for=_made_for(files))
     notes = tuple(_notes(files, facts, target))
@@ -97,7 +97,7 @@ def _looked_at(
 
 
 def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
-    """As it would be configured."""
+    """Builds the configuration that would use the checkpoint."""
     told = sorted(set(options).intersection(FOUND))
     if told:
         raise ConfigError(f"draft.{told[0]} cannot be set: it follows from the checkpoint in {folder}")
@@ -121,7 +121,7 @@ def _head(
 
 
 def _for_target(files: HeadFiles, facts: DraftFacts, target: TargetShape, draft: DraftPool) -> DraftFacts:
-    """With what only the target's depth tells."""
+    """Adds the facts that depend on the target's depth."""
     config = resolved(files, draft, target)
     assert facts.states is not None
     return replace(facts, states=replace(facts.states, layers=config.needs.layers))
@@ -166,7 +166,7 @@ def _notes_on_modules(files: HeadFiles, target: TargetFacts | None) -> list[str]
     try:
         layout = layout_in(files.tensors, target.shape.layers, str(files.folder))
     except ModelError:
-        return []  # this is the misfit
+        return []  # already reported as the misfit
     count = module_count(files.tensors, layout)
     which = "it" if count == 1 else "the first alone, asked again for each further token"
     return [
@@ -188,13 +188,13 @@ def _snippet(folder: Path, facts: DraftFacts, target: TargetFacts | None, option
 
 
 def _merged(section: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Options that are sections of their own go key by key."""
+    """Merges options into the section; options that are sections are merged key by key."""
     of_sections = {key: section.get(key, {}) | said for key, said in options.items() if isinstance(said, dict)}
     return {**section, **options, **of_sections}
 
 
 def _is_narrowed(states: StatesRead) -> bool:
-    """Whether the projection at the target sends less."""
+    """Returns whether projecting at the target makes rows smaller."""
     return states.projected is not None and states.projected < states.width
 
 

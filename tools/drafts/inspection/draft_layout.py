@@ -1,4 +1,4 @@
-"""Which of the published layouts a draft checkpoint has, told by its content and never by its name."""
+"""Recognition of a draft checkpoint's published layout, from its content and never from its name."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,10 +15,10 @@ from actors.methods.model.pard import MASK_KEYS
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """What a checkpoint is, and who drafts with it here."""
+    """Kind of a checkpoint, and the drafting method that uses it."""
 
     name: str
-    method: str | None  # a value of draft.method; None: no method of this release
+    method: str | None  # a value of draft.method; None: not supported
 
 
 SPECULATORS_KEY = "speculators_model_type"
@@ -28,7 +28,7 @@ LAYER_SKIP = DraftLayout("the target itself, some of whose layers can draft", "l
 UNKNOWN = DraftLayout("no draft checkpoint that is known here", None)
 MLP_SPECULATOR = DraftLayout("MLPSpeculator", "mlp_speculator")
 WITH_MTP = DraftLayout("a target with multi-token prediction of its own", "mtp")
-MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # how a name in such a module begins
+MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # prefix of names in such a module
 
 MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
     {
@@ -54,7 +54,7 @@ WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
 
 
 def layout_of(files: HeadFiles) -> DraftLayout:
-    """Of a folder's tensors and configuration."""
+    """Recognizes the layout from a folder's tensors and configuration."""
     names = tuple(files.tensors)
     has_embedding = any(name in files.tensors for name in EMBEDDING)
     if has_embedding and _any(names, MTP):
@@ -78,7 +78,7 @@ def _is_dflash(files: HeadFiles) -> bool:
 
 
 def _eagle(files: HeadFiles) -> DraftLayout | None:
-    """A head's first layer reads two rows side by side, or a projection of them."""
+    """Recognizes EAGLE heads by the first layer's inputs: two concatenated rows, or a projection of them."""
     tensors = files.renamed(EAGLE_ALIASES).tensors
     queries = tensors.get("layers.0.self_attn.q_proj.weight")
     if queries is None:

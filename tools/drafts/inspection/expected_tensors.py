@@ -1,4 +1,4 @@
-"""Which tensors a head's folder must hold or may hold, and of which shapes: what its loader asks for, as data."""
+"""Tensors that a head's folder must or may hold, with their shapes: the loader's requirements as data."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,16 @@ from actors.methods.heads.last_state.medusa import MedusaConfig
 from actors.methods.heads.last_state.mlp_speculator import MlpSpeculatorConfig
 
 Shape = tuple[int, ...]
-MASK_STATE = "mask_hidden"  # of P-EAGLE: one row, however many dimensions of size 1 it was saved with
+MASK_STATE = "mask_hidden"  # P-EAGLE: one row, saved with any number of dimensions of size 1
 
 
 @dataclass(slots=True)
 class ExpectedTensors:
-    """By name; biases beside the weights that may have them."""
+    """Shapes by tensor name. A bias is allowed with each linear weight."""
 
     needed: dict[str, Shape] = field(default_factory=dict)
     allowed: dict[str, Shape] = field(default_factory=dict)
-    is_closed: bool = True  # whether further tensors would be left out of the forward
+    is_closed: bool = True  # True if any further tensor is a misfit
 
     def linear(self, name: str, outputs: int, inputs: int) -> None:
         self.needed[f"{name}.weight"] = (outputs, inputs)
@@ -28,7 +28,7 @@ class ExpectedTensors:
         (self.needed if is_needed else self.allowed)[f"{name}.weight"] = (size,)
 
     def either(self, is_needed: bool, name: str, shape: Shape) -> None:
-        """Of a tensor that is borrowed elsewhere unless it is needed."""
+        """Expects a tensor if it is needed; otherwise it is borrowed from elsewhere."""
         if is_needed:
             self.needed[name] = shape
 
@@ -36,7 +36,7 @@ class ExpectedTensors:
 def expected_tensors(
     files: HeadFiles, config: EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
 ) -> ExpectedTensors:
-    """Of a head in canonical names, which was resolved to `config`."""
+    """Returns the expected tensors of a head in canonical names that was resolved to `config`."""
     if isinstance(config, EagleConfig):
         return _of_eagle(config, files)
     if isinstance(config, DFlashConfig):
@@ -111,13 +111,13 @@ def _decoder_layer(found: ExpectedTensors, config: EagleConfig | DFlashConfig, i
 
 
 def _head_norms(found: ExpectedTensors, config: EagleConfig | DFlashConfig, index: int) -> None:
-    """Both or neither."""
+    """Expects both norms; heads have both or neither."""
     for name in ("q_norm", "k_norm"):
         found.norm(f"layers.{index}.self_attn.{name}", config.head_dim)
 
 
 def _of_medusa(config: MedusaConfig, files: HeadFiles) -> ExpectedTensors:
-    """The blocks of a head of FasterDecoding's may be one module, saved once."""
+    """Allows for FasterDecoding's layout, where the blocks of a head may be one module, saved once."""
     found = ExpectedTensors(is_closed=False)
     is_vllm = any(name.startswith("blocks.") for name in files.tensors)
     for head in range(config.heads):

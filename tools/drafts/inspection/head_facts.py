@@ -1,6 +1,6 @@
-"""From a checkpoint's headers to its facts: by the same functions that resolve a head when it is loaded.
+"""Collects facts from a checkpoint's headers, with the functions that resolve a head when it is loaded.
 
-Without a target, a head is resolved for the target that it says it was made for.
+Without a target, a head is resolved for the target that it claims to be made for.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,26 +30,26 @@ from tools.drafts.inspection.draft_layout import DraftLayout
 from tools.drafts.inspection.header_files import stored_size
 
 HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
-DEPTHS = (1 << 10, 1 << 11)  # of a target: what differs between two follows from it
+DEPTHS = (1 << 10, 1 << 11)  # two target depths: facts that differ between them depend on the depth
 SAID_BY_FACTS = ("reads the target's state", "proposes ", "positions up to ", "embedding of ")
-COUNT = 3  # states that an EAGLE-3 head reads, unless it says otherwise
+COUNT = 3  # default number of states that an EAGLE-3 head reads
 
 
 def canonical_files(files: HeadFiles, method: str) -> HeadFiles:
-    """With the tensors' names that the method's loader goes by. Raises ModelError as that does."""
+    """Renames tensors to the names that the method's loader uses. Raises ModelError as the loader does."""
     return _CANONICAL[method](files)
 
 
 def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadConfig:
-    """What a head, in canonical names, is for a target, with the options of its method.
+    """Resolves a head in canonical names for a target, with the options of its method.
 
-    Raises ModelError where it does not fit.
+    Raises ModelError if it does not fit.
     """
     return _RESOLVE[draft.method](files, target, draft)
 
 
 def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
-    """The target that a head, in canonical names, was made for; how deep that is, few heads say."""
+    """Returns the target that a head in canonical names was made for; few heads state its depth."""
     body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
     method = draft.method
     if method == "medusa":
@@ -66,7 +66,7 @@ def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) 
 
 
 def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> DraftFacts:
-    """Of a head in canonical names. Raises ModelError where it contradicts itself."""
+    """Collects facts about a head in canonical names. Raises ModelError if it is inconsistent."""
     config = resolved(files, draft, presumed_target(files, draft))
     deeper = resolved(files, draft, presumed_target(files, draft, DEPTHS[1]))
     needs = config.needs if config.needs == deeper.needs else replace(config.needs, layers=())
@@ -75,7 +75,7 @@ def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> Draft
 
 
 def conventions_of(config: HeadConfig) -> tuple[str, ...]:
-    """How a loader understands the head, without what facts of their own say."""
+    """Returns the loader's description of the head, without the lines that have facts of their own."""
     return tuple(line for line in config.describe() if not line.startswith(SAID_BY_FACTS))
 
 
@@ -126,7 +126,7 @@ def _described(
 
 
 def causal_facts(files: HeadFiles, layout: DraftLayout) -> DraftFacts:
-    """Of a causal language model, which reads tokens alone. Raises ModelError for rotary positions of no known kind."""
+    """Collects facts about a causal language model. Raises ModelError for an unknown kind of rotary positions."""
     text: Mapping[str, Any] = files.config.get("text_config") or files.config
     names = {
         "hidden": "hidden_size",
@@ -161,7 +161,7 @@ def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -
 
 
 def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
-    """Of the target of an EAGLE head, whose `fc` is as wide as all states that it reads."""
+    """Returns the hidden size of an EAGLE head's target; `fc` is as wide as all states that it reads."""
     fc = files.tensors.get("fc.weight")
     if fc is None or not said or fc.shape[-1] % said == 0:
         return said
@@ -169,7 +169,7 @@ def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
 
 
 def _of_heads(files: HeadFiles, depth: int) -> TargetShape:
-    """Of the target of Medusa heads, whose last matrix is an LM head."""
+    """Returns the target's shape from Medusa heads, whose last matrix is an LM head."""
     shapes = [tensor.shape for name, tensor in files.tensors.items() if name.endswith(".weight")]
     rows = [int(shape[0]) for shape in shapes]
     return TargetShape(int(shapes[0][-1]), int(files.config.get("vocab_size") or max(rows)), depth)
@@ -190,7 +190,7 @@ def _whose(files: HeadFiles, name: str) -> str:
 
 
 def _first_module(files: HeadFiles) -> HeadFiles:
-    """Of a target's folder."""
+    """Returns the first MTP module of a target's folder."""
     layout = layout_in(files.tensors, target_shape(files.folder).layers, str(files.folder))
     return module_files(files.folder, layout, files.tensors)
 

@@ -1,6 +1,6 @@
-"""A checkpoint's folder without its weights: tensors that have names, shapes and types, and no memory.
+"""Reader of a checkpoint's folder without its weights: tensors with names, shapes and dtypes, but no memory.
 
-What a head is follows from these and from its configuration, so that whatever resolves a loaded head resolves this too.
+These and the configuration determine what a head is, so functions that resolve a loaded head work on them too.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from actors.methods.heads.head_files import PICKLES, HeadFiles, read_config
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 
-ID_TABLES = ("d2t", "token_map")  # which tokens a head proposes: a few bytes each, and part of what it is
+ID_TABLES = ("d2t", "token_map")  # tables of the tokens that a head proposes: small, and needed to describe it
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "F64": torch.float64,
@@ -40,17 +40,16 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """Of all tensors of a checkpoint."""
+    """Size of all tensors of a checkpoint."""
 
-    parameters: int  # elements of floating point
+    parameters: int  # floating-point elements
     bytes: int
 
 
 def read_headers(folder: Path) -> HeadFiles:
-    """As `read_head` reads it, on the device `meta`; only the tables of draft ids are read.
+    """Reads a folder like `read_head`, but on the device `meta`; only the tables of draft ids are loaded.
 
-    Pickles are read as tensors and nothing else, so that no code of theirs runs. Raises ModelError where the folder
-    holds no checkpoint.
+    Pickles are read as tensors only, so none of their code runs. Raises ModelError if the folder holds no checkpoint.
     """
     config = read_config(folder / "config.json")
     paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
@@ -64,7 +63,7 @@ def read_headers(folder: Path) -> HeadFiles:
 
 
 def stored_size(tensors: Mapping[str, Tensor]) -> StoredSize:
-    """Tables of ids and masks count as bytes alone."""
+    """Returns the size; tables of ids and masks count as bytes, not as parameters."""
     numbers = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return StoredSize(
         parameters=sum(tensor.numel() for tensor in numbers),
@@ -91,7 +90,7 @@ def _without_memory(path: Path, name: str, part: Any) -> Tensor:
 
 
 def _pickle_header(path: Path) -> dict[str, Tensor]:
-    """Files of torch before 1.6 are read whole, for they are one stream."""
+    """Reads the tensors of a pickle. Files of torch before 1.6 are one stream, so they are read whole."""
     is_mapped = zipfile.is_zipfile(path)
     try:
         found = torch.load(path, map_location="meta", mmap=is_mapped, weights_only=True)

@@ -1,28 +1,28 @@
-"""What a draft's blocks would have brought over texts that it was asked about: agreement, tokens a verify, time."""
+"""Measures of a draft over replayed texts: agreement, tokens per verification, and time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.drafts.measuring.draft_replay import AskedPlace, verifies
 
-BEST = 4  # first tokens of a tree whose agreement is told
+BEST = 4  # agreement is reported for up to this many first tokens of a tree
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMeasures:
-    """Of one draft at one temperature."""
+    """Measures of one draft at one temperature."""
 
     draft: str
     method: str
     temperature: float
-    positions: int  # that it was asked at
-    offered: float  # share of them where it offered something
-    agreement: tuple[float, ...]  # share of them where the right token is among a tree's first 1, 2, ... tokens
-    chains: Mapping[int, float]  # tokens a verify, by block length
-    trees: Mapping[int, float]  # the same, by nodes
-    token_s: float | None  # of a chain's token; None: it drafted nothing
-    tree_s: float | None  # of a tree
-    states_bytes: int  # of a token, on the wire
+    positions: int  # positions where a draft was requested
+    offered: float  # share of positions with a proposal
+    agreement: tuple[float, ...]  # share where the right token is among a tree's first 1, 2, ... tokens
+    chains: Mapping[int, float]  # tokens per verification, by block length
+    trees: Mapping[int, float]  # tokens per verification, by number of nodes
+    token_s: float | None  # seconds per token of a chain; None: it drafted nothing
+    tree_s: float | None  # seconds per tree
+    states_bytes: int  # per token, on the wire
 
 
 def measures(
@@ -34,7 +34,7 @@ def measures(
     nodes: Sequence[int],
     states_bytes: int,
 ) -> DraftMeasures:
-    """Over all positions of all texts at which a block has room."""
+    """Computes the measures over all positions of all texts where a block has room."""
     places = [place for text in texts for place in text if place.room > 0]
     chained = sum(len(place.chain) for place in places)
     grown = sum(len(place.tree) > 0 for place in places)
@@ -54,7 +54,7 @@ def measures(
 
 
 def _rank(place: AskedPlace) -> float:
-    """Of the right token among the tokens offered next, from 0."""
+    """Returns the rank of the right token among the tokens offered next, from 0; infinity if absent."""
     first = place.tree.children(-1) or place.chain.children(-1)
     return first.index(place.coming[0]) if place.coming[0] in first else float("inf")
 

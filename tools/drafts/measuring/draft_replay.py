@@ -1,6 +1,6 @@
-"""A decided text gone through once more, with a drafting method asked at each of its positions.
+"""Replay of a decided text, requesting drafts from a method at each position.
 
-What coupled acceptance commits does not depend on what is drafted: the target's token is a function of the tokens
+Under Gumbel coupling the committed tokens do not depend on the drafts: the target's token is a function of the tokens
 before it and of the seed. So a verification is a comparison with the text, and many drafts are measured over one text.
 """
 
@@ -17,13 +17,13 @@ from tools.drafts.measuring.measured_target import DecodedText
 
 @dataclass(frozen=True, slots=True)
 class AskedPlace:
-    """What a method offered after a prefix of a text, and what came there."""
+    """A method's drafts after a prefix of a text, and what the text continued with."""
 
-    room: int  # most tokens that a block may have here
+    room: int  # most tokens of a block here
     coming: tuple[int, ...]  # the text's own next tokens
     chain: DraftTree
     tree: DraftTree
-    chain_s: float  # seconds that the chain took
+    chain_s: float  # seconds to draft the chain
     tree_s: float
 
 
@@ -34,10 +34,10 @@ def replay(
     nodes: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[AskedPlace]:
-    """Asks for a chain of `block_len` and a tree of `nodes` tokens at each position after the prompt.
+    """Requests a chain of `block_len` and a tree of `nodes` tokens at each position after the prompt.
 
-    A method that reads hidden states is given those of all tokens but the last. It has none after the prompt alone,
-    which the target has not read then.
+    A method that reads hidden states gets those of all tokens but the last. It has none right after the prompt, which
+    the target has not read at that point.
     """
     opened = text.open
     method.open(opened)
@@ -77,13 +77,13 @@ def _asked(
 
 
 def committed_by(place: AskedPlace, draft: DraftTree, most: int) -> int:
-    """Tokens that one verification of the draft's first `most` would have brought."""
+    """Returns how many tokens one verification of the draft's first `most` tokens would have committed."""
     accepted = len(draft.first(min(most, place.room)).along(place.coming))
     return min(accepted + 1, len(place.coming))
 
 
 def verifies(places: Sequence[AskedPlace], most: int, *, trees: bool) -> int:
-    """In how many verifications a text comes about with blocks of so many tokens."""
+    """Counts the verifications needed for a text with blocks of `most` tokens."""
     count = 0
     at = 0
     while at < len(places):

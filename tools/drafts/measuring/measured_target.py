@@ -1,4 +1,4 @@
-"""A target loaded once, which decodes in lock step, and whose hidden states any drafting method may read."""
+"""A target that is loaded once, decodes in lock step, and provides hidden states for any drafting method."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -35,21 +35,21 @@ from protos.messages import Acceptance, Open, Sampling
 PAGE_SIZE = 16
 STEP_TOKENS = 512
 HASH_KEY = 1
-SEED = 1000  # of the first prompt; the next ones follow
+SEED = 1000  # seed of the first prompt; later prompts count up
 DRAFT_SEED = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedText:
-    """What the target makes of a prompt."""
+    """The target's continuation of a prompt."""
 
-    open: Open  # of a session that begins with the prompt
+    open: Open  # for a session that begins with the prompt
     tokens: tuple[int, ...]  # prompt included
-    states: bytes = field(default=b"", repr=False)  # encoded, of all tokens but the last; empty: none are read
+    states: bytes = field(default=b"", repr=False)  # encoded, of all tokens but the last; empty if unused
 
 
 class MeasuredTarget:
-    """`context` bounds the tokens of a text, prompt included."""
+    """A loaded target; `context` bounds the tokens of a text, prompt included."""
 
     def __init__(self, model: ModelConfig, resources: Resources, context: int) -> None:
         self._model_config = model
@@ -62,15 +62,15 @@ class MeasuredTarget:
         self._runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder)
         self._stops = end_ids(self._folder)
         self._vocabulary = vocabulary(self._folder)
-        self._steps: list[float] = []  # seconds of steps of one token
+        self._steps: list[float] = []  # durations of one-token steps, in seconds
 
     @property
     def step_s(self) -> float:
-        """Of a step of one token, the median over all that was decoded so far."""
+        """Median duration of a one-token step, in seconds, over all that was decoded so far."""
         return median(self._steps)
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Tokens of a chat's first turn, or of the text itself where the target has no template."""
+        """Tokenizes `text` as the first message of a chat, or as it is if the target has no chat template."""
         tokenizer = load_tokenizer(self._folder)
         if tokenizer.chat_template is None:
             return tuple(tokenizer(text)["input_ids"])
@@ -78,7 +78,7 @@ class MeasuredTarget:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
 
     def setup(self, draft: DraftPool, max_draft_tokens: int) -> DraftSetup:
-        """What a method is told of this target."""
+        """Returns the deployment facts that a method receives for this target."""
         return DraftSetup(
             self._model_config.dtype,
             self._context,
@@ -97,7 +97,7 @@ class MeasuredTarget:
         max_draft_tokens: int,
         acceptance: Acceptance = Acceptance.COUPLED,
     ) -> Generation:
-        """Of so many tokens after prompt number `index`. Raises ConfigError where that is more than the context."""
+        """Requests `tokens` tokens after prompt number `index`. Raises ConfigError if the context is too small."""
         if len(prompt) + tokens > self._context:
             raise ConfigError(
                 f"prompt {index} has {len(prompt)} tokens, and {tokens} are to follow, expected at most"
@@ -118,7 +118,7 @@ class MeasuredTarget:
         )
 
     def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[Emit]:
-        """In lock step with a method that reads no hidden states."""
+        """Decodes in lock step with a method that reads no hidden states."""
         limits = VerificationLimits(
             self._runner.vocabulary, self._context, 1, STEP_TOKENS, self._pages, PAGE_SIZE, trees=trees
         )
@@ -128,22 +128,22 @@ class MeasuredTarget:
         return lock_step(Session(generation), drafter, method, target, executor)
 
     def decode(self, generation: Generation) -> DecodedText:
-        """Plainly; what coupled acceptance commits is the same whatever is drafted."""
+        """Decodes with minimal speculation; under Gumbel coupling the committed text is the same for any drafts."""
         tokens = list(generation.prompt)
         ends = []
         for emit in self.run(generation, PromptLookup(1, 1), trees=False):
             tokens += emit.tokens
             ends.append(time.perf_counter())
-        self._steps += [end - began for began, end in pairwise(ends)]  # not the first, which reads the prompt
+        self._steps += [end - began for began, end in pairwise(ends)]  # without the first step, which reads the prompt
         return DecodedText(_opened(generation), tuple(tokens))
 
     @torch.inference_mode()
     def states(self, draft: DraftPool, texts: Sequence[DecodedText]) -> list[bytes]:
-        """Of each text, what a method reads of it, as the engine captures it; empty for most methods."""
+        """Returns, for each text, the encoded states that a method reads; empty for most methods."""
         spec = capture_spec(draft, self._folder, self._model_config.dtype)
         if spec is None:
             return [b""] * len(texts)
-        kept = replace(spec, is_kept=True)  # texts are read whole, once they have ended
+        kept = replace(spec, is_kept=True)  # whole texts are read after they have ended
         capture = StateCapture(kept, self._pages, PAGE_SIZE, self._device, spec.projection_on(self._device))
         runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
         return [self._captured(runner, text.tokens[:-1]) for text in texts]
@@ -157,7 +157,7 @@ class MeasuredTarget:
 
 
 def _opened(generation: Generation) -> Open:
-    """The session as a drafter gets it."""
+    """Returns the Open that a drafter would receive."""
     is_ratio = generation.acceptance is Acceptance.RATIO and not generation.sampling.greedy
     return Open(
         session=generation.session,
