@@ -1,4 +1,4 @@
-"""`slipstream k8s`: the manifests of a deployment on Kubernetes."""
+"""`slipstream k8s`: manifests of a deployment on Kubernetes."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ k8s_app = typer.Typer(help="Deploy on Kubernetes.", no_args_is_help=True)
 
 @k8s_app.callback()
 def _group() -> None:
-    """Without it, Typer would take the group's only command for the group."""
+    """Keeps `render` a subcommand: Typer would merge a group with its only command."""
 
 
 @k8s_app.command()

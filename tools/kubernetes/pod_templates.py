@@ -1,4 +1,4 @@
-"""Pods without privileges: no root user, a root file system that is read-only, and the weights read-only too. Pure."""
+"""Templates of unprivileged pods: no root user, a read-only root file system, and read-only weights. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ Json = dict[str, Any]
 
 NAME = "slipstream"
 LABELS = {"app.kubernetes.io/name": NAME}
-USER = 1000  # of k8s/images/Dockerfile
+USER = 1000  # as in k8s/images/Dockerfile
 HOME = "/home/slipstream"
 MODELS = "/models"
 CLAIM = "slipstream-models"
@@ -20,7 +20,7 @@ UNPRIVILEGED: Mapping[str, Any] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-# What a process may write to: Ray's logs and sockets, and what compilers of kernels keep.
+# Writable places: Ray's logs and sockets, and caches of kernel compilers.
 WRITABLE = ({"name": "scratch", "mountPath": "/tmp"}, {"name": "home", "mountPath": HOME})
 WRITABLE_VOLUMES = (
     {"name": "scratch", "emptyDir": {"sizeLimit": "10Gi"}},
@@ -30,13 +30,13 @@ SHARED_MEMORY = {"name": "shared-memory", "mountPath": "/dev/shm"}
 
 
 def security_context() -> Json:
-    """Of a pod."""
+    """Returns the security context of a pod."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER,
         "runAsGroup": USER,
         "fsGroup": USER,
-        # Walking every file of the weights at each start would take minutes.
+        # Changing the owner of every weight file at each start would take minutes.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -45,7 +45,7 @@ def security_context() -> Json:
 def container(
     name: str, image: str, pods: PodOptions, ports: Mapping[str, int], env: Mapping[str, str], gpus: int = 0
 ) -> Json:
-    """Ray's container of a pod. It gets the memory and GPUs that it requests, and any CPU that is free."""
+    """Returns Ray's container of a pod. It gets the memory and GPUs that it requests, and any CPU that is free."""
     gpu = {GPU: str(gpus)} if gpus else {}
     made: Json = {
         "name": name,
@@ -65,7 +65,7 @@ def container(
 
 
 def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any) -> Json:
-    """A pod that runs `main` on the nodes that `pods` wants; `more` goes into its specification."""
+    """Returns a pod that runs `main` on the nodes selected by `pods`; `more` goes into its specification."""
     shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}
     placing: Json = {}
     if pods.node_selector:

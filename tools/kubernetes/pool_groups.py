@@ -1,4 +1,4 @@
-"""From a configuration to the worker groups that carry its pools: GPUs, CPUs, bounds and times of each. Pure."""
+"""Worker groups for the pools of a configuration: GPUs, CPUs, bounds and timeouts of each. Pure."""
 
 import math
 from collections import Counter
@@ -11,9 +11,9 @@ from cluster.trust.roles import PeerRole
 from serve_app.operations.draining import drain_s
 
 ROUTER_CPUS = 1
-POOL_LABEL = "pool"  # of Ray's nodes: a pool's replicas run on the group that has the pool's name
-RAY_ENDS_S = 30  # from the end of Ray's drain to the end of its processes
-SPARE = 2  # pods of a group, for each that its pool may need
+POOL_LABEL = "pool"  # label of Ray nodes: a pool's replicas run on the group with the pool's name
+RAY_ENDS_S = 30  # time that Ray's processes take to exit after the drain
+SPARE = 2  # upper bound of a scaling group, as a multiple of the pods that its pool may need
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class WorkerGroup:
     name: str
     role: PeerRole
     pods: PodOptions
-    cpus: int  # that a pod offers to Ray
+    cpus: int  # CPUs that a pod offers to Ray
     gpus: int
     least: int  # pods
     most: int
-    labels: dict[str, str]  # of Ray's nodes
+    labels: dict[str, str]  # labels of the Ray nodes
     idle_s: int | None = None
-    is_spread: bool = False  # over nodes, as far as there are several
+    is_spread: bool = False  # spread over nodes if there are several
 
 
 def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
-    """The groups of targets, drafters and routers."""
+    """Returns the groups of targets, drafters and routers."""
     kubernetes = config.kubernetes
     routers = WorkerGroup(
         "router",
@@ -50,18 +50,18 @@ def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
 
 
 def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
-    """What a pool's replicas ask of their node, and the pool's group therefore carries."""
+    """Returns the labels that a pool's replicas require of their node, and that the pool's group therefore has."""
     given = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
     return {**given, POOL_LABEL: name}
 
 
 def scales(config: SlipstreamConfig) -> bool:
-    """Whether Ray's autoscaler is needed."""
+    """Returns whether Ray's autoscaler is needed."""
     return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
 
 
 def grace_s(config: SlipstreamConfig) -> int:
-    """How long Kubernetes lets a pod end."""
+    """Returns how long Kubernetes lets a pod terminate, in seconds."""
     return drain_s(config) + RAY_ENDS_S
 
 
@@ -84,7 +84,7 @@ def _pool_group(name: str, config: SlipstreamConfig) -> WorkerGroup:
 
 
 def _reserved(pool: TargetPool | DraftPool) -> Counter[str]:
-    """What one replica reserves on its node."""
+    """Returns what one replica reserves on its node."""
     if isinstance(pool, DraftPool):
         return Counter(rank_bundle(pool.resources))
     total: Counter[str] = Counter()
@@ -98,7 +98,10 @@ def _pods_for(replicas: int, a_pod: int) -> int:
 
 
 def _most_pods(replicas: Replicas, a_pod: int) -> int:
-    """Of a pool that scales, more than it needs: its own bound decides, and may be raised in a running cluster, whereas
-    KubeRay does not carry a change of this one into it."""
+    """Returns the upper bound of pods.
+
+    A scaling pool gets more than it needs: its own bound decides, and may be raised in a running cluster, whereas
+    KubeRay does not apply a change of this one to a running cluster.
+    """
     most = _pods_for(replicas.max, a_pod)
     return most if replicas.min == replicas.max else SPARE * most

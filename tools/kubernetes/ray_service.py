@@ -1,4 +1,4 @@
-"""The RayService: the Serve application, the head, and a worker group each for targets, drafters and routers. Pure."""
+"""The RayService: the Serve application, the head, and worker groups for targets, drafters and routers. Pure."""
 
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -32,16 +32,16 @@ from tools.kubernetes.pool_groups import (
     worker_groups,
 )
 
-RAY_VERSION = "2.60.0"  # of the image
-HTTP_PORT = 8000  # KubeRay's probes ask Serve's proxy there
+RAY_VERSION = "2.60.0"  # version in the image
+HTTP_PORT = 8000  # KubeRay's probes use Serve's proxy at this port
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
 TOKEN_SECRET = f"{NAME}-token"  # its key is the name of trust.token_file
-OBJECT_STORE_BYTES = 1 << 28  # nothing large passes through it
+OBJECT_STORE_BYTES = 1 << 28  # no large objects pass through the store
 
 
 def ray_service(config: SlipstreamConfig, image: str) -> Json:
-    """The custom resource that KubeRay makes a Ray cluster and a Serve application of."""
+    """Returns the custom resource from which KubeRay makes a Ray cluster and a Serve application."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
@@ -51,10 +51,10 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
             "annotations": {"ray.io/initializing-timeout": "60m"},
         },
         "spec": {
-            # A change below rayClusterConfig would start a second cluster, with every GPU a second time.
+            # Otherwise a change below rayClusterConfig would start a second cluster, doubling all GPUs.
             "upgradeStrategy": {"type": "None"},
             "rayClusterDeletionDelaySeconds": 600,
-            # A stream that came in through the head's proxy would end with the head.
+            # A stream through the head's proxy would end with the head.
             "excludeHeadPodFromServeSvc": True,
             "serveConfigV2": yaml.safe_dump(serve_config(config), sort_keys=False, width=120),
             "rayClusterConfig": _cluster(config, image),
@@ -63,9 +63,9 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
 
 
 def serve_config(config: SlipstreamConfig) -> Json:
-    """What `serve deploy` takes. Routers are kept off the GPU pods, which could not be scaled down below them.
+    """Returns the input of `serve deploy`. Routers are kept off the GPU pods, which could otherwise not scale down.
 
-    A pod has room for one router, so an update ends each one before it starts the next.
+    A pod has room for one router, so an update stops each router before it starts the next.
     """
     options = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
     router = {"ray_actor_options": options, "max_surge_percent": 0}
@@ -74,7 +74,7 @@ def serve_config(config: SlipstreamConfig) -> Json:
 
 
 def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:
-    """The configuration as the application is given it: without what is of no use in a pod, with each pool's label."""
+    """Returns the configuration for the application: without keys that are useless in a pod, with each pool's label."""
     given: Json = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
     )
@@ -87,7 +87,7 @@ def _cluster(config: SlipstreamConfig, image: str) -> Json:
     groups = [_worker_group(group, config, image) for group in worker_groups(config)]
     return {
         "rayVersion": RAY_VERSION,
-        # A token on Ray's own ports; KubeRay makes the secret and gives it to every pod.
+        # Token authentication on Ray's own ports; KubeRay creates the secret and mounts it in every pod.
         "authOptions": {"mode": "token"},
         **(_autoscaler() if scales(config) else {}),
         "headGroupSpec": _head(config, image),
@@ -97,7 +97,7 @@ def _cluster(config: SlipstreamConfig, image: str) -> Json:
 
 def _autoscaler() -> Json:
     options = {
-        "version": "v2",  # which knows labels
+        "version": "v2",  # supports labels
         "securityContext": dict(UNPRIVILEGED),
         "volumeMounts": list(WRITABLE),
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
@@ -108,11 +108,11 @@ def _autoscaler() -> Json:
 def _head(config: SlipstreamConfig, image: str) -> Json:
     pods = config.kubernetes.head
     env = {
-        RAY_DRAIN: "0",  # nothing runs there that could finish, and Ray's 30 s are all that Kubernetes waits
+        RAY_DRAIN: "0",  # nothing runs there that could finish, and Ray's 30 s would use up the grace period
         **PROXY_ENVIRONMENT,
     }
     return {
-        # No replica on the head: its loss must cost no session.
+        # No replica runs on the head: its loss must not end a session.
         "rayStartParams": {"num-cpus": "0"},
         "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
     }
@@ -121,7 +121,7 @@ def _head(config: SlipstreamConfig, image: str) -> Json:
 def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> Json:
     env = {
         "HF_HOME": MODELS,
-        # The weights are on the volume; a replica that misses one fails at once instead of downloading it.
+        # The weights are on the volume; a replica that misses a file fails at once instead of downloading it.
         "HF_HUB_OFFLINE": "1",
         RAY_DRAIN: str(drain_s(config)),
         **PROXY_ENVIRONMENT,
@@ -150,7 +150,10 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
 
 
 def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, str]]:
-    """Folder and name of each secret by which a pod is known. Whole folders: the kubelet renews no single file."""
+    """Yields folder and name of each secret that authenticates a pod.
+
+    Secrets are mounted as whole folders, because the kubelet does not update single-file mounts.
+    """
     if trust.certificates is not None:
         yield trust.certificates.replace("{role}", role.value), f"{NAME}-{role.value}"
     if trust.token_file is not None:
@@ -158,7 +161,7 @@ def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, st
 
 
 def _over_nodes(group: str) -> Json:
-    """Two routers on one node would be lost together."""
+    """Spreads routers: two on one node would be lost together."""
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",

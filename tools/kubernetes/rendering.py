@@ -1,4 +1,4 @@
-"""Renders all manifests of one deployment from its configuration."""
+"""Rendering of all manifests of one deployment from its configuration."""
 
 import re
 import shutil
@@ -16,16 +16,16 @@ from tools.kubernetes.pod_templates import Json
 from tools.kubernetes.ray_service import HTTP_PORT, TOKEN_SECRET, ray_service
 from tools.kubernetes.weights_volume import weights_volume
 
-OVERLAYS = Path("../..")  # from an overlay of the repository to the manifests that all overlays share
-SELF_CONTAINED = Path()  # a folder that holds its own copy of them
-TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # below the root, for the secret hides what is in its folder
+OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
+SELF_CONTAINED = Path()  # for a folder with its own copy of them
+TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, because the mounted secret hides its folder's content
 
 
 def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[str, ...]:
     """Writes the manifests of `config` to `folder` and returns the names of the files.
 
-    In an overlay of the repository, they refer to its base and components. In any other folder, the parts that they
-    need are copied in from the installed package. `source` names the configuration in each file's first line.
+    In an overlay of the repository, they refer to its base and components. For any other folder, the required parts are
+    copied from the installed package. `source` names the configuration in each file's first line.
     """
     is_overlay = (folder / OVERLAYS / "base" / "kustomization.yaml").is_file()
     texts = rendered(config, source, OVERLAYS if is_overlay else SELF_CONTAINED)
@@ -42,7 +42,7 @@ def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[st
 
 
 def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> Mapping[str, str]:
-    """Renders the manifests by file name; `shared` is the way from their folder to base and components."""
+    """Renders the manifests by file name; `shared` is the path from their folder to base and components."""
     check(config)
     image = config.kubernetes.image
     assert image is not None, "checked"
@@ -55,7 +55,7 @@ def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> 
 
 
 def check(config: SlipstreamConfig) -> None:
-    """Raises ConfigError with one line for each key that would not do on Kubernetes."""
+    """Raises ConfigError, with one line for each key that would not work on Kubernetes."""
     faults = [*_general_faults(config), *_pool_faults(config)]
     if faults:
         raise ConfigError("wrong configuration for Kubernetes\n  " + "\n  ".join(faults))
@@ -88,7 +88,7 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
 
 
 def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
-    """KubeRay's autoscaler reads of a group only CPUs, GPUs and labels, and adds no pod for what asks for more."""
+    """Finds requirements that KubeRay's autoscaler ignores: it knows only a group's CPUs, GPUs and labels."""
     pools = {"target.resources_per_rank": config.target.resources_per_rank, "draft.resources": config.draft.resources}
     for section, resources in pools.items():
         if resources.accelerator_type is not None:
@@ -118,7 +118,7 @@ def _kustomization(config: SlipstreamConfig, shared: Path) -> Json:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as such, and what is used twice in full."""
+    """Writes multi-line text as blocks, and repeated values in full instead of as aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The weights: one volume that all pods read, and the job that fills it. Pure."""
+"""Weights: one volume that all pods read, and the job that fills it. Pure."""
 
 from pathlib import PurePosixPath
 
@@ -10,7 +10,7 @@ DOWNLOADER = PodOptions(cpu="2", memory="8Gi")
 
 
 def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
-    """The claim, and the job where there is something to download."""
+    """Returns the volume claim, and the download job if there is something to download."""
     options = config.kubernetes.volume
     spec: Json = {"accessModes": [options.access], "resources": {"requests": {"storage": options.size}}}
     if options.storage_class is not None:
@@ -21,17 +21,17 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
 
 
 def downloads(config: SlipstreamConfig) -> list[str]:
-    """The models with an id of the hub; those at a path are on the volume already."""
+    """Returns the models with a Hugging Face id; those with a path are on the volume already."""
     names = [config.model.target, *([config.draft.model] if config.draft.model else [])]
     return [name for name in dict.fromkeys(names) if not PurePosixPath(name).is_absolute()]
 
 
 def _job(names: list[str], image: str) -> Json:
     main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
-    # original/ is a second copy of the weights, in another format.
+    # original/ holds a second copy of the weights in another format.
     script = "".join(f"hf download {name} --exclude 'original/*'\n" for name in names)
     main |= {"command": ["/bin/sh", "-ec"], "args": [script]}
-    # Only gated models need one.
+    # Only gated models need a token.
     token = {"name": "hugging-face", "key": "token", "optional": True}
     main["env"].append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS})
