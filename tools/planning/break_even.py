@@ -1,6 +1,6 @@
-"""Where the gain of a fleet ends: the least acceptance and the longest drafting pass that pay, by simulation.
+"""Limits of a fleet's gain, found by simulation: the least acceptance and the longest drafting pass that pay off.
 
-Targets that share a drafter go out of step, and how they wait for it no simple formula says.
+Targets that share a drafter drift out of step, and no simple formula gives how they wait for it.
 """
 
 import math
@@ -15,28 +15,28 @@ from tools.simulation.setting import Mode
 from tools.simulation.workload import ClosedLoop
 
 LIMITS_SOUGHT = 2
-MOST_RUNS = 7  # until it is known where a gain ends
-PRECISION = 0.01  # of where it may end, to which it is then known
+MOST_RUNS = 7  # most simulations to find where a gain ends
+PRECISION = 0.01  # of the result, relative to the search interval
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where the gain of a fleet ends."""
+    """Limits of a fleet's gain."""
 
-    candidate: CandidateFleet  # in lock-step
-    at_once: int  # sessions on one target, at all times
-    acceptance: float | None  # of every token, from which on it gains; None: no acceptance is enough
-    draft_s: float  # drafting pass that eats the gain, over however many sessions; 0 where verification alone does
+    candidate: CandidateFleet  # in lock step
+    at_once: int  # concurrent sessions on one target
+    acceptance: float | None  # least acceptance of every token with a gain; None: none suffices
+    draft_s: float  # drafting pass that cancels the gain, for any number of sessions; 0 if verification alone does
 
 
 def in_lock_step(best: CandidateFleet, question: PlanQuestion) -> CandidateFleet:
-    """The same fleet; where none drafts, one with a drafter for each target."""
+    """Returns the same fleet in lock step; if it has no drafters, one with a drafter for each target."""
     targets, drafters = best.fleet if best.block_len else (1, 1)
     return CandidateFleet(targets, drafters, best.block_len or max(question.block_lens), Mode.LOCK_STEP)
 
 
 def limits(question: PlanQuestion, candidate: CandidateFleet, at_once: float, pool: Executor) -> Limits:
-    """Of a fleet in lock-step at so many sessions at once on a target; both searches go on side by side."""
+    """Finds the limits of a fleet in lock step at `at_once` sessions per target, with both searches in parallel."""
     sessions = max(1, round(at_once))
     asked = replace(question, arrivals=ClosedLoop(sessions))
     plain = answer(asked, PLAIN)
@@ -46,7 +46,7 @@ def limits(question: PlanQuestion, candidate: CandidateFleet, at_once: float, po
 
 
 def least_acceptance(question: PlanQuestion, candidate: CandidateFleet, plain: PlanAnswer) -> float | None:
-    """Of every token, from which on the fleet gains; None: no acceptance is enough."""
+    """Returns the acceptance of every token above which the fleet gains; None if no acceptance suffices."""
 
     def saved(acceptance: float) -> float:
         draft = replace(question.draft, acceptances=(acceptance,))
@@ -60,7 +60,7 @@ def least_acceptance(question: PlanQuestion, candidate: CandidateFleet, plain: P
 
 
 def longest_draft_s(question: PlanQuestion, candidate: CandidateFleet, plain: PlanAnswer, sessions: int) -> float:
-    """The drafting pass that eats the gain; 0 where verification alone does."""
+    """Returns the drafting pass, in seconds, that cancels the gain; 0 if verification alone does."""
 
     def saved(seconds: float) -> float:
         draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)
@@ -69,28 +69,28 @@ def longest_draft_s(question: PlanQuestion, candidate: CandidateFleet, plain: Pl
     shortest = Point(0.0, saved(0.0))
     if shortest.value <= 0:
         return shortest.at
-    longest_s = (candidate.block_len + 1) * question.costs.plain_s(sessions)  # a round is no shorter than its draft
+    longest_s = (candidate.block_len + 1) * question.costs.plain_s(sessions)  # no round is shorter than its draft
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 
 def _saved(question: PlanQuestion, candidate: CandidateFleet, plain: PlanAnswer) -> float:
-    """The share of plain decoding's time that the fleet saves; below 0 where it takes longer.
+    """Returns the share of non-speculative decoding's time that the fleet saves; negative if it takes longer.
 
-    Nearly linear in what is sought, as the gain is not.
+    It is nearly linear in the searched quantity, unlike the gain.
     """
     return 1 - 1 / answer(question, candidate).gain(plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Of a function."""
+    """Point of a function."""
 
     at: float
     value: float
 
 
 def crossing(function: Callable[[float], float], left: Point, right: Point) -> float:
-    """Where a function is 0 between two points of unlike sign, by regula falsi in its Illinois variant."""
+    """Finds the zero of a function between two points of opposite sign, by the Illinois variant of regula falsi."""
     precision = PRECISION * (right.at - left.at)
     found = math.nan
     for _ in range(MOST_RUNS):

@@ -1,4 +1,4 @@
-"""`slipstream plan`: its options, made into one question to the planner."""
+"""`slipstream plan`: turns its options into one question to the planner."""
 
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +42,7 @@ def plan(
         bool, typer.Option("--theory", help="Instead: what speculation brings, by formula and by simulation.")
     ] = False,
 ) -> None:
-    """Simulates fleets under given costs and load, and says which one to take."""
+    """Simulates fleets under given costs and load, and recommends one."""
     from tools.planning.plan_report import run_plan, run_theory
     from tools.planning.plan_request import PlanRequest, StatedCosts
 

@@ -1,8 +1,8 @@
-"""What speculation brings on average, in closed form.
+"""Mean gain of speculation in closed form.
 
-A draft token is accepted with the same probability whatever came before (Leviathan et al. 2023, arXiv 2211.17192;
-Chen et al. 2023, arXiv 2302.01318). Pure arithmetic; knows nothing of queues, of loads or of the simulator, which
-answers where these formulas end.
+Every draft token is accepted with the same probability, independent of what came before (Leviathan et al. 2023, arXiv
+2211.17192; Chen et al. 2023, arXiv 2302.01318). Pure arithmetic without queues, loads or the simulator, which applies
+where these formulas end.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-PRECISION = 1e-9  # of what is found by bisection
+PRECISION = 1e-9  # of bisection
 
 
 def expected_tokens(acceptance: float, block_len: int) -> float:
@@ -24,13 +24,13 @@ def expected_tokens(acceptance: float, block_len: int) -> float:
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
-    """The same where the k-th token of a block is accepted with its own probability, given those before it."""
+    """Mean tokens per block if the k-th draft token has its own acceptance, given those before it."""
     return 1.0 + sum(accumulate(acceptances, lambda reached, this: reached * this))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """What one round costs for a batch that stays the same."""
+    """Costs of one round for an unchanging batch. @= RoundTime : Seconds from one verification to the next."""
 
     plain_s: float  # a target step without drafts
     verify_s: float  # a target step over blocks
@@ -43,32 +43,33 @@ RoundTime = Callable[[RoundCosts], float]
 
 
 def lock_step(costs: RoundCosts) -> float:
-    """Draft, send, verify, send the verdict: one after the other."""
+    """Returns the time of a round that drafts, sends, verifies and sends the verdict in sequence."""
     return costs.draft_s + costs.verify_s + 2 * costs.hop_s
 
 
 def in_process(costs: RoundCosts) -> float:
-    """Draft and verify by turns on the target's own device: no hop, and no overlap either.
+    """Returns the time of a round that drafts and verifies alternately on the target's own device.
 
-    `draft_s` is then what a pass costs there.
+    There is no hop and no overlap; `draft_s` is the cost of a pass on that device.
     """
     return costs.draft_s + costs.verify_s
 
 
 def draft_ahead(costs: RoundCosts) -> float:
-    """Every guess is right: drafting and the network hide behind verification, or it behind them."""
+    """Returns the time of a round with perfect guesses: drafting and network overlap with verification."""
     return max(costs.verify_s, costs.draft_s)
 
 
 def speed_up(tokens: float, round_s: float, plain_s: float) -> float:
-    """How many times the tokens per second of plain decoding, which gives one token each `plain_s`."""
+    """Returns the throughput relative to non-speculative decoding, which yields one token per `plain_s`."""
     return tokens * plain_s / round_s
 
 
 def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime = lock_step) -> float:
-    """The drafting time that eats the whole gain of committing `tokens` a round.
+    """Returns the drafting time that cancels the gain of committing `tokens` per round.
 
-    0 when verification alone costs as much as it brings. Infinite never: a round is no shorter than its draft.
+    0 if verification alone costs as much as it gains. It is always finite, because a round takes at least as long as
+    its draft.
     """
     worth = tokens * costs.plain_s
 
@@ -87,7 +88,7 @@ def _first_doubled(holds: Callable[[float], bool], start: float) -> float:
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least value from which on the condition holds, by bisection; it holds at `high`."""
+    """Returns the least value from which on the condition holds, by bisection; it must hold at `high`."""
     if holds(low):
         return low
     while high - low > PRECISION * max(1.0, high):

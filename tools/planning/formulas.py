@@ -1,4 +1,4 @@
-"""What formulas say of a load: steady states, and drafting inside the target's own process, without any overhead."""
+"""Formulas for a load: steady states, and drafting inside the target's own process without overhead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from tools.planning.expectation import RoundCosts, expected_tokens_by_position, 
 from tools.planning.question import PLAIN, PlanQuestion, cost_per_million
 from tools.simulation.workload import ClosedLoop, Poisson
 
-CROWD = 4096  # more sessions at once than this on one target: it does not keep up
+CROWD = 4096  # a target with more concurrent sessions than this does not keep up
 
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """Drafting on the target's own device, by the formula."""
+    """Result of the formula for drafting on the target's own device."""
 
     block_len: int
     tokens_per_s: float
@@ -23,7 +23,7 @@ class InProcess:
 
 
 def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
-    """What a round of `rows` sessions costs when one drafter drafts for all of them."""
+    """Returns the costs of a round of `rows` sessions if one drafter drafts for all of them."""
     return RoundCosts(
         plain_s=costs.plain_s(rows),
         verify_s=costs.target.seconds(rows, rows * (block_len + 1)),
@@ -33,13 +33,16 @@ def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
 
 
 def expected(question: PlanQuestion, block_len: int) -> float:
-    """Tokens that verifying a block of this length commits."""
+    """Returns the mean tokens that verifying a block of this length commits."""
     return expected_tokens_by_position([question.draft.chances(index)[0] for index in range(block_len)])
 
 
 def plain_sessions(question: PlanQuestion, arrivals: Poisson) -> float:
-    """How many run at once on one target that decodes plainly, its steps feeding prompts besides; CROWD: too many."""
-    fed = 1 + question.prompt_tokens / question.new_tokens  # tokens of a step for each that it decides
+    """Returns the concurrent sessions on one target without speculation, whose steps also feed prompts.
+
+    CROWD means too many.
+    """
+    fed = 1 + question.prompt_tokens / question.new_tokens  # tokens fed per decided token
     costs = question.costs
 
     def step_s(rows: float) -> float:
@@ -49,7 +52,7 @@ def plain_sessions(question: PlanQuestion, arrivals: Poisson) -> float:
 
 
 def best_in_process(question: PlanQuestion) -> InProcess:
-    """At its own best block length: as many tokens in less time."""
+    """Picks the block length with the least latency for in-process drafting."""
     return min((_in_process(question, block_len) for block_len in question.block_lens), key=lambda one: one.latency_s)
 
 
@@ -70,9 +73,9 @@ def _in_process(question: PlanQuestion, block_len: int) -> InProcess:
 
 
 def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:
-    """How many sessions run at once where so many tokens are asked for, by Little's law; at most CROWD.
+    """Returns the concurrent sessions at a demand of `tokens_per_s`, by Little's law; at most CROWD.
 
-    `session_rate` is the tokens a second of one session among so many.
+    `session_rate` returns the tokens per second of one session among n concurrent ones.
     """
     low = 0.0
     high = float(CROWD)

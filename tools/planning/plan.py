@@ -1,8 +1,8 @@
-"""Which fleet serves a load best: simulates candidates under given costs and compares them.
+"""Search for the fleet that serves a load best: simulates candidates under given costs and compares them.
 
-Every candidate, plain decoding among them, runs through the simulator, with the real schedulers and pacing. Drafting
-inside the target's own process is no part of Slipstream and comes from the formula, without any overhead: the strongest
-form of what it is compared with.
+Every candidate, non-speculative decoding included, runs through the simulator with the real schedulers and pacing.
+Drafting inside the target's own process is not part of Slipstream; a formula without overhead gives the strongest form
+of that alternative.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,23 +20,23 @@ from tools.simulation.workload import ClosedLoop
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Every candidate, the one to take, and where its gain ends."""
+    """All candidates, the recommended one, and where its gain ends."""
 
     answers: tuple[PlanAnswer, ...]
     best: PlanAnswer
     plain: PlanAnswer
     in_process: InProcess
-    at_once: float  # sessions on one target, under the best candidate
-    limits: Limits | None  # None where the best does not keep up: there is no such number of sessions
+    at_once: float  # concurrent sessions on one target under the best candidate
+    limits: Limits | None  # None if the best does not keep up: `at_once` is undefined then
 
 
 def advise(question: PlanQuestion, pool: Executor | None = None, whole: bool = False) -> Advice:
-    """Makes its runs in `pool`, by default in this process; with `whole` those too that cannot be best."""
+    """Simulates in `pool`, by default in this process; `whole` includes candidates that cannot be best."""
     pool = pool or AtOnce()
     fleets = list(candidates(question))
     tried = fleets if whole else _shortlist(question, fleets, pool)
     answers = _runs(answer, question, tried, pool)
-    if not any(one.keeps_up for one in answers):  # of the others one may, which short runs do not tell
+    if not any(one.keeps_up for one in answers):  # a remaining one may, which short runs cannot show
         answers += _runs(answer, question, [fleet for fleet in fleets if fleet not in tried], pool)
     best = choose(answers, question)
     at_once = sessions_at_once(question, best)
@@ -51,10 +51,10 @@ def advise(question: PlanQuestion, pool: Executor | None = None, whole: bool = F
 
 
 def _shortlist(question: PlanQuestion, fleets: Sequence[CandidateFleet], pool: Executor) -> list[CandidateFleet]:
-    """Plain decoding, and what comes near the best in short runs, in which all fleets are asked the same.
+    """Returns non-speculative decoding and the fleets that come near the best in short runs.
 
-    Fleets where no target shares a drafter come first: what loses there is not tried with fewer. Those with fewer take
-    most of the time, for they have more targets.
+    Fleets whose targets share no drafter run first: what loses there is not tried with fewer drafters. Fleets with
+    fewer drafters take most of the time, because they have more targets.
     """
     seen: list[PlanAnswer] = []
     for _, alike in groupby(sorted(fleets, key=_sharing), key=_sharing):
@@ -70,23 +70,23 @@ def _runs(
     fleets: Sequence[CandidateFleet],
     pool: Executor,
 ) -> list[PlanAnswer]:
-    """Of each fleet, side by side."""
+    """Runs all fleets in parallel."""
     under_way = [pool.submit(run, question, fleet) for fleet in fleets]
     return [one.result() for one in under_way]
 
 
 def _sharing(candidate: CandidateFleet) -> float:
-    """How many targets there are for a drafter; 1 where each has its own, or more than one."""
+    """Returns the targets per drafter; 1 if each has its own, or more than one."""
     return max(1.0, candidate.targets / max(1, candidate.drafters))
 
 
 def run_count(question: PlanQuestion, whole: bool = False) -> int:
-    """How much `advise` asks of its pool at most: of each fleet a short run and a whole one, or only that."""
+    """Returns the most runs that `advise` submits: a short and a full one per fleet, or only a full one."""
     return (1 if whole else 2) * sum(1 for _ in candidates(question)) + LIMITS_SOUGHT
 
 
 def sessions_at_once(question: PlanQuestion, best: PlanAnswer) -> float:
-    """On one target."""
+    """Returns the concurrent sessions on one target."""
     if isinstance(question.arrivals, ClosedLoop):
         return float(question.arrivals.concurrency)
     return question.arrivals.per_s * best.latency_s

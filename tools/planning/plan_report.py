@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal, as data and as a picture; a progress bar while it is made."""
+"""Output of a plan as terminal tables, as data and as a picture, with a progress bar while it is computed."""
 
 import json
 from dataclasses import asdict
@@ -21,12 +21,12 @@ from tools.planning.trial import KEPT_UP, PlanAnswer
 from tools.simulation.workload import Poisson
 from tools.svg import curves
 
-SHOWN = 8  # best candidates
-GROWS = "grows"  # in place of a latency that is as long as one waits
+SHOWN = 8  # number of best candidates in the table
+GROWS = "grows"  # shown for a latency that grows without bound
 
 
 def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
-    """Simulates candidates, shows the advice, and writes what is asked for; the picture takes every candidate."""
+    """Simulates candidates, shows the advice, and writes the requested files. A picture needs every candidate."""
     with processes() as pool, _progress(console) as progress:
         whole = picture_path is not None
         bar = progress.add_task("Fleets simulated", total=run_count(question, whole))
@@ -39,7 +39,7 @@ def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, p
 
 
 def run_theory(console: Console) -> None:
-    """Formula and simulation of every lesson."""
+    """Compares formula and simulation for every lesson."""
     with _progress(console) as progress:
         bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(BLOCK_LENS))
         found = lessons(lambda: progress.advance(bar))
@@ -51,7 +51,7 @@ def _progress(console: Console) -> Progress:
 
 
 def advice_report(question: PlanQuestion, advice: Advice) -> Group:
-    """What to take, how it compares, and where its gain ends."""
+    """Renders the recommendation, the comparison, and where the gain ends."""
     limits = [] if advice.limits is None else [_limits_table(advice.limits)]
     by_position = ", ".join(f"{acceptance:.2f}" for acceptance in question.draft.acceptances)
     supposed = f"Acceptance of draft tokens by position: {by_position} ({escape(question.acceptance_is)})"
@@ -59,7 +59,7 @@ def advice_report(question: PlanQuestion, advice: Advice) -> Group:
 
 
 def verdict(question: PlanQuestion, advice: Advice) -> str:
-    """The advice in words."""
+    """Phrases the advice in words."""
     best = advice.best.candidate
     arrivals = question.arrivals
     if isinstance(arrivals, Poisson) and not advice.best.keeps_up:
@@ -72,7 +72,7 @@ def verdict(question: PlanQuestion, advice: Advice) -> str:
 
 
 def _in_words(question: PlanQuestion, advice: Advice) -> str:
-    """What the best gains."""
+    """Phrases the gain of the best candidate."""
     gain = _gain(question, advice.best, advice.plain)
     if not isinstance(question.arrivals, Poisson):
         return f"{gain} the throughput of plain decoding"
@@ -82,7 +82,7 @@ def _in_words(question: PlanQuestion, advice: Advice) -> str:
 
 
 def _gain(question: PlanQuestion, one: PlanAnswer | InProcess, plain: PlanAnswer) -> str:
-    """Over plain decoding, in throughput; under a given rate, where that is the rate's, in the speed of an answer."""
+    """Returns the gain over non-speculative decoding: in throughput, or in latency under a given rate."""
     if not isinstance(question.arrivals, Poisson):
         return f"{one.tokens_per_s / plain.tokens_per_s:.2f}x"
     return f"{plain.latency_s / one.latency_s:.2f}x" if one.keeps_up and plain.keeps_up else shown(None)
@@ -151,7 +151,7 @@ def _limits_table(limits: Limits) -> Table:
 
 
 def advice_data(question: PlanQuestion, advice: Advice) -> dict[str, Any]:
-    """Everything that was asked and simulated, for JSON."""
+    """Returns everything that was asked and simulated, for JSON."""
     arrivals = {type(question.arrivals).__name__: asdict(question.arrivals)}
     asked = asdict(question) | {"costs": question.costs.model_dump(mode="json"), "arrivals": arrivals}
     inside = asdict(advice.in_process)
@@ -175,9 +175,9 @@ def _candidate_data(candidate: CandidateFleet) -> dict[str, Any]:
 
 
 def advice_picture(question: PlanQuestion, advice: Advice) -> str:
-    """Speed, or latency under a given rate, over the block length, for the fleet advised.
+    """Plots speed, or latency under a given rate, over the block length for the recommended fleet.
 
-    Whatever does not keep up with the rate has no latency; where nothing does, speed is shown.
+    A candidate that does not keep up with the rate has no latency; if none keeps up, speed is plotted.
     """
     best = advice.best.candidate
     ratio = (best.targets, best.drafters) if best.block_len else question.ratios[0]
@@ -201,7 +201,7 @@ def advice_picture(question: PlanQuestion, advice: Advice) -> str:
 
 
 def theory_tables(lessons: list[Lesson]) -> Group:
-    """Formula and simulation side by side."""
+    """Renders formula and simulation side by side."""
     tokens = table(
         "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
     )

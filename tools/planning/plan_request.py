@@ -1,4 +1,4 @@
-"""A question to the planner as a user states it, checked."""
+"""Validation of the options of `slipstream plan`, which form a question to the planner."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class StatedCosts:
-    """Costs in a few numbers."""
+    """Costs stated as a few numbers."""
 
     target_step_ms: float
     target_token_ms: float
@@ -40,7 +40,7 @@ class StatedCosts:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options of `slipstream plan`; None where nothing was said."""
+    """Options of `slipstream plan`; None where not given."""
 
     costs_path: Path | None
     stated: StatedCosts
@@ -54,7 +54,7 @@ class PlanRequest:
     drafter_price: float | None
 
     def question(self) -> PlanQuestion:
-        """Raises ConfigError where options contradict each other."""
+        """Builds the question. Raises ConfigError if options contradict each other."""
         costs = self.stated.model() if self.costs_path is None else CostModel.load(self.costs_path)
         acceptance, acceptance_is = self._acceptance(costs)
         return PlanQuestion(
@@ -69,7 +69,7 @@ class PlanRequest:
         )
 
     def _acceptance(self, costs: CostModel) -> tuple[tuple[float, ...], str]:
-        """By position in a block, and where it comes from: what is said counts for more than what was measured."""
+        """Returns acceptance by position in a block, and its source; a given value overrides a measured one."""
         if self.acceptance:
             return tuple(self.acceptance), "given"
         if costs.acceptance is not None:

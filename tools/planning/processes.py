@@ -1,4 +1,4 @@
-"""Where simulated runs are made: each is pure and alone, so that they share out over processes."""
+"""Executors for simulated runs, which are pure and independent, so that processes can share them."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class AtOnce(Executor):
-    """In this process, before `submit` returns."""
+    """Runs in this process, before `submit` returns."""
 
     def submit(
         self, run: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
@@ -24,7 +24,7 @@ class AtOnce(Executor):
 
 
 class Watched(Executor):
-    """Another one's runs; `advance` is called after each."""
+    """Wraps another executor; `advance` is called after each run."""
 
     def __init__(self, pool: Executor, advance: Callable[[], None]) -> None:
         self._pool = pool
@@ -40,12 +40,12 @@ class Watched(Executor):
 
 @contextmanager
 def processes() -> Iterator[Executor]:
-    """One for each processor; what is still due when the caller gives up is not begun."""
+    """Opens a pool with one process per CPU; pending runs are cancelled when the caller leaves."""
     pool = ProcessPoolExecutor(
         len(os.sched_getaffinity(0)),
-        mp_context=multiprocessing.get_context("spawn"),  # forks of a process with threads may hang
+        mp_context=multiprocessing.get_context("spawn"),  # forking a process with threads may hang
         initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # the caller ends them
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # the caller stops them
     )
     try:
         yield pool

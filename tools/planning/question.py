@@ -1,4 +1,4 @@
-"""What the planner is asked, and the fleets that may be the answer. Data."""
+"""Questions to the planner, and the candidate fleets. Data only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from tools.simulation.setting import Mode
 from tools.simulation.workload import ClosedLoop, Poisson
 
 BLOCK_LENS = (2, 3, 5, 8)
-RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # targets and drafters
+RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """For an hour of one replica."""
+    """Prices of one replica, per hour."""
 
     target: float
     drafter: float
@@ -23,7 +23,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What is to be served, at what costs. Workload is that of one target replica."""
+    """Load and costs to plan for; the load is that of one target replica."""
 
     costs: CostModel
     draft: DraftQuality
@@ -34,7 +34,7 @@ class PlanQuestion:
     block_lens: tuple[int, ...] = BLOCK_LENS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
-    acceptance_is: str = "given"  # where that of `draft` comes from
+    acceptance_is: str = "given"  # source of the acceptance of `draft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CandidateFleet:
 
     @property
     def fleet(self) -> tuple[int, int]:
-        """Targets and drafters."""
+        """Numbers of targets and drafters."""
         return self.targets, self.drafters
 
     @property
@@ -60,7 +60,7 @@ class CandidateFleet:
         return self.drafters / self.targets
 
     def is_roomier_than(self, other: "CandidateFleet") -> bool:
-        """Whether it speculates just as the other, with more drafters for each target."""
+        """Returns whether it speculates like the other, with more drafters per target."""
         speculates_so = (self.block_len, self.mode) == (other.block_len, other.mode)
         return speculates_so and self.drafters_per_target > other.drafters_per_target
 
@@ -69,14 +69,14 @@ PLAIN = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
 
 
 def candidates(question: PlanQuestion) -> Iterator[CandidateFleet]:
-    """Plain decoding, then all that speculates."""
+    """Yields non-speculative decoding, then all speculating candidates."""
     yield PLAIN
     for (targets, drafters), block_len, mode in product(question.ratios, question.block_lens, Mode):
         yield CandidateFleet(targets, drafters, block_len, mode)
 
 
 def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_per_s: float) -> float | None:
-    """Of tokens, from the fleet as a whole."""
+    """Returns the cost of a million tokens from the whole fleet; None without prices."""
     if prices is None:
         return None
     per_s = (candidate.targets * prices.target + candidate.drafters * prices.drafter) / 3600

@@ -1,7 +1,7 @@
-"""What speculation brings on average: the formula beside the simulation.
+"""Mean gain of speculation: formula versus simulation.
 
-One session at a time, a step that costs the same for one token as for a block, and a target that waits for every block:
-the assumptions of the formula.
+The simulation keeps the formula's assumptions: one session at a time, a step that costs the same for one token and for
+a block, and a target that waits for every block.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tools.simulation.world import World
 
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BLOCK_LENS = (3, 5, 7)
-TOLERANCE = 0.05  # of a value of the formula, within which the simulation comes out
+TOLERANCE = 0.05  # allowed deviation of the simulation, relative to the formula
 STEP_S = 0.02
 HOP_S = 0.0005
 LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
@@ -26,25 +26,25 @@ LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """One acceptance and block length, drafted for in lock-step."""
+    """Comparison for one acceptance and block length, drafted in lock step."""
 
     acceptance: float
     block_len: int
-    tokens: float  # a verified block commits, by formula
+    tokens: float  # committed per verified block, by formula
     simulated_tokens: float
-    gain: float  # over plain decoding when drafting a token takes a tenth of a step, by formula
+    gain: float  # over non-speculative decoding if drafting a token takes a tenth of a step, by formula
     simulated_gain: float
-    break_even_s: float  # a drafting pass that eats the gain, by formula
-    gain_there: float  # over plain decoding with such a pass, by simulation: it should be 1
+    break_even_s: float  # drafting pass that cancels the gain, by formula
+    gain_there: float  # over non-speculative decoding with that pass, by simulation; 1 expected
 
     @property
     def break_even_steps(self) -> float:
-        """In target steps."""
+        """`break_even_s` in target steps."""
         return self.break_even_s / STEP_S
 
 
 def lessons(advance: Callable[[], None] = lambda: None) -> list[Lesson]:
-    """For every acceptance and block length; `advance` is called after each."""
+    """Computes every acceptance and block length; `advance` is called after each."""
     plain_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
     for acceptance, block_len in product(ACCEPTANCES, BLOCK_LENS):

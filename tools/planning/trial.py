@@ -1,4 +1,4 @@
-"""One candidate fleet under the load that was asked about, by simulation, and which candidate is best."""
+"""Simulation of one candidate fleet under the given load, and selection of the best candidate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,30 +9,30 @@ from tools.simulation.setting import Fleet, Setting, SpeculationSetting
 from tools.simulation.workload import ClosedLoop, Poisson, Workload
 from tools.simulation.world import World
 
-ROUNDS_OF_LOAD = 4  # sessions simulated for each that runs at once
-ROUNDS_OF_ARRIVALS = 8  # the same under a given rate, where it takes longer to see whether what waits grows
-FEWEST_SESSIONS = 32  # simulated for one target
-FEWEST_ARRIVALS = 64  # the same under a given rate
+ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session
+ROUNDS_OF_ARRIVALS = 8  # the same under a given rate, where it takes longer to see whether the queue grows
+FEWEST_SESSIONS = 32  # least sessions simulated per target
+FEWEST_ARRIVALS = 64  # least sessions per target under a given rate
 MOST_ARRIVALS = 1024
-SHORTER = 4  # times fewer sessions in the short runs that say which fleets are worth a whole one
-FEWEST_SHORT = 16  # simulated for one target in those
-KEPT_UP = 0.9  # of the tokens asked for while requests come, committed meanwhile; luck takes a few percent
-PROMISING = 0.9  # of the best so far: luck takes some percent of the shorter runs
-AS_GOOD = 0.98  # candidates within this of the best are as good; the smaller fleet is then the better
+SHORTER = 4  # factor of fewer sessions in the short runs that select fleets for full ones
+FEWEST_SHORT = 16  # least sessions per target in short runs
+KEPT_UP = 0.9  # share of requested tokens committed while requests arrive; noise takes a few percent
+PROMISING = 0.9  # of the best so far: short runs are noisier by some percent
+AS_GOOD = 0.98  # candidates within this factor of the best count as equal; the smaller fleet wins
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """What a candidate came to."""
+    """Simulated result of a candidate."""
 
     candidate: CandidateFleet
-    tokens_per_s: float  # of one target
-    latency_s: float  # of a request, median
+    tokens_per_s: float  # per target
+    latency_s: float  # median of requests
     first_token_s: float
     target_busy: float
     drafter_busy: float
     cost_per_million: float | None
-    keeps_up: bool = True  # under a given rate: what waits does not grow for as long as requests come
+    keeps_up: bool = True  # under a given rate: the queue does not grow while requests arrive
 
     def gain(self, plain: "PlanAnswer") -> float:
         return self.tokens_per_s / plain.tokens_per_s
@@ -44,7 +44,7 @@ def answer(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
 
 
 def _simulated(question: PlanQuestion, candidate: CandidateFleet, sessions: int) -> PlanAnswer:
-    """With so many sessions for each target."""
+    """Simulates one candidate with `sessions` sessions per target."""
     report = World(setting(question, candidate, sessions)).run()
     total = report.tokens_per_s
     return PlanAnswer(
@@ -60,13 +60,13 @@ def _simulated(question: PlanQuestion, candidate: CandidateFleet, sessions: int)
 
 
 def sketch(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
-    """Simulates one candidate for a short time: enough to compare, too short to see whether what waits grows."""
+    """Simulates one candidate briefly: long enough to compare, too short to see whether the queue grows."""
     sessions = max(FEWEST_SHORT, sessions_of_one(question) // SHORTER)
     return replace(_simulated(question, candidate, sessions), keeps_up=True)
 
 
 def choose(answers: Sequence[PlanAnswer], question: PlanQuestion) -> PlanAnswer:
-    """Of those about as good as the best, the smallest fleet."""
+    """Returns the smallest fleet of those about as good as the best."""
     merit = merit_among(answers, question)
     enough = AS_GOOD * max(map(merit, answers))
     good = [one for one in answers if merit(one) >= enough]
@@ -74,10 +74,10 @@ def choose(answers: Sequence[PlanAnswer], question: PlanQuestion) -> PlanAnswer:
 
 
 def merit_among(answers: Sequence[PlanAnswer], question: PlanQuestion) -> Callable[[PlanAnswer], float]:
-    """What these answers are compared by: the cheapest is best where prices are known, else the fastest.
+    """Returns the merit by which these answers are compared: cost if prices are known, else speed.
 
-    Under a given rate, of those that keep up with it, the one with the least latency. That of the others tells only
-    how long they were watched; if there are no others, they are compared as at a given concurrency.
+    Under a given rate, candidates that keep up are compared by latency. The latency of the others shows only how long
+    they were simulated; if none keeps up, all are compared as at a given concurrency.
     """
     is_kept_up_with = any(one.keeps_up for one in answers)
 
@@ -92,7 +92,7 @@ def merit_among(answers: Sequence[PlanAnswer], question: PlanQuestion) -> Callab
 
 
 def is_promising(candidate: CandidateFleet, answers: Sequence[PlanAnswer], question: PlanQuestion) -> bool:
-    """Whether it may be best, by what came of the same with more drafters: with fewer it is no faster."""
+    """Returns whether a candidate may be best, given the same with more drafters: with fewer it is no faster."""
     roomier = [one for one in answers if one.candidate.is_roomier_than(candidate)]
     if not roomier:
         return True
@@ -102,16 +102,16 @@ def is_promising(candidate: CandidateFleet, answers: Sequence[PlanAnswer], quest
 
 
 def _with_fleet(one: PlanAnswer, candidate: CandidateFleet, question: PlanQuestion) -> PlanAnswer:
-    """The same speed from another fleet."""
+    """Transfers the same speed to another fleet."""
     cost = cost_per_million(question.prices, candidate, one.tokens_per_s * candidate.targets)
     return replace(one, candidate=candidate, cost_per_million=cost)
 
 
 def setting(question: PlanQuestion, candidate: CandidateFleet, sessions: int) -> Setting:
-    """The simulated run that tries a candidate, with so many sessions for each target."""
+    """Returns the simulated run of a candidate, with `sessions` sessions per target."""
     load = Workload(
         _arrivals(question.arrivals, candidate.targets),
-        candidate.targets * sessions,  # requests come for as long, however many targets there are
+        candidate.targets * sessions,  # arrivals last as long for any number of targets
         question.prompt_tokens,
         question.new_tokens,
     )
@@ -125,17 +125,17 @@ def setting(question: PlanQuestion, candidate: CandidateFleet, sessions: int) ->
 
 
 def sessions_of_one(question: PlanQuestion) -> int:
-    """Sessions simulated for each target: the same for all fleets."""
+    """Returns the sessions simulated per target, the same for all fleets."""
     if isinstance(question.arrivals, ClosedLoop):
         return max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * question.arrivals.concurrency)
     at_once = plain_sessions(question, question.arrivals)
     if at_once >= CROWD:
-        at_once = FEWEST_SESSIONS  # it does not keep up, which shows soon
+        at_once = FEWEST_SESSIONS  # it does not keep up, which shows quickly
     return min(max(FEWEST_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MOST_ARRIVALS)
 
 
 def roomy_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
-    """Replicas that hold all of the load, so that costs alone decide."""
+    """Returns replicas that hold all of the load, so that only costs matter."""
     fleet = Fleet(targets, drafters, sessions_per_target=load.sessions, sessions_per_drafter=load.sessions)
     pages = load.sessions * (-(-(load.prompt_tokens + load.new_tokens) // fleet.page_size) + 1)
     return Fleet(targets, drafters, 1, load.sessions, load.sessions, fleet.step_tokens, pages)
