@@ -1,4 +1,7 @@
-"""The whole system under a virtual clock: the real schedulers, with costs in the place of models and network.
+"""Simulation of the whole system under a virtual clock: real schedulers, with costs instead of models and network.
 
-Knows nothing of torch, gRPC or Ray.
+`world.py` builds a run from a `Setting` (`setting.py`), executes it and checks the outcome (`checks.py`); start there.
+`simulated_router.py`, `simulated_drafter.py` and `simulated_target.py` are the processes, `network.py` connects them
+and `oracle.py` replaces both models. `random_scenario.py` and `faults.py` draw random systems and faults. Imports no
+torch, gRPC or Ray.
 """

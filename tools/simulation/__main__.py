@@ -1,6 +1,6 @@
-"""Runs the simulator by itself: `random_scenarios` for fault schedules by the thousand, `scale` for a large fleet.
+"""Command line of the simulator: `random_scenarios` runs thousands of fault schedules, `scale` one large fleet.
 
-A seed that fails is printed with what did not hold, and is the whole of what is needed to run it again.
+A failing seed is printed with the violated check; the seed alone reproduces the run.
 """
 
 import argparse
@@ -52,13 +52,13 @@ def _scale(arguments: argparse.Namespace) -> None:
     )
     load = Workload(ClosedLoop(arguments.sessions), arguments.sessions)
     fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
-    gc.disable()  # a run makes no cycles, and looking for some among millions of objects takes its time
+    gc.disable()  # a run makes no reference cycles, and scanning millions of objects is slow
     began = time.perf_counter()
     cpu = time.process_time()
     report = World(Setting(costs, SpeculationSetting(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
     print(report)
     print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
-    gc.freeze()  # what is left goes with the process: to take it apart object by object takes seconds
+    gc.freeze()  # freeing the remaining objects one by one would take seconds
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What must hold when a simulated run is over, whatever went wrong in it.
+"""Invariants that must hold when a simulated run is over, whatever went wrong in it.
 
-Every session ended, with the text of plain decoding; nobody holds anything; what came of each draft token is counted.
-A violation is an AssertionError: it is a bug of the schedulers, or of the simulation.
+Every session ended with the text of non-speculative decoding, no process holds anything, and the outcome of each draft
+token is counted. A violation raises AssertionError: it is a bug in the schedulers or in the simulation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from tools.simulation.simulated_drafter import SimulatedDrafter
 from tools.simulation.simulated_router import SimulatedAssignment
 from tools.simulation.simulated_target import OracleEngine, SimulatedTarget
 
-LONG_AFTER_S = 3600.0  # when everything that waited for something has expired
+LONG_AFTER_S = 3600.0  # all waits have expired by this time
 
 
 def check_texts(assignments: Sequence[SimulatedAssignment], scripts: Mapping[str, Script]) -> None:
-    """A session that failed committed the beginning of its plain text, all others the whole."""
+    """Checks that failed sessions committed a prefix of their reference text, and all others the whole."""
     for assignment in assignments:
         name = assignment.session.generation.session
         committed = assignment.session.committed
@@ -32,7 +32,7 @@ def check_texts(assignments: Sequence[SimulatedAssignment], scripts: Mapping[str
 
 
 def check_specification(generation: Generation, script: Script, draft: DraftQuality) -> None:
-    """Plain decoding, with which texts are compared, is what lock step commits of such a session."""
+    """Checks the reference text itself: lock step must commit the same for such a session."""
     scripts = {generation.session: script}
     limits = VerificationLimits(VOCABULARY, script.max_len, max_sessions=1, max_step_tokens=script.max_len)
     rounds = lock_step(
@@ -47,7 +47,7 @@ def check_specification(generation: Generation, script: Script, draft: DraftQual
 
 
 def check_target(target: SimulatedTarget) -> None:
-    """Nothing is left to do, and neither scheduler nor cache holds anything."""
+    """Checks that no work is left, and neither scheduler nor cache holds anything."""
     name = target.process.address
     now = target.process.clock.now
     last = target.scheduler.plan(now + LONG_AFTER_S)

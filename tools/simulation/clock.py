@@ -5,11 +5,11 @@ from collections.abc import Callable
 from itertools import count
 
 Happening = Callable[[], None]
-STANDSTILL = 200_000  # happenings at one moment: somebody sets himself an alarm for now, again and again
+STANDSTILL = 200_000  # events at one instant that indicate an endless loop of zero-delay alarms
 
 
 class Clock:
-    """Jumps from one happening to the next; equal times keep the order in which they were set."""
+    """Jumps from one event to the next; events at equal times run in the order in which they were set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,7 +26,7 @@ class Clock:
         heapq.heappush(self._due, (self.now + delay, next(self._order), happen))
 
     def run(self) -> int:
-        """Until nothing is due; returns how much happened. AssertionError when time stands still."""
+        """Runs until no event is due; returns the number of events. Raises AssertionError if time stands still."""
         happened = 0
         moment = 0
         due = self._due

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and when: data, drawn from a seed or written down."""
+"""Faults of a simulated run with their times: data, drawn from a seed or written down."""
 
 import random
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from enum import Enum
 
 from tools.simulation.network import CALM, KEEPALIVE_S, Weather
 
-MAX_TARGET_FAULTS = 2  # a session survives as many lost targets
+MAX_TARGET_FAULTS = 2  # a session survives this many lost targets
 
 
 class Kind(Enum):
-    DIES = "dies"  # and another takes its place after `seconds`
-    HANGS = "hangs"  # for `seconds`, then goes on as if nothing had been
-    STALLS = "stalls"  # computes nothing for `seconds`, and hears all the same
+    DIES = "dies"  # and is replaced after `seconds`
+    HANGS = "hangs"  # for `seconds`, then continues as if nothing had happened
+    STALLS = "stalls"  # computes nothing for `seconds`, but still receives messages
     SLOWS_DOWN = "slows down"  # for `seconds`
-    IS_CUT_OFF = "is cut off"  # all its streams break; it lives on
-    LEAVES = "leaves"  # as planned, within `seconds`; another takes its place
-    DRAFTS_NOISE = "drafts noise"  # a drafter, for `seconds`, as if its weights were damaged; others have no draft
+    IS_CUT_OFF = "is cut off"  # all its streams break; the process keeps running
+    LEAVES = "leaves"  # planned, within `seconds`; it is replaced
+    DRAFTS_NOISE = "drafts noise"  # drafters only, for `seconds`, as if its weights were damaged
 
 
 LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN, Kind.DRAFTS_NOISE)
@@ -30,7 +30,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One misfortune of the `index`-th process of a role, as counted when it strikes."""
+    """One fault of the `index`-th living process of a role, modulo their number, when it occurs."""
 
     at_s: float
     role: Role
@@ -41,14 +41,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Everything that goes wrong in one run."""
+    """All faults of one run."""
 
     weather: Weather = CALM
     faults: tuple[Fault, ...] = ()
 
 
 def random_fault_plan(seed: int, span_s: float) -> FaultPlan:
-    """Some weather, and faults within `span_s`; targets fail at most as often as a session survives."""
+    """Draws weather and faults within `span_s`; targets fail at most as often as a session survives."""
     rng = random.Random(f"fault_plan {seed}")
     late_s = rng.choice((0.0, 0.005, 0.1))
     weather = Weather(rng.uniform(0, 0.3), rng.uniform(0, 0.3), late_s, ghosts=rng.random() < 0.5)
@@ -61,5 +61,5 @@ def random_fault_plan(seed: int, span_s: float) -> FaultPlan:
 
 def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:
     kind = Kind.DIES if role is Role.ROUTER else rng.choice(list(Kind))
-    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # shorter and longer than peers put up with
+    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # both shorter and longer than peers tolerate
     return Fault(rng.uniform(0, span_s), role, rng.randrange(1000), kind, rng.uniform(0, long))

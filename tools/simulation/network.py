@@ -1,10 +1,10 @@
 """Simulated processes and the streams between them, with the guarantees of gRPC and no others.
 
-A process may hang and hears afterwards what came meanwhile, or die. A stream delivers frames, everything that was sent
-to one peer at one moment, in order, until it breaks; what is under way then is lost, and either side hears of it in its
-own time. The weather is worse than gRPC allows, because the schedulers promise to stand it: between drafters and
-targets frames may be lost, doubled and reordered; those of a router may be doubled, and what a peer sent on a stream
-that is broken may still reach it.
+A process may die, or hang and receive afterwards what arrived meanwhile. A stream delivers frames in order until it
+breaks; a frame is everything sent to one peer at one instant. Frames in flight are then lost, and each end notices the
+break after its own delay. The weather is worse than gRPC allows, because the schedulers promise to tolerate it: between
+drafters and targets frames may be lost, duplicated and reordered. Those of a router may be duplicated, and what a peer
+sent on a stream that broke may still reach the router.
 """
 
 import random
@@ -16,7 +16,7 @@ from protos.messages import Hello, LiveSession, Message
 from tools.simulation.clock import Clock, Happening
 
 REDIAL_S = 0.05
-KEEPALIVE_S = 5.0  # after so long a hanging peer is given up
+KEEPALIVE_S = 5.0  # a hanging peer is given up after this time
 SLOWNESS = 10.0
 
 Frame = Sequence[Message]
@@ -24,12 +24,12 @@ Frame = Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What becomes of frames beyond what streams promise."""
+    """Disturbances of frames beyond what streams guarantee."""
 
     lost: float = 0.0  # share of frames between drafters and targets
-    doubled: float = 0.0  # of all frames
-    late_s: float = 0.0  # a frame between drafter and target takes up to this longer, each its own time
-    ghosts: bool = False  # what was sent to a router on a stream that is broken arrives nevertheless
+    doubled: float = 0.0  # share of all frames
+    late_s: float = 0.0  # maximum extra delay, drawn per frame between drafter and target
+    ghosts: bool = False  # frames sent to a router on a broken stream still arrive
 
     def __post_init__(self) -> None:
         assert self.lost + self.doubled <= 1, "shares add up to more than everything"
@@ -39,14 +39,14 @@ CALM = Weather()
 
 
 class Process:
-    """Something that hears, unless it hangs or is dead."""
+    """A process that receives events unless it hangs or is dead."""
 
     def __init__(self, address: str, clock: Clock) -> None:
         self.address = address
         self.clock = clock
         self.alive = True
         self.hangs = False
-        self.links: list[SimulatedLink] = []  # at either end
+        self.links: list[SimulatedLink] = []  # links with this process at either end
         self._missed: list[Happening] = []
         self._stalled_until = 0.0
         self._slow_until = 0.0
@@ -59,7 +59,7 @@ class Process:
             happen()
 
     def after(self, delay: float, happen: Happening) -> None:
-        """Something that the process does later, if it can then."""
+        """Schedules an action of the process; it is skipped if the process is dead then."""
         self.clock.after(delay, partial(self.hear, happen))
 
     def die(self) -> None:
@@ -75,22 +75,22 @@ class Process:
         self.clock.after(KEEPALIVE_S, self._is_given_up)
 
     def stall(self, seconds: float) -> None:
-        """What it computes from now on is not done before then; it hears all the same."""
+        """Delays everything computed from now on by up to `seconds`; messages are still received."""
         self._stalled_until = self.clock.now + seconds
 
     def slow_down(self, seconds: float) -> None:
-        """What it computes takes so many times as long for a while."""
+        """Makes computations take SLOWNESS times as long for a while."""
         self._slow_until = self.clock.now + seconds
         self._slowness = SLOWNESS
 
     @property
     def slowness(self) -> float:
-        """By how much a computation that begins now takes longer."""
+        """Factor by which a computation that begins now takes longer."""
         return self._slowness if self.clock.now < self._slow_until else 1.0
 
     @property
     def stalls_s(self) -> float:
-        """How long a computation that begins now stands still first."""
+        """Time for which a computation that begins now stalls first."""
         return max(0.0, self._stalled_until - self.clock.now)
 
     def _wake(self) -> None:
@@ -108,20 +108,20 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where a process is dialled: what it does with a caller's stream."""
+    """Endpoint of a process: how it handles a caller's stream."""
 
     process: Process
-    up: Callable[[Hello, "Wire"], str]  # returns its name for the stream
+    up: Callable[[Hello, "Wire"], str]  # returns the process's name for the stream
     frame: Callable[[str, Frame], None]
     down: Callable[[str], None]
 
 
 class _Stream:
-    """One life of a link."""
+    """One connection of a link."""
 
     def __init__(self) -> None:
         self.cut = False
-        self.name: str | None = None  # the server's name for it, from its greeting to its end
+        self.name: str | None = None  # the server's name for it, from the greeting to the end
         self.out: Wire | None = None
 
 
@@ -141,7 +141,7 @@ class Wire:
         self._frame_at = -1.0
 
     def put(self, message: Message) -> None:
-        """Into the frame of this moment."""
+        """Adds a message to the frame of this instant."""
         now = self._clock.now
         if self._frame_at == now:
             self._frame.append(message)
@@ -154,13 +154,13 @@ class Wire:
 
     def _arrive(self, frame: list[Message]) -> None:
         if frame is self._frame:
-            self._frame_at = -1.0  # with no delay at all, what is sent now is another frame
+            self._frame_at = -1.0  # with zero delay, further messages form another frame
         if not self._stream.cut or self._haunted:
             self._to.hear(partial(self._hear, frame))
 
 
 class SimulatedLink:
-    """A stream that is dialled again whenever it breaks, until it is closed."""
+    """A stream that is redialed whenever it breaks, until it is closed."""
 
     def __init__(
         self,
@@ -185,20 +185,20 @@ class SimulatedLink:
         self._on_frame = on_frame
         self._on_down = on_down
         self._closed = False
-        self._stream: _Stream | None = None  # none while nothing is dialled
+        self._stream: _Stream | None = None  # None while not dialed
         client.links.append(self)
         self.server.links.append(self)
         self._dial()
 
     def send(self, message: Message) -> None:
-        """A message for a peer that is down is void."""
+        """Sends if the link is up; otherwise the message is dropped."""
         if self.is_up:
             assert self._stream is not None
             assert self._stream.out is not None
             self._stream.out.put(message)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Ends the stream from the client's side."""
         self._closed = True
         self.client.links.remove(self)
         self.server.links.remove(self)
@@ -206,7 +206,7 @@ class SimulatedLink:
             self._client_sees_end(self._stream)
 
     def cut(self) -> None:
-        """The network breaks the stream: nothing more arrives, and both ends hear of it, each in its own time."""
+        """Breaks the stream: nothing more arrives, and each end notices after its own delay."""
         stream = self._stream
         if stream is None:
             return
@@ -267,7 +267,7 @@ class SimulatedLink:
 
 
 class Network:
-    """How long messages take."""
+    """Delays of messages."""
 
     def __init__(self, clock: Clock, hop_s: float, weather: Weather, rng: random.Random) -> None:
         self.clock = clock
@@ -276,11 +276,11 @@ class Network:
         self._rng = rng
 
     def notice_s(self) -> float:
-        """From the break of a stream to when one end hears of it."""
+        """Draws the delay from the break of a stream until one end notices it."""
         return self._rng.uniform(self.hop_s, 4 * self.hop_s)
 
     def delays(self, ordered: bool) -> Callable[[], list[float]]:
-        """For each frame of a wire, when its copies arrive."""
+        """Returns a function that draws, for each frame of a wire, the delays of its copies."""
         if self.weather == CALM:
             once = [self.hop_s]
             return lambda: once

@@ -1,7 +1,7 @@
-"""The two models, replaced by an oracle: what the target would say, and where the draft would say the same.
+"""Oracle that replaces both models: what the target would decide, and where the draft would agree.
 
-The target's text is a keyed pseudo-random function of (seed, session, position), and so is whether the draft agrees
-there. That makes 'the output equals the plain one' a comparison of integers, whatever the schedule was.
+The target's text is a pseudo-random function of (seed, session, position), and so is whether the draft agrees there.
+That makes "the output equals the non-speculative one" a comparison of integers, whatever the schedule was.
 """
 
 import random
@@ -20,17 +20,17 @@ from tools.simulation.workload import Workload
 
 STOP = 0
 VOCABULARY = 50_000
-NOISE = (0.0, 0.0)  # chances of the first choice and of the second to be right
-TOKENS = tuple(range(1, VOCABULARY))  # the same numbers for all scripts, which are many
+NOISE = (0.0, 0.0)  # probabilities that the first and the second choice are right
+TOKENS = tuple(range(1, VOCABULARY))  # shared by all scripts, which are many
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One session's text, prompt included, as far as its length limit, and how hard each token is to guess."""
+    """One session's text, prompt included, up to its length limit, and how hard each token is to guess."""
 
     tokens: tuple[int, ...]
     prompt_len: int
-    hardness: tuple[float, ...]  # by position: the draft agrees where its acceptance is above this
+    hardness: tuple[float, ...]  # by position: the draft agrees if its acceptance exceeds this
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -42,23 +42,23 @@ class Script:
 
     @property
     def plain(self) -> tuple[int, ...]:
-        """What plain decoding commits: up to the first stop id, or to the length limit."""
+        """Tokens that non-speculative decoding commits: up to the first stop id, or to the length limit."""
         new = self.tokens[self.prompt_len :]
         return new[: new.index(STOP) + 1] if STOP in new else new
 
     def in_pages(self, size: int) -> list[list[int]]:
-        """All tokens, so many in each page."""
+        """Splits all tokens into pages of `size` tokens."""
         return [list(self.tokens[at : at + size]) for at in range(0, len(self.tokens), size)]
 
     def agreed(self, start: int, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, the first of them at position `start`, the target would say too."""
+        """Counts how many of `tokens`, starting at position `start`, the target would decide too."""
         for index, token in enumerate(tokens):
             if token != self.tokens[start + index]:
                 return index
         return len(tokens)
 
     def choices(self, position: int, acceptance: float, second: float) -> tuple[int, int]:
-        """What the draft model says there, and what it would say otherwise, which is right with chance `second`."""
+        """Returns the draft model's first and second choice; the second is right with probability `second`."""
         token = self.tokens[position]
         hardness = self.hardness[position]
         other = _other(token)
@@ -68,17 +68,17 @@ class Script:
 
 
 def _other(token: int) -> int:
-    """Another token that is no stop."""
+    """Returns a different token that is not the stop token."""
     return token % (VOCABULARY - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class DraftQuality:
-    """How good the draft model is.
+    """Quality of the draft model.
 
     `acceptances` are those of a block's tokens, each given the ones before it; the last one holds for all further
-    tokens. Where the draft model is wrong, its second choice is right with chance `runner_up`. If it `branches`, it
-    may offer that one too.
+    tokens. If the draft model is wrong, its second choice is right with probability `runner_up`. With `branches`, it
+    may offer the second choice too.
     """
 
     acceptances: tuple[float, ...]
@@ -86,13 +86,13 @@ class DraftQuality:
     branches: bool = False
 
     def chances(self, index: int) -> tuple[float, float]:
-        """Of the first choice and of the second to be right, at this place of a block."""
+        """Returns the probabilities that the first and the second choice are right at this place of a block."""
         acceptance = self.acceptances[min(index, len(self.acceptances) - 1)]
         return acceptance, (1 - acceptance) * self.runner_up
 
 
 def script(load: Workload, seed: int, index: int) -> Script:
-    """The script of one session of the load."""
+    """Creates the script of one session of the load."""
     rng = random.Random(f"{seed} {index}")
     length = load.prompt_tokens + load.new_tokens
     tokens = rng.choices(TOKENS, k=length)
@@ -103,7 +103,7 @@ def script(load: Workload, seed: int, index: int) -> Script:
 
 
 class OracleMethod:
-    """Drafts what the scripts say that the draft model would; its own probabilities are its mean acceptances."""
+    """Drafts what the scripts specify; its own probabilities are its mean acceptances."""
 
     outcomes = OUTCOMES
 
@@ -111,7 +111,7 @@ class OracleMethod:
         self.shapes = frozenset(Shape) if draft.branches else frozenset({Shape.CHAIN})
         self.tokens_per_forward = tokens_per_forward
         self._scripts = scripts
-        self.is_noise = False  # whether nothing of what it drafts is right
+        self.is_noise = False  # True: all of its drafts are wrong
         self._draft = draft
         self._texts = SessionTexts()
 
@@ -128,7 +128,7 @@ class OracleMethod:
         self._texts.close(sessions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """At once: what it takes is up to whoever asks."""
+        """Drafts without spending time; the caller accounts for it."""
         drafts = [self._begin(request, request.max_tokens) for request in requests]
         for draft in drafts:
             self._append(draft, draft.max_tokens)
@@ -137,13 +137,13 @@ class OracleMethod:
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """At once, too; a simulated drafter goes through the search itself, in its own time."""
+        """Drafts ahead without spending time; a simulated drafter runs the search itself in virtual time."""
         return proposals(draft_ahead(self, requests, ForwardTime(), lambda: 0.0, interrupted, early))
 
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
-        """What it thought of at the places of a block is known; what it thinks of after it takes a forward."""
+        """Returns roots whose block candidates are known; candidates after the block need a forward."""
         block = request.unverified.trunk
         root = self._begin(request, len(block) + 1)
         root.unverified = block
@@ -155,7 +155,7 @@ class OracleMethod:
         return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
-        """It has no draft head."""
+        """Does nothing: there is no draft head."""
 
     def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> list[BlockDraft]:
         for draft in drafts:
@@ -175,7 +175,7 @@ class OracleMethod:
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     def _sibling(self, root: BlockDraft, path: tuple[int, ...]) -> BlockDraft:
-        """A root that reads a token beside the trunk of the block."""
+        """Makes a root that reads a token beside the main path of the block."""
         found = self._begin(root.ahead, max_tokens=len(path) + 1)
         found.unverified = path
         found.main = root
@@ -185,7 +185,7 @@ class OracleMethod:
         return found
 
     def _append(self, draft: BlockDraft, tokens: int) -> None:
-        """Up to so many; a root says its own."""
+        """Adds up to `tokens` tokens; a root gets its own."""
         script = self._scripts[draft.request.session]
         base_len = draft.base_len
         for index in range(len(draft.drafted), len(draft.drafted) + tokens):

@@ -1,7 +1,7 @@
-"""Small random systems under random faults: the same seed is the same run.
+"""Small random systems under random faults; the same seed gives the same run.
 
-Sizes, costs, load, speculation and faults are all drawn, so that thousands of runs meet what nobody thought of: queues
-that are full, caches that are too small, drafters faster than the network.
+Sizes, costs, load, speculation and faults are all drawn, so that thousands of runs reach unforeseen states: full
+queues, caches that are too small, drafters faster than the network.
 """
 
 import random
@@ -12,11 +12,11 @@ from tools.simulation.oracle import DraftQuality
 from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
 from tools.simulation.workload import ClosedLoop, Poisson, Workload
 
-LONG = 0.15  # share of random_scenarios with answers of some seconds
+LONG = 0.15  # share of scenarios with answers of some seconds
 
 
 def random_scenario(seed: int) -> Setting:
-    """A random setting; running it takes some milliseconds."""
+    """Draws a setting; running it takes some milliseconds."""
     rng = random.Random(f"random_scenario {seed}")
     load = _load(rng)
     return Setting(
@@ -45,7 +45,7 @@ def _load(rng: random.Random) -> Workload:
     arrivals = ClosedLoop(rng.randrange(1, 9)) if rng.random() < 0.7 else Poisson(rng.uniform(5, 50))
     prompt_tokens = rng.randrange(1, 40)
     is_long = rng.random() < LONG
-    if is_long:  # so that drafters are given up, tried again and trusted again
+    if is_long:  # long enough that drafters are given up, tried again and trusted again
         return Workload(arrivals, 6, prompt_tokens, rng.randrange(150, 400))
     return Workload(arrivals, 12, prompt_tokens, rng.randrange(1, 33), stopping=0.3)
 

@@ -1,4 +1,4 @@
-"""What a simulated run came to: speed, waiting times, and counters by cause."""
+"""Results of a simulated run: speed, waiting times, and counters by cause."""
 
 import statistics
 from collections import Counter
@@ -18,30 +18,30 @@ class Commit:
 @value
 class Arrival:
     at_s: float
-    tokens: int  # that it was committed in the end
+    tokens: int  # committed in the end
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """One run. Seconds are virtual."""
+    """Results of one run. Seconds are virtual."""
 
-    sessions: int  # that ended in order
-    failed: int  # that ended with an error, for want of a target
-    abandoned: int  # whose router died
+    sessions: int  # sessions that ended normally
+    failed: int  # sessions that ended with an error, for lack of a target
+    abandoned: int  # sessions whose router died
     tokens: int  # committed
-    tokens_per_s: float  # between the first and the last quarter of the tokens, when the load was on
-    met: float  # of the tokens that were asked for while sessions came, the share that was committed meanwhile
+    tokens_per_s: float  # between the first and the last quarter of the tokens, under full load
+    met: float  # share of the tokens requested while sessions arrived that was committed meanwhile
     latency_s: float  # median, of whole sessions
     first_token_s: float  # median
-    longest_gap_s: float  # the worst between two commits of one session
+    longest_gap_s: float  # longest time between two commits of one session
     verifies: int  # verdicts committed
-    blocks: int  # of them with a block
+    blocks: int  # verdicts over a block
     drafted: int
     accepted: int
-    steps: int  # of all targets
-    target_busy: float  # share of the time that targets and drafters computed
+    steps: int  # over all targets
+    target_busy: float  # mean share of time that targets (below: drafters) computed
     drafter_busy: float
-    causes: Counter[str]  # why blocks were dropped, and what else drafters counted
+    causes: Counter[str]  # why blocks were dropped, and other counters
     happened: int  # simulated events
 
     @property
@@ -56,7 +56,7 @@ class SimulationReport:
 
 
 def steady_rate(commits: Sequence[Commit]) -> float:
-    """Tokens a second between the commits at one and at three quarters of all tokens."""
+    """Returns tokens per second between the commits at one and at three quarters of all tokens."""
     total = sum(commit.tokens for commit in commits)
     passed = 0
     first = last = None
@@ -72,9 +72,9 @@ def steady_rate(commits: Sequence[Commit]) -> float:
 
 
 def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
-    """Of the tokens asked for by the last three quarters of the arrivals, how much was committed until the last came.
+    """Returns the share of the demand of the last three quarters of arrivals that was committed by the last arrival.
 
-    About 1 in a steady state: as much is begun as is ended. Less where what waits grows and grows.
+    About 1 in a steady state, where as much begins as ends. Less if the queue keeps growing.
     """
     times = sorted(arrival.at_s for arrival in arrivals)
     if not times:
@@ -87,12 +87,12 @@ def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
 
 
 def median(values: Iterable[float | None]) -> float:
-    """Of those that there are; 0 when there is none."""
+    """Returns the median of the known values; 0 if there are none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else 0.0
 
 
 def sums(assignments: Sequence[SimulatedAssignment]) -> dict[str, int]:
-    """What verification came to."""
+    """Sums the verification counters."""
     counts = [assignment.session.counts for assignment in assignments]
     return {name: sum(getattr(c, name) for c in counts) for name in ("verifies", "blocks", "drafted", "accepted")}

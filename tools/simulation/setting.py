@@ -1,4 +1,4 @@
-"""What one simulated run is made of: fleet, speculation, workload, costs and faults, as data."""
+"""Parameters of one simulated run: fleet, speculation, workload, costs and faults, as data."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +12,7 @@ from tools.simulation.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many there are of each, and what each holds."""
+    """Numbers of processes, and their capacities."""
 
     targets: int = 1
     drafters: int = 1
@@ -26,18 +26,18 @@ class Fleet:
 
 
 class Mode(Enum):
-    """How a fleet speculates."""
+    """Mode of speculation."""
 
     LOCK_STEP = "lock-step"  # the executable specification: draft for all, verify all
-    ADAPTIVE = "adaptive"  # pacing decides what is waited for and how far is drafted
-    DRAFT_AHEAD = "draft-ahead"  # adaptive, and drafters go on while a block is verified
+    ADAPTIVE = "adaptive"  # pacing decides on waits and draft lengths
+    DRAFT_AHEAD = "draft-ahead"  # adaptive, and drafters continue while a block is verified
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSetting:
-    """How far is drafted at most, how well, and in which mode."""
+    """Draft length, draft quality and mode."""
 
-    block_len: int  # 0: plain decoding
+    block_len: int  # 0: non-speculative decoding
     draft: DraftQuality
     mode: Mode = Mode.DRAFT_AHEAD
 
@@ -48,7 +48,7 @@ class SpeculationSetting:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run."""
+    """Parameters of one run."""
 
     costs: CostModel
     speculation: SpeculationSetting

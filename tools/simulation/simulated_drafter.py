@@ -1,4 +1,4 @@
-"""A simulated drafter: the real scheduler and search ahead, with a drafting method that asks the oracle and costs time.
+"""Simulated drafter: the real scheduler and search ahead, with a drafting method that uses the oracle and costs time.
 
 The counterpart of `actors/drafter.py`.
 """
@@ -24,7 +24,7 @@ from tools.simulation.oracle import OracleMethod
 
 @value
 class _Forward:
-    """A forward, or several that nothing comes between, and how many tokens its blocks had before it."""
+    """A forward, or several without anything in between, and the lengths of its blocks before it."""
 
     began_s: float
     ends_s: float
@@ -37,13 +37,13 @@ class _Forward:
 
 @value
 class _Pass:
-    """A drafting pass under way, whose result is known from its beginning."""
+    """A drafting pass in progress; its result is known from the beginning."""
 
     began_s: float
-    ready_s: float  # when its first forward begins
+    ready_s: float  # start of its first forward
     forwards: tuple[_Forward, ...]
-    blocks: tuple[Proposal, ...] = ()  # of one that nothing interrupts
-    search: AheadSearch[BlockDraft] | None = None  # of one ahead
+    blocks: tuple[Proposal, ...] = ()  # of a pass that cannot be interrupted
+    search: AheadSearch[BlockDraft] | None = None  # of a pass ahead of verdicts
 
     @property
     def ends_s(self) -> float:
@@ -54,7 +54,7 @@ class _Pass:
         return self.blocks if self.search is None else proposals(self.search.drafts)
 
     def interrupted(self, now: float) -> "_Pass":
-        """It ends after the forward that is under way, with what there is by then."""
+        """Returns the pass cut after the forward that is running at `now`, with the blocks made up to there."""
         made = tuple([forward for forward in self.forwards if forward.began_s < now])
         for forward in reversed(self.forwards[len(made) :]):
             forward.undo()
@@ -85,16 +85,16 @@ class SimulatedDrafter:
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
         self._is_leaving = False
-        self._forward_time = ForwardTime()  # of those ahead
+        self._forward_time = ForwardTime()  # of forwards ahead of verdicts
         self.door = Door(process, self._router_up, self.receive, self._router_down)
 
     def draft_noise(self, seconds: float) -> None:
-        """From now on, for so long."""
+        """Drafts only wrong tokens for `seconds`."""
         self._method.is_noise = True
         self.process.after(seconds, self._recover)
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Ends as planned after `within_s`; `over` is called then."""
+        """Leaves as planned after `within_s`; `over` is called then."""
         if not self._is_leaving:
             self._is_leaving = True
             self._send(self.scheduler.leave())
@@ -107,7 +107,7 @@ class SimulatedDrafter:
     # ------------------------------------------------------------ the loop
 
     def _go_on(self) -> None:
-        """Begins a pass if there is something to draft; what is wanted for sure interrupts drafting ahead."""
+        """Begins a pass if there is something to draft; requested blocks interrupt drafting ahead."""
         if self._pass is not None:
             is_ahead = self._pass.search is not None
             if is_ahead and (self.scheduler.has_requests or self.scheduler.is_ahead_vain):
@@ -131,7 +131,7 @@ class SimulatedDrafter:
         return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
 
     def _ahead(self, requests: Sequence[AheadRequest]) -> _Pass:
-        """The search that drafters go through, at the times at which they would."""
+        """Runs the search of real drafters, at the virtual times at which they would."""
         search = AheadSearch(self._method, requests, self._forward_time, never)
         began_s = self.process.clock.now
         ready_s = began_s + self._per_pass_s
@@ -153,7 +153,7 @@ class SimulatedDrafter:
         return self.process.slowness * self._cost.forward_s(rows, tokens)
 
     def _begin(self, drafting: _Pass) -> None:
-        """Also the same pass anew, with less to do."""
+        """Starts a pass, or replaces it by the same pass with less to do."""
         self._pass = drafting
         self.process.after(drafting.ends_s - self.process.clock.now, partial(self._end, drafting))
 
@@ -163,7 +163,7 @@ class SimulatedDrafter:
         self.busy_s += drafting.ends_s - drafting.began_s
         self._send(self.scheduler.proposed(drafting.proposals, self.process.clock.now))
         self._pass = None
-        self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
+        self.process.after(0.0, self._go_on)  # messages that arrived meanwhile are handled first
 
     def _send(self, sends: Sequence[Send]) -> None:
         for receiver, message in sends:
@@ -183,7 +183,7 @@ class SimulatedDrafter:
         return stream
 
     def receive(self, peer: str, frame: Frame) -> None:
-        """What a router or a target has for this drafter at one moment."""
+        """Handles everything that a router or a target sent at one instant."""
         for message in frame:
             sends = self.scheduler.receive(peer, message, self.process.clock.now)
             if isinstance(message, Open):
@@ -213,5 +213,5 @@ class SimulatedDrafter:
 
 
 def never() -> bool:
-    """A search is run whole, and cut where it turns out to have been interrupted."""
+    """Never interrupts: a search runs to its end, and is cut afterwards if it turns out to have been interrupted."""
     return False

@@ -1,4 +1,4 @@
-"""A simulated router: the real ledgers and the real choice of replicas.
+"""Simulated router: the real ledgers and the real choice of replicas.
 
 The counterpart of `serve_app/router.py`.
 """
@@ -20,14 +20,14 @@ MEMBERSHIP_PERIOD_S = 0.25
 
 @dataclass(eq=False)
 class SimulatedAssignment(Assignment):
-    """One session from its arrival on, and what its client saw."""
+    """One session from its arrival on, with its client's measurements."""
 
     arrived_s: float = 0.0
     first_token_s: float | None = None
     ended_s: float | None = None
     error: SlipstreamError | None = None
     longest_gap_s: float = 0.0
-    heard_s: float = 0.0  # when tokens were last committed
+    heard_s: float = 0.0  # time of the latest commit
 
     @property
     def latency_s(self) -> float | None:
@@ -35,12 +35,12 @@ class SimulatedAssignment(Assignment):
 
     @property
     def waited_s(self) -> float | None:
-        """For the first token."""
+        """Time to the first token."""
         return self.first_token_s - self.arrived_s if self.first_token_s is not None else None
 
 
 class SimulatedRouter:
-    """One router's sessions; `on_commit` hears how many tokens were committed, `on_over` of each one's end."""
+    """One router's sessions. `on_commit` receives the number of committed tokens, `on_over` each ended session."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class SimulatedRouter:
 
     @property
     def given_up(self) -> int:
-        """Times that a drafter was given up as silent."""
+        """Number of times that a drafter was given up as silent."""
         return self._assignments.given_up.total()
 
     @property
     def remedies(self) -> Counter[str]:
-        """Steps that were taken because drafters' blocks had become bad, by name."""
+        """Remedies that were taken because drafters' blocks had become bad, by name."""
         counts: Counter[str] = Counter()
         for (_, remedy), count in self._assignments.remedies.counts.items():
             counts[f"bad: {remedy.value}"] += count
@@ -84,7 +84,7 @@ class SimulatedRouter:
             self._end(assignment, event)
 
     def _go_on(self, sends: Sequence[Send]) -> None:
-        """Sends what is to be sent, and ticks while there is something to do: the simulation ends when nothing is."""
+        """Sends messages and schedules a tick while one is awaited; the simulation ends when no event is left."""
         for address, message in sends:
             self._links[address].send(message)
         if self._assignments.awaits_tick and not self._ticking:

@@ -1,6 +1,6 @@
-"""A simulated target replica: the real scheduler, with an engine that asks the oracle and costs time.
+"""Simulated target replica: the real scheduler, with an engine that uses the oracle and costs time.
 
-The counterpart of `actors/target.py`. The engine checks what it is asked for as a real cache would.
+The counterpart of `actors/target.py`. The engine checks its inputs as a real cache would require.
 """
 
 from collections import Counter
@@ -15,17 +15,17 @@ from protos.messages import Block, Hello
 from tools.simulation.network import Door, Frame, Process, Wire
 from tools.simulation.oracle import Script
 
-ENDS_S = 0.5  # for what is due to peers to leave
-NOTHING = -1  # in a page, where no token was written
+ENDS_S = 0.5  # time to send pending messages to peers
+NOTHING = -1  # in a page: no token was written here
 
 
 class OracleEngine:
-    """Answers steps from the scripts; its pages hold the tokens that were fed, as those of a cache would."""
+    """Answers steps from the scripts; its pages hold the tokens that were fed, as a cache would."""
 
     def __init__(self, scripts: Mapping[str, Script], page_size: int) -> None:
         self._scripts = scripts
         self._page_size = page_size
-        self._sessions: dict[str, list[list[int]]] = {}  # what their pages should hold
+        self._sessions: dict[str, list[list[int]]] = {}  # expected page contents by session
         self._pages: dict[int, list[int]] = {}  # tokens by page
 
     def step(self, plan: StepPlan) -> list[Outcome]:
@@ -45,7 +45,7 @@ class OracleEngine:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it knows of no session; what pages hold stays until it is written over."""
+        """True if no session is open; page contents stay until they are overwritten."""
         return not self._sessions
 
     def _answer(self, row: Row) -> Outcome:
@@ -58,14 +58,14 @@ class OracleEngine:
         return Outcome(row.session, path, script.tokens[base + len(path)])
 
     def _has_cached(self, row: Row, length: int) -> bool:
-        """Whether the row's pages hold the script's first tokens, so many."""
+        """Returns whether the row's pages hold the first `length` tokens of the script."""
         pages = [self._pages[page] for page in row.pages]
         known = self._sessions[row.session]
         whole, rest = divmod(length, self._page_size)
         return pages[:whole] == known[:whole] and (not rest or pages[whole][:rest] == known[whole][:rest])
 
     def _write(self, row: Row) -> None:
-        """Page by page, as far as the tokens go."""
+        """Writes the row's tokens, page by page."""
         size = self._page_size
         tokens = row.tokens
         written = 0
@@ -90,19 +90,19 @@ class SimulatedTarget:
         self.engine = engine
         self.busy_s = 0.0
         self.steps = 0
-        self.received_tokens = 0  # draft tokens, in blocks
+        self.received_tokens = 0  # draft tokens received in blocks
         self._costs = costs
         self._wires: dict[str, Wire] = {}  # by stream
         self._streams: Counter[str] = Counter()
         self._in_step = False
-        self._over: Callable[[], None] | None = None  # to be called at its planned end
+        self._over: Callable[[], None] | None = None  # callback for its planned end
         self._wakes_at: float | None = None
         self.door = Door(process, self._up, self._frame, self._down)
 
     # ------------------------------------------------------------ the loop
 
     def _go_on(self) -> None:
-        """Plans a step if one is due, else wakes up when one will be."""
+        """Plans a step if one is due, otherwise schedules a wake-up."""
         if self._in_step:
             return
         if self.scheduler.departure.is_complete:
@@ -131,7 +131,7 @@ class SimulatedTarget:
         now = self.process.clock.now
         self._send(self.scheduler.apply(outcomes, now - began, now))
         self._in_step = False
-        self.process.after(0.0, self._go_on)  # what arrived meanwhile is heard first
+        self.process.after(0.0, self._go_on)  # messages that arrived meanwhile are handled first
 
     def _wake_at(self, due: float | None) -> None:
         now = self.process.clock.now
@@ -141,7 +141,7 @@ class SimulatedTarget:
         self.process.after(self._wakes_at - now, self._go_on)
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Ends as planned, once its sessions are elsewhere or time is up; `over` is called then."""
+        """Leaves as planned, once its sessions have moved or time is up; `over` is called then."""
         if not self.scheduler.departure.is_under_way:
             self._over = over
             self._send(self.scheduler.departure.begin())

@@ -1,4 +1,4 @@
-"""What is asked of the simulated system: how many sessions, how long they are, and when they arrive."""
+"""Load of the simulated system: number of sessions, their lengths, and their arrival times."""
 
 import random
 from dataclasses import dataclass
@@ -6,33 +6,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many sessions at once: one ends, the next begins.
+    """A fixed number of concurrent sessions: when one ends, the next begins.
 
-    Sessions may come in batches, as those of a benchmark do: the last ones of a batch run with fewer and fewer beside
-    them, and only when all have ended does the next batch begin.
+    Sessions may come in batches, as in a benchmark: the last ones of a batch run with ever fewer others, and the next
+    batch begins when all have ended.
     """
 
     concurrency: int
     batch: int | None = None  # sessions
 
     def due(self, begun: int, ended: int, sessions: int) -> int:
-        """How many are to begin now, of so many in all."""
+        """Returns how many sessions are to begin now, of `sessions` in total."""
         last = sessions if self.batch is None else min(sessions, (ended // self.batch + 1) * self.batch)
         return min(self.concurrency - (begun - ended), last - begun)
 
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Sessions arrive independently of each other and of what is going on.
+    """Sessions arrive independently of each other and of the system's state.
 
-    Those of a run take as long to arrive as so many take on average: luck with their number would have one run compare
-    ill with another.
+    The arrivals of a run span exactly their mean duration: a random span would make runs hard to compare.
     """
 
     per_s: float
 
     def times(self, sessions: int, rng: random.Random) -> list[float]:
-        """When each of them arrives, in seconds from the beginning; rising."""
+        """Draws the arrival times in seconds from the beginning, in ascending order."""
         return sorted(rng.uniform(0.0, sessions / self.per_s) for _ in range(sessions))
 
 

@@ -1,6 +1,6 @@
-"""One simulated run: builds the system, runs the workload with its faults, and checks what is left.
+"""One simulated run: builds the system, runs the workload with its faults, and checks the final state.
 
-Ledgers, schedulers, pacing and routing are the real ones; see the other modules of this package for what is not.
+Ledgers, schedulers, pacing and routing are the real ones; the other modules of this package replace the rest.
 """
 
 import gc
@@ -35,7 +35,7 @@ Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector, which would walk through the whole world again and again."""
+    """Disables the cyclic garbage collector, which would scan the whole world again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -47,7 +47,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without the warnings of real parts: what is lost in a simulation is no news."""
+    """Silences warnings of the real parts: losses are intended in a simulation."""
     log = logging.getLogger("cluster")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -64,25 +64,25 @@ class World:
         self.setting = setting
         self.clock = Clock()
         self._rng = random.Random(f"world {setting.seed}")
-        self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # the same arrivals, whoever serves them
+        self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # arrivals do not depend on the fleet
         self._network = Network(self.clock, setting.costs.hop_s, setting.fault_plan.weather, self._rng)
         self.scripts: dict[str, Script] = {}  # by session
         self.over: list[SimulatedAssignment] = []
-        self.abandoned: list[SimulatedAssignment] = []  # whose router died
+        self.abandoned: list[SimulatedAssignment] = []  # sessions whose router died
         self._commits: list[Commit] = []
         self._process_count: Counter[str] = Counter()
         self._begun = 0
         self.targets: list[SimulatedTarget] = []
         self.drafters: list[SimulatedDrafter] = []
         self.routers: list[SimulatedRouter] = []
-        self._doors: dict[str, SimulatedTarget] = {}  # every target there ever was, by address
+        self._doors: dict[str, SimulatedTarget] = {}  # all targets, past ones included, by address
         fleet = setting.fleet
         for role, size in ((Role.TARGET, fleet.targets), (Role.DRAFTER, fleet.drafters), (Role.ROUTER, fleet.routers)):
             for _ in range(size):
                 self._add(role)
 
     def run(self) -> SimulationReport:
-        """Until nothing is due any more; raises AssertionError when anything that must hold does not."""
+        """Runs until no event is due. Raises AssertionError if an invariant is violated."""
         for fault in self.setting.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._strike, fault))
         self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up by then
@@ -98,7 +98,7 @@ class World:
         return Process(f"{role.value}-{self._process_count[role.value]}", self.clock)
 
     def _add(self, role: Role) -> None:
-        """Another process of this role, which its peers come to know."""
+        """Adds a process of this role and connects its peers to it."""
         if role is Role.TARGET:
             self._add_target()
         elif role is Role.DRAFTER:
@@ -208,7 +208,7 @@ class World:
         self._follow_up()
 
     def _follow_up(self) -> None:
-        """Sessions have ended, which others may have waited for."""
+        """Begins sessions that waited for others to end."""
         if isinstance(self.setting.load.arrivals, ClosedLoop):
             self._begin_due(self.setting.load.arrivals)
 
@@ -252,7 +252,7 @@ class World:
             self.clock.after(fault.seconds, partial(self._add, fault.role))
 
     def _replace_router(self, dead: SimulatedRouter) -> None:
-        """Its clients see their connections break; new ones come to the next router."""
+        """Replaces a dead router; its clients' connections break, and new clients use the next one."""
         self.routers.remove(dead)
         self._add_router()
         self.abandoned += dead.assignments
@@ -264,7 +264,7 @@ class World:
         missing = self.setting.load.sessions - len(self.over) - len(self.abandoned)
         assert missing == 0, f"{missing} sessions never ended"
         check_texts(self.over, self.scripts)
-        for assignment in self.over[:1]:  # one of them: lock step takes as long as the simulation itself
+        for assignment in self.over[:1]:  # only one, because lock step takes as long as the simulation itself
             generation = assignment.session.generation
             check_specification(generation, self.scripts[generation.session], self.setting.speculation.draft)
         for target in self.targets:
