@@ -1,5 +1,7 @@
 """Tools beside the server: bench, plan, simulate, trace, examine drafts and clusters, render manifests.
 
-Installed with the package and reached through the `slipstream` command. Nothing that serves imports them: imports go
-protos <- cluster <- actors <- serve_app <- tools.
+They are installed with the package and run through the `slipstream` command, which `cli.py` assembles; start there.
+`bench` measures speed, `planning` predicts it, `drafts` inspects and compares draft checkpoints, `doctor` examines a
+cluster, `kubernetes` renders manifests, and `simulation` runs the protocol under random faults. No module that serves
+imports them: imports go protos <- cluster <- actors <- serve_app <- tools.
 """

@@ -1,6 +1,6 @@
-"""The `slipstream` command: the commands that serve, and those of the tools beside them.
+"""The `slipstream` command: the commands that serve, and those of the tools.
 
-Modules that bring in torch or Ray are imported by the commands that need them, so that help stays quick.
+Modules that import torch or Ray are imported by the commands that need them, so that help stays quick.
 """
 
 from pathlib import Path
@@ -110,7 +110,7 @@ def trace(
         str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
     ] = "auto",
 ) -> None:
-    """Writes what the actors of a running Slipstream did last, span by span, and shows how long each stage took."""
+    """Writes what the actors of a running Slipstream did last, span by span, and shows the duration of each stage."""
     from cluster.telemetry import spans
     from serve_app.app import APPLICATION
     from serve_app.operations.recordings import live_actors
@@ -127,7 +127,7 @@ def trace(
 
 @app.command()
 def doctor(config_path: ConfigPath, overrides: Overrides = None, address: RayAddress = "auto") -> None:
-    """Examines every node of a running Ray cluster for CONFIG, and says what is wrong and what to do about it.
+    """Examines every node of a running Ray cluster for CONFIG, and reports what is wrong and how to fix it.
 
     The exit status is 0 if all is well and 1 otherwise.
     """

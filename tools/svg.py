@@ -1,4 +1,4 @@
-"""Pictures as SVG text: rectangles, lines and words, a Gantt picture and curves over a few points.
+"""Pictures as SVG text: rectangles, lines, text, a Gantt chart, and curves over a few points.
 
 No plotting library is needed.
 """
@@ -10,14 +10,14 @@ from xml.sax.saxutils import escape, quoteattr
 
 COLOURS = ("#4878a8", "#e49444", "#6a9f58", "#d1615d", "#85b6b2", "#967662", "#a87c9f")
 GREY = "#b0b0b0"
-GOLDEN_ANGLE = 0.381966  # of a full turn: any number of hues by this step stay apart
+GOLDEN_ANGLE = 0.381966  # fraction of the hue circle: any number of hues at this step stay apart
 FONT = 'font-family="sans-serif" fill="#333"'
 LETTER_WIDTH = 7
 LINE_HEIGHT = 20
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """One colour each, in order; no two names share one."""
+    """Assigns colours in order; no two names share one."""
     return {name: COLOURS[index] if index < len(COLOURS) else _further(index) for index, name in enumerate(names)}
 
 
@@ -27,7 +27,7 @@ def _further(index: int) -> str:
 
 
 class Drawing:
-    """Collects shapes; `str` gives the picture."""
+    """Collects shapes; `str` returns the picture."""
 
     def __init__(self, width: float, height: float = 0.0) -> None:
         self._width = width
@@ -35,7 +35,7 @@ class Drawing:
         self._shapes: list[str] = []
 
     def end_at(self, height: float) -> None:
-        """Sets the height, where it is known only once all is drawn."""
+        """Sets the height, if it is known only after drawing."""
         self._height = height
 
     def rect(self, x: float, y: float, width: float, height: float, colour: str, title: str = "") -> None:
@@ -53,7 +53,7 @@ class Drawing:
         self._shapes.append(f"<text {place} {FONT}>{escape(words)}</text>")
 
     def legend(self, x: float, y: float, colours: Mapping[str, str]) -> float:
-        """Names beside their colours, in as many rows as they need; returns the last row's baseline."""
+        """Draws names beside their colours, in as many rows as needed; returns the last row's baseline."""
         left = x
         for name, colour in colours.items():
             wide = 32 + LETTER_WIDTH * len(name)
@@ -76,17 +76,17 @@ class Drawing:
 
 # ---------------------------------------------------------------- a Gantt picture
 
-LEFT = 190.0  # of the window, unless a track's name is longer
-RIGHT = 20.0  # from the window's end to the picture's
+LEFT = 190.0  # left edge of the window, unless a track's name is longer
+RIGHT = 20.0  # margin on the right of the window
 TOP = 40.0
 LEAST_LANE = 4.0  # height of a bar
-LEAST_LISTED = 2.0  # width of a bar from which on its kind can be told by its colour
+LEAST_LISTED = 2.0  # least width of a bar whose colour is recognizable
 TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that lasted."""
+    """An interval on a track."""
 
     track: str
     kind: str  # bars of a kind share a colour
@@ -97,7 +97,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The part of time that is shown, and where it lies in the picture."""
+    """The time interval that is shown, and its place in the picture."""
 
     begins: float
     ends: float
@@ -116,10 +116,10 @@ class _Window:
 
 
 def gantt(bars: Sequence[Bar], begins: float, ends: float, unit: str, *, grey: str = "", width: float = 1200) -> str:
-    """A line for each track, in order of appearance; bars are cut at the window's ends.
+    """Draws a line for each track, in order of appearance; bars are cut at the window's ends.
 
-    Bars of one track that overlap lie below each other. The legend names each kind that can be seen, the kind `grey`
-    last and in that colour.
+    Overlapping bars of one track are drawn below each other. The legend names each visible kind, the kind `grey` last
+    and in that colour.
     """
     tracks = _tracks([bar for bar in bars if bar.ended >= begins and bar.began <= ends])
     left = max(LEFT, 20 + LETTER_WIDTH * max(map(len, tracks), default=0))
@@ -139,7 +139,7 @@ def gantt(bars: Sequence[Bar], begins: float, ends: float, unit: str, *, grey: s
 
 
 def _tracks(bars: Sequence[Bar]) -> dict[str, list[list[Bar]]]:
-    """By track: its bars in lanes, in none of which two overlap."""
+    """Groups bars by track, in lanes without overlaps."""
     tracks: dict[str, list[list[Bar]]] = {bar.track: [] for bar in bars}
     for bar in sorted(bars, key=lambda bar: bar.began):
         lanes = tracks[bar.track]
@@ -154,7 +154,7 @@ def _tracks(bars: Sequence[Bar]) -> dict[str, list[list[Bar]]]:
 def _draw_track(
     drawing: Drawing, lanes: Sequence[Sequence[Bar]], y: float, window: _Window, colours: Mapping[str, str]
 ) -> float:
-    """Draws the track from `y` on; returns where the next one begins."""
+    """Draws a track from `y` on; returns where the next one begins."""
     height = max(LEAST_LANE, (LINE_HEIGHT - 4) / len(lanes))
     for index, lane in enumerate(lanes):
         for bar in lane:
@@ -166,7 +166,7 @@ def _draw_track(
 def _draw_axis(drawing: Drawing, y: float, window: _Window, unit: str) -> None:
     for tick in range(TICKS + 1):
         value = window.length * tick / TICKS
-        anchor = "end" if tick == TICKS else "middle"  # the last one would be cut
+        anchor = "end" if tick == TICKS else "middle"  # the last label would be clipped
         drawing.text(window.x(window.begins + value), y, f"{value:.4g} {unit}", anchor=anchor)
 
 
@@ -180,7 +180,7 @@ def curves(
     y_title: str,
     size: tuple[float, float] = (720, 420),
 ) -> str:
-    """Lines through points, and dashed levels to compare them with; the vertical axis begins at 0."""
+    """Draws lines through points, and dashed levels for comparison; the vertical axis begins at 0."""
     (width, height) = size
     left = 70.0
     top = 60.0

@@ -1,4 +1,4 @@
-"""`slipstream trace`: what a deployment did last, as a Chrome trace, a Gantt picture and a table.
+"""`slipstream trace`: a deployment's recent activity as a Chrome trace, a Gantt chart and a table.
 
 The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
 """
@@ -21,14 +21,14 @@ SEVERAL = "several"  # requests in one span
 
 
 class TraceError(SlipstreamError):
-    """There is nothing to trace."""
+    """Raised when there is nothing to trace."""
 
 
 # ---------------------------------------------------------------- Chrome trace
 
 
 def chrome_trace(found: Sequence[Span]) -> dict[str, Any]:
-    """One process for each actor, one track for each kind of span; times begin at the first span."""
+    """Converts spans: one process per actor, one track per kind of span; times begin at the first span."""
     begins = min((span.began_s for span in found), default=0.0)
     processes = {name: index for index, name in enumerate(sorted({span.actor for span in found}), start=1)}
     tracks = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in found), start=1)}
@@ -61,7 +61,7 @@ def _names(found: Sequence[Span], processes: Mapping[str, int], tracks: Mapping[
 
 
 def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) -> tuple[float, float]:
-    """The last `seconds` of the trace, or as many that end so long before it does."""
+    """Returns the last `seconds` of the trace, or an interval that ends `ends_before_s` earlier."""
     if not found:
         raise TraceError("no span was recorded: send a request first")
     ends = max(span.ended_s for span in found) - ends_before_s
@@ -69,9 +69,9 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
 
 
 def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
-    """What was under way in a window: a line for each actor and kind of span, a colour for each request.
+    """Draws the activity in a window: a line for each actor and kind of span, a colour for each request.
 
-    Requests are numbered as they appear by themselves; what several went through together is grey.
+    Requests are numbered in order of their first span of their own; spans of several requests are grey.
     """
     inside = [span for span in found if span.ended_s > begins and span.began_s < ends]
     if not inside:
@@ -95,7 +95,7 @@ def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
 def write_trace(
     found: Sequence[Span], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
 ) -> None:
-    """Writes both."""
+    """Writes the trace, and the picture if a path is given."""
     begins, ends = window(found, seconds, ends_before_s)
     json_path.write_text(json.dumps(chrome_trace(found)) + "\n", encoding="utf-8")
     if picture_path is not None:
@@ -106,7 +106,7 @@ def write_trace(
 
 
 def stages_table(found: Sequence[Span]) -> Table:
-    """How long each stage of a round takes, in milliseconds."""
+    """Tabulates the duration of each stage of a round, in milliseconds."""
     made = table("Stages of a round", "stage", "spans", "median, ms", "90 % below, ms", "longest, ms")
     for stage in STAGES:
         seconds = sorted(span.ended_s - span.began_s for span in found if span.name == stage.name)
