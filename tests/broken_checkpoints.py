@@ -102,6 +102,20 @@ def _llava(folder: Path) -> None:
     LlavaConfig().save_pretrained(folder)
 
 
+def _musicgen(folder: Path) -> None:
+    """A model with a text encoder and a decoder, each a text model by its configuration."""
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "musicgen",
+                "text_encoder": {"model_type": "t5"},
+                "decoder": {},
+                "audio_encoder": {"model_type": "encodec"},
+            }
+        )
+    )
+
+
 def _gguf(folder: Path) -> None:
     _no_config(folder)
     (folder / WEIGHTS).rename(folder / "model.gguf")
@@ -212,7 +226,10 @@ DESCRIPTIONS = {
     "no tokenizer": Form(_without_tokenizer, "has no tokenizer", "copy the tokenizer's files"),
     "no decoder": Form(_without_decoder, "has no decoder", "add the decoder"),
     "context": Form(_nothing, "reads 256 tokens at most", "lower model.max_context", ("model.max_context=512",)),
-    "ranks": Form(_nothing, "target.tensor_parallel is 3", "can only be split by", ("target.tensor_parallel=3",)),
+    "ranks": Form(
+        _nothing, "target.tensor_parallel is 3", "set target.tensor_parallel to", ("target.tensor_parallel=3",)
+    ),
+    "several text models": Form(_musicgen, "no valid musicgen configuration", "correct it"),
     "other vocabulary": Form(
         _other_vocabulary, "do not share a vocabulary", "use a draft model of the target's family", is_draft=True
     ),
@@ -226,9 +243,9 @@ DESCRIPTIONS = {
 FILES = {
     "pickle": Form(_pickle, "safetensors", "save_pretrained"),
     "missing tensor": Form(_tensors(lambda tensors: tensors.pop(HEAD)), HEAD, "checkpoint"),
-    "surplus tensor": Form(_tensors(_fp8_scales), "weight_scale_inv", "checkpoint"),
+    "surplus tensor": Form(_tensors(_fp8_scales), "weight_scale_inv", "restore the quantization_config"),
     "truncated": Form(_truncated, WEIGHTS, "again"),
-    "missing shard": Form(_missing_shard, "b.safetensors", "again"),
+    "missing shard": Form(_missing_shard, "b.safetensors is missing", "fetch the file"),
     "no weight_map": Form(_no_weight_map, "weight_map", "again"),
     "lying index": Form(_lying_index, HEAD, "again"),
     "more layers": Form(edit_config(num_hidden_layers=3), "model.layers.2", "checkpoint"),

@@ -155,7 +155,7 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
         raise ModelError(
             f"target.tensor_parallel is {ranks}, but {heads} heads with {kv_heads} key-value heads and an"
             f" intermediate size of {', '.join(map(str, sorted(widths)))}"
-            f" can only be split by {', '.join(map(str, possible))}"
+            f" can only be split by {', '.join(map(str, possible))}; set target.tensor_parallel to one of these"
         )
     check_plan(empty_model(folder, read_config(folder), "float32"))
 

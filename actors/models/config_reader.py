@@ -26,6 +26,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_model_type(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.get_text_config()  # which raises where a model has several
     except Exception as error:  # config classes validate values in ways of their own
         raise ModelError(
             f"{folder / CONFIG} is no valid {raw['model_type']} configuration: {one_line(error)};"

@@ -10,7 +10,7 @@ def context_length(config: PretrainedConfig) -> int | None:
     """Returns the most tokens that the model can read, or None where its configuration sets no limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int):
+    if not isinstance(positions, int) or positions <= 0:
         return None
     if not uses_rope(config):
         return positions

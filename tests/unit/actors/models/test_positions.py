@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config
+from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, XLNetConfig
 
 from actors.models.positions import context_length, uses_rope
 
@@ -82,3 +82,4 @@ def test_a_model_without_rope_ignores_a_scaling_that_its_file_carries() -> None:
 
 def test_a_model_without_positions_has_no_limit() -> None:
     assert context_length(BloomConfig()) is None
+    assert context_length(XLNetConfig()) is None, "-1 means none"

@@ -1,0 +1,82 @@
+"""What the check before a start demands of a target for each engine, and where no drafter runs."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import SlipstreamConfig, validated
+from cluster.errors import ModelError
+from serve_app.operations.preflight import check_models, check_target_model
+from tests.broken_checkpoints import edit_config, good_checkpoint
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return good_checkpoint(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(good, tmp_path / "model")
+
+
+def config(target: Path, draft: dict[str, Any] | None = None, **pool: Any) -> SlipstreamConfig:
+    return validated(
+        {
+            "model": {"target": str(target), "max_context": 128},
+            "draft": draft or {"method": "prompt_lookup"},
+            "target": {"cache_per_rank": {"gib": 1}, **pool},
+        }
+    )
+
+
+def test_config_json_alone_is_enough_where_weights_are_not_asked_for(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    assert check_target_model(config(folder), with_weights=False) == folder
+
+
+def test_an_architecture_that_only_vllm_knows_is_left_to_it(folder: Path) -> None:
+    edit_config(model_type="its_own")(folder)
+    target, end, draft = check_models(config(folder, engine="vllm"), with_weights=False)
+    assert target == "target: its_own, left to vLLM; 259 tokens"
+    assert end.startswith("text ends with token 256")
+    assert draft == "draft: prompt_lookup, without a model of its own"
+    for engine in ("slipstream", "mixed"):
+        with pytest.raises(ModelError, match="model_type 'its_own'"):
+            check_models(config(folder, engine=engine, replicas={"max": 2}), with_weights=False)
+
+
+def test_a_split_and_a_quantisation_are_vllm_s_own(folder: Path) -> None:
+    edit_config(quantization_config={"quant_method": "awq", "bits": 4})(folder)
+    found = check_models(config(folder, engine="vllm", tensor_parallel=3), with_weights=False)
+    assert "by vLLM" in found[0]
+
+
+@pytest.mark.parametrize("engine", ["slipstream", "vllm"])
+def test_what_every_process_reads_must_be_there_whatever_the_engine(folder: Path, engine: str) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        check_models(config(folder, engine=engine), with_weights=False)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        check_models(config(folder, engine=engine), with_weights=False)
+
+
+def test_a_node_without_drafters_needs_no_draft(folder: Path) -> None:
+    broken = folder.parent / "draft"
+    broken.mkdir()
+    (broken / "config.json").write_text(json.dumps({}))
+    drafted = config(folder, {"method": "draft_model", "model": str(broken)})
+    assert len(check_models(drafted, with_weights=False, with_draft=False)) == 2
+    with pytest.raises(ModelError, match="no model_type"):
+        check_models(drafted, with_weights=False)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no model folder"):
+        check_models(config(tmp_path / "nothing"), with_weights=True)
