@@ -1,33 +1,85 @@
 """Our attention as an attention function of transformers, for models that run through their own code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from actors.attention.batch import RaggedBatch
+from cluster.errors import ModelError
 
 ATTENTION_NAME = "slipstream"
+CHANGES_SCORES = {  # arguments of transformers' attention functions that change the result, by what they add
+    "s_aux": "attention sinks",
+    "softcap": "a soft cap on scores",
+    "position_bias": "a bias by position",
+    "head_mask": "a mask over heads",
+    "indices": "sparse attention to selected keys",
+}
+
+
+class BatchSlot:
+    """Holds the batch of the forward that is running; all attention layers of a model share one."""
+
+    def __init__(self) -> None:
+        self._batch: RaggedBatch | None = None
+
+    @contextmanager
+    def hold(self, batch: RaggedBatch) -> Iterator[None]:
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    @property
+    def batch(self) -> RaggedBatch:
+        assert self._batch is not None, "the model was called without a RaggedBatch"
+        return self._batch
 
 
 def paged_attention(
     module: nn.Module,
     query: Tensor,  # (1, heads, total, head dim)
     key: Tensor,  # (1, kv heads, total, head dim)
-    value: Tensor,
+    value: Tensor,  # (1, kv heads, total, value dim): no wider than the keys
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    ragged_batch: RaggedBatch | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """`RaggedBatch.attend` as transformers' attention interface asks for it."""
-    assert ragged_batch is not None, "the model was called without a RaggedBatch"
-    key_value = torch.cat([key[0], value[0]]).transpose(0, 1)
+    """Implements transformers' attention interface with `RaggedBatch.attend`.
+
+    Narrower values are padded to the width of the keys in the cache. Raises ModelError for arguments that would change
+    the result and that no backend computes.
+    """
+    for name, meaning in CHANGES_SCORES.items():
+        if others.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} needs {meaning} ({name}), which is not supported")
+    if value.shape[-1] > key.shape[-1]:
+        raise ModelError(f"{type(module).__name__} has values that are wider than its keys, which is not supported")
+    slot = module.batch_slot
+    assert isinstance(slot, BatchSlot), "`share_batch` gives every attention layer a slot"
+    padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+    key_value = torch.cat([key[0], padded[0]]).transpose(0, 1)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = ragged_batch.attend(layer, query[0].transpose(0, 1), key_value, scaling, sliding_window)
-    return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+    out = slot.batch.attend(layer, query[0].transpose(0, 1), key_value, scaling, sliding_window)
+    return out.view(1, query.shape[2], query.shape[1], query.shape[3])[..., : value.shape[-1]], None
+
+
+def share_batch(model: PreTrainedModel) -> BatchSlot:
+    """Gives all attention layers of a model one slot, the same however often this is called; returns it.
+
+    An argument of the model's forward would not do: some architectures do not pass theirs on to their layers.
+    """
+    slot = getattr(model, "batch_slot", None) or BatchSlot()
+    for module in (model, *(module for module in model.modules() if hasattr(module, "layer_idx"))):
+        module.batch_slot = slot
+    return slot
 
 
 def register_attention() -> None:

@@ -5,6 +5,7 @@ layout of its own than from a plain matrix. Where a product need not be exact, a
 the time again.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Protocol
 
@@ -161,8 +162,21 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
-    """Replaces every `nn.Linear` inside a model whose weights can be packed; a tied embedding keeps its own copy."""
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    for name, module in found:
-        if can_pack(module.weight):
-            model.set_submodule(name, PackedLinear(module, product))
+    """Replaces every `nn.Linear` inside a model whose weights can be packed; a tied embedding keeps its own copy.
+
+    A layer whose weight the model's code reads by itself, as some routers' is, stays as it is.
+    """
+    found = [
+        (name, child)
+        for parent_name, parent in model.named_modules()
+        for own_name, child in parent.named_children()
+        if type(child) is nn.Linear and not _reads_weight(type(parent), own_name)
+        for name in (f"{parent_name}.{own_name}".removeprefix("."),)
+    ]
+    for name, child in found:
+        if can_pack(child.weight):
+            model.set_submodule(name, PackedLinear(child, product))
+
+
+def _reads_weight(kind: type[nn.Module], child: str) -> bool:
+    return kind.__module__.startswith("transformers.") and f"self.{child}.weight" in inspect.getsource(kind)

@@ -14,10 +14,9 @@ from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.engine.capture import StateCapture
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.forward_output import ForwardOutput
+from actors.models.model_check import check_class
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, PlaceMove
-
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
 
 
 class Runner(Protocol):
@@ -50,17 +49,6 @@ class InterruptibleRunner(Protocol):
     ) -> ForwardOutput: ...
 
 
-def check_attention(model: PreTrainedModel) -> None:
-    """Raises ModelError for a model that would run, but wrongly: soft caps, sinks, recurrent or chunked layers."""
-    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
-    if others or not model._supports_sdpa:
-        raise ModelError(
-            f"{type(model).__name__} needs attention that is not supported"
-            f" ({', '.join(sorted(others)) or 'more than scaled dot products'}); expected full or sliding-window"
-            " attention without soft caps or sinks"
-        )
-
-
 def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     """Raises ModelError for layers that the model has not got, and for those that do not rise."""
     last = int(model.config.get_text_config().num_hidden_layers)
@@ -72,10 +60,11 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 class ModelRunner:
-    """A Hugging Face causal language model behind `Runner`.
+    """Runs a Hugging Face causal language model, for texts of up to `context` tokens.
 
-    `attention` by default as `choose_attention` has it, `decoder` as `decoder_for` has it. With `capture` it keeps the
-    hidden states of all that it is fed.
+    `choose_attention` chooses `attention` and `decoder_for` the `decoder` where none is given. With `capture` it keeps
+    the hidden states of all that it is fed. Raises ModelError for a model that cannot be proved right, unless its class
+    and config were checked before (`is_checked`).
     """
 
     def __init__(
@@ -86,14 +75,17 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         decoder: Decoder | None = None,
         capture: StateCapture | None = None,
+        context: int | None = None,
+        is_checked: bool = False,
     ) -> None:
-        check_attention(model)
+        if not is_checked:
+            check_class(type(model), model.config, context=context)
         if capture is not None:
             check_layers(model, capture.layers)
         self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._cache = PagedCache(pages, page_size, model.dtype, model.device)
-        self._decode = decoder or decoder_for(model.eval())
+        self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
 
     @torch.inference_mode()

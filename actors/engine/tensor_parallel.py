@@ -41,6 +41,7 @@ from actors.grammars.grammar_compiler import grammars_of
 from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.forward_output import ForwardOutput
+from actors.models.model_check import check_model
 from actors.models.weights import LoadReport
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
@@ -155,6 +156,8 @@ class Rank:
                 backend, init_method=meeting_point, rank=self._index, world_size=spec.ranks, timeout=IDLE_TIMEOUT
             )
             self._group = join(device)
+        if self._index == 0:
+            check_model(Path(spec.folder), ranks=spec.ranks, max_context=spec.context)
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
@@ -169,7 +172,15 @@ class Rank:
         spec = self._spec
         assert self._model is not None, "load first"
         page_size = spec.cache.page_size
-        self._runner = ModelRunner(self._model, pages, page_size, self._attention, capture=self._capture(pages))
+        self._runner = ModelRunner(
+            self._model,
+            pages,
+            page_size,
+            self._attention,
+            capture=self._capture(pages),
+            context=spec.context,
+            is_checked=True,  # by the leader, while loading
+        )
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)

@@ -80,7 +80,7 @@ def draft_with(
     if proposable != list(range(rows)):
         reduce_head(model, token_ids)
     width = tokens_per_forward(model.config, setup.max_draft_tokens)
-    decoder = decoder_for(model.eval(), product)
+    decoder = decoder_for(model.eval(), product, setup.max_context)
     columns = None if frequent is None else HEAD_TOKENS
     head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
     masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.max_draft_tokens)
@@ -88,7 +88,7 @@ def draft_with(
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
-    runner = ModelRunner(model, pages, page_size, decoder=decoder)
+    runner = ModelRunner(model, pages, page_size, decoder=decoder, context=setup.max_context)
     draft_cache = DraftCache(pages, page_size)
     limits = DraftingLimits(
         options.draft_probs_top_k, options.min_confidence, max_positions=context_length(model.config)

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from actors.attention.batch import RaggedBatch
-from actors.attention.hugging_face import ATTENTION_NAME, register_attention
+from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
 from actors.models.forward_output import ForwardOutput
+from actors.models.rotary import fix_frequencies
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 
 KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
@@ -42,16 +43,17 @@ class ModelDecoder:
         model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, product)
         self._model = model
+        self._slot = share_batch(model)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
-        output = self._model(
-            input_ids=batch.tokens.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=batch.logit_at,
-            ragged_batch=batch,
-            **({"output_hidden_states": True} if layers else {}),
-        )
+        with self._slot.hold(batch):
+            output = self._model(
+                input_ids=batch.tokens.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=batch.logit_at,
+                **({"output_hidden_states": True} if layers else {}),
+            )
         streams = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1) if layers else None
         return ForwardOutput(output.logits[0], None, streams)
 
@@ -257,6 +259,7 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
     )
 
 
-def decoder_for(model: PreTrainedModel, product: Product = projection) -> Decoder:
-    """The leanest decoder that computes this model, with such products."""
+def decoder_for(model: PreTrainedModel, product: Product = projection, context: int | None = None) -> Decoder:
+    """Returns the leanest decoder that computes this model with such products, for texts of up to `context` tokens."""
+    fix_frequencies(model, context)
     return LlamaDecoder(model, product) if is_llama_kind(model) else ModelDecoder(model, product)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from actors.models.rotary import fix_frequencies
 from cluster.errors import ModelError
 
 DEFAULT_BASE = 10000.0  # default if the configuration names none; independent of the target's
@@ -61,6 +62,7 @@ def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
         rope_parameters=parameters,
     )
     rotary: nn.Module = LlamaRotaryEmbedding(config)
+    fix_frequencies(rotary)
     return rotary
 
 
