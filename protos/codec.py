@@ -1,6 +1,7 @@
-"""Between domain messages and protobuf frames: `to_pb` and `from_pb` translate, this packs and unpacks.
+"""Packs domain messages into protobuf frames and unpacks them; `to_pb` and `from_pb` translate each message.
 
-A message that does not fit is dropped and returned as `Malformed`, so that one bad message costs nobody else anything.
+A message that does not fit is dropped and returned as `Malformed`, so that one bad message does not affect the others
+of its frame.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ FrameT = TypeVar("FrameT", bound=ProtoMessage)
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A received message that was refused: of which kind, session and attempt, and why."""
+    """A received message that was refused: its kind, session and attempt, and the reason."""
 
     kind: str
     session: str
@@ -49,13 +50,13 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A received frame: what was well-formed, and what was not."""
+    """A received frame: its well-formed messages, and the malformed ones."""
 
     messages: tuple[Message, ...]
     malformed: tuple[Malformed, ...] = ()
 
 
-# Where each message sits in a frame. Frames are read in the order of their fields.
+# Field of each message in a frame. Receivers read a frame in the order of its fields.
 _FIELD: dict[type, str] = {
     Hello: "hello",
     Welcome: "welcome",
@@ -76,10 +77,10 @@ _FIELD: dict[type, str] = {
 
 
 def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
-    """Packs messages into one frame of the type that this stream and direction carry.
+    """Packs messages into one frame of the type for this stream and direction.
 
-    Raises KeyError for a message that frames never carry, ValueError for one that this frame type has no
-    place for: both are faults of the sender's code.
+    Raises KeyError for a message that frames never carry, ValueError for one that this frame type has no field for.
+    Both are bugs of the sender.
     """
     fields: dict[str, Any] = {}
     for message in messages:
@@ -93,7 +94,7 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
 
 
 def encoded_bytes(message: Message) -> int:
-    """About how many bytes a message takes in a frame."""
+    """Returns the approximate size of a message in a frame, in bytes."""
     if isinstance(message, Block):
         return 256 + _tree_bytes(message.tree)
     if isinstance(message, States):
@@ -123,7 +124,7 @@ def _tree_bytes(tree: DraftTree) -> int:
 
 
 def decode(frame: ProtoMessage) -> Decoded:
-    """Unpacks a frame; malformed messages are set aside, never raised."""
+    """Unpacks a frame. Malformed messages are returned separately, never raised."""
     messages: list[Message] = []
     malformed: list[Malformed] = []
     for descriptor, value in frame.ListFields():

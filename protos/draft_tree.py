@@ -1,4 +1,4 @@
-"""What a drafter proposes: a tree of candidate tokens, of which a chain is the plain case."""
+"""Draft tokens as a tree; a chain is the simplest case."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ MAX_BLOCK_TOKENS = 128
 
 @value
 class SparseProbs:
-    """Truncated draft probabilities, positions x width; a probability is weight / sum of its row's weights."""
+    """Truncated draft probabilities, positions x width. A probability is weight / sum of its row's weights."""
 
     token_ids: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[int, ...], ...]
@@ -23,10 +23,10 @@ _CHAIN = tuple(range(-1, MAX_BLOCK_TOKENS - 1))
 
 @value
 class DraftTree:
-    """Candidate tokens: node i is `tokens[i]`, to come after node `parents[i]`, or after the prefix for -1.
+    """Candidate tokens: node i is `tokens[i]` and follows node `parents[i]`, or the prefix if that is -1.
 
-    Parents come before their children, and no two children of one node have the same token. A chain has the parents
-    -1, 0, 1, ...; only a chain has `probs`, which its tokens were drawn from.
+    Parents come before their children, and no two children of one node have the same token. A chain has the parents -1,
+    0, 1, ...; only a chain may have `probs`, the distributions that its tokens were drawn from.
     """
 
     tokens: tuple[int, ...]
@@ -35,7 +35,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...], probs: SparseProbs | None = None) -> "DraftTree":
-        """Tokens that follow one another."""
+        """Makes a tree of tokens that follow one another."""
         return cls(tokens, _CHAIN[: len(tokens)], probs)
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class DraftTree:
 
     @property
     def depths(self) -> list[int]:
-        """Of each node: how many nodes it comes after."""
+        """Depth of each node, 0 for those after the prefix."""
         found: list[int] = []
         for parent in self.parents:
             found.append(found[parent] + 1 if parent >= 0 else 0)
@@ -55,7 +55,7 @@ class DraftTree:
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """To each node: the nodes that it comes after, in order, and itself."""
+        """Path to each node: its ancestors in order, and the node itself."""
         found: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             found.append((*found[parent], node) if parent >= 0 else (node,))
@@ -63,7 +63,7 @@ class DraftTree:
 
     @property
     def trunk(self) -> tuple[int, ...]:
-        """Tokens of the path that takes every node's first child, which is the likeliest."""
+        """Tokens of the main path, which takes the first and likeliest child of every node."""
         if self.is_chain:
             return self.tokens
         found: list[int] = []
@@ -76,7 +76,7 @@ class DraftTree:
 
     @property
     def off_trunk(self) -> list[tuple[int, ...]]:
-        """Tokens of the paths that leave the trunk with their last node."""
+        """Tokens of the paths that leave the main path with their last node."""
         trunk = self.trunk
         parents = (-1, *self.along(trunk))
         return [
@@ -87,11 +87,11 @@ class DraftTree:
         ]
 
     def children(self, parent: int) -> tuple[int, ...]:
-        """Tokens that come after a node, or after the prefix for -1."""
+        """Returns the tokens that follow a node, or the prefix for -1."""
         return tuple([token for token, at in zip(self.tokens, self.parents, strict=True) if at == parent])
 
     def within(self, depth: int) -> "DraftTree":
-        """The nodes that come after fewer than so many others."""
+        """Returns the nodes of depth less than `depth`."""
         if self.is_chain:
             return self.first(depth)
         kept = [node for node, at in enumerate(self.depths) if at < depth]
@@ -101,17 +101,17 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """Nodes on the longest path."""
+        """Number of nodes on the longest path."""
         return len(self.tokens) if self.is_chain else 1 + max(self.depths)
 
     def first(self, count: int) -> "DraftTree":
-        """The first nodes, which are a tree too."""
+        """Returns the first `count` nodes, which form a tree too."""
         if count >= len(self.tokens):
             return self
         return DraftTree(self.tokens[:count], self.parents[:count], _part(self.probs, slice(count)))
 
     def along(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The path of nodes that have these tokens one after the other, as far as there is one."""
+        """Returns the nodes of the path that these tokens take, as far as it exists."""
         found: list[int] = []
         last = -1
         for node, parent in enumerate(self.parents):
@@ -123,13 +123,13 @@ class DraftTree:
         return tuple(found)
 
     def after(self, tokens: Sequence[int]) -> "DraftTree":
-        """What comes after these tokens; nothing if they are not in the tree."""
+        """Returns the subtree after these tokens; empty if they are not in the tree."""
         path = self.along(tokens)
         if len(path) < len(tokens):
             return NO_TREE
         if not path:
             return self
-        places = {path[-1]: -1}  # of the nodes that stay, in the new tree
+        places = {path[-1]: -1}  # new index of each node that stays
         for node, parent in enumerate(self.parents):
             if parent in places and node not in places:
                 places[node] = len(places) - 1

@@ -1,6 +1,6 @@
-"""From protobuf to domain messages: one function a kind, each of which raises ValueError for what does not fit.
+"""Converts protobuf messages to domain messages, with one function per kind that raises ValueError for bad input.
 
-It checks everything that can be checked without knowing a session: sizes that fit together, values in range.
+Everything that can be checked without knowing the session is checked here: consistent sizes, values in range.
 """
 
 import math
@@ -47,12 +47,12 @@ from protos.messages import (
 from protos.scores import MAX_TOP, NO_SCORING, Scoring, TokenScore
 from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 
-MAX_PENALTY = 2  # as in OpenAI's API; beyond it, logits could overflow
-REPETITION_PENALTIES = (0.01, 100.0)  # the least and the most; beyond them, logits could overflow
+MAX_PENALTY = 2  # as in OpenAI's API; larger values could overflow logits
+REPETITION_PENALTIES = (0.01, 100.0)  # least and most; values outside could overflow logits
 MAX_BIAS = 100  # as in OpenAI's API
 MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
-MAX_KEY_BYTES = 64  # of blake2b
+MAX_KEY_BYTES = 64  # limit of blake2b
 _TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -259,7 +259,7 @@ def _collapse_from_pb(m: pb.Collapse) -> Collapse:
 
 
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
-    """Words only what is wrong: nothing is decoded more often."""
+    """Formats errors only on failure, because this is the most frequently decoded message."""
     tokens = _int32_tuple(m.tokens, "tokens")
     decided = len(tokens)
     if not decided:

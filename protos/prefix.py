@@ -1,7 +1,7 @@
-"""A token sequence that knows the rolling hash of each of its prefixes.
+"""Token sequence with the rolling hash of each of its prefixes.
 
-Blocks and verdicts are addressed by (length, hash of everything before), so that a message for another history can
-never be applied.
+Blocks and verdicts are addressed by (length, hash of everything before), so a message for another history can never be
+applied.
 """
 
 from array import array
@@ -12,12 +12,12 @@ _INCREMENT = 0x9E3779B97F4A7C15 * 0xBF58476D1CE4E5B9 & _MASK
 
 
 def extend_hash(state: int, token: int) -> int:
-    """Hash of a prefix grown by one token: splitmix64's finaliser over the previous state and the token."""
+    """Returns the hash of a prefix extended by one token: splitmix64's finalizer over the state and the token."""
     return hashes_after(state, (token,))[0]
 
 
 def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
-    """The same after each of `tokens`, in one call, because every party hashes every token."""
+    """Returns the hashes after each of `tokens`, in one call, because every process hashes every token."""
     hashes = []
     mask = _MASK
     increment = _INCREMENT
@@ -33,16 +33,16 @@ def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
 class Prefix:
     """Tokens with their prefix hashes.
 
-    `key` keys the hash: it is drawn per session, so that no client can choose prompts that collide.
+    `key` is drawn per session, so that no client can choose prompts whose hashes collide.
     """
 
     __slots__ = ("_hashes", "hash", "length", "tokens")
 
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self.length = 0  # of the tokens
+        self.length = 0  # number of tokens
         self.hash = extend_hash(key & _MASK, 0)  # over all tokens
-        # _hashes[n] covers the first n tokens; an array, for as objects they would take most of a session's memory.
+        # _hashes[n] covers the first n tokens. An array: as int objects they would dominate a session's memory.
         self._hashes = array("Q", (self.hash,))
         self.extend(tokens)
 
@@ -50,11 +50,11 @@ class Prefix:
         return self.length
 
     def hash_at(self, length: int) -> int | None:
-        """Hash over the first `length` tokens, or None when there are fewer."""
+        """Returns the hash over the first `length` tokens, or None if there are fewer."""
         return self._hashes[length] if 0 <= length <= self.length else None
 
     def matches(self, length: int, prefix_hash: int) -> bool:
-        """Whether the first `length` tokens have this hash."""
+        """Returns whether the first `length` tokens have this hash."""
         return 0 <= length <= self.length and self._hashes[length] == prefix_hash
 
     def append(self, token: int) -> None:

@@ -25,7 +25,7 @@ def generate(folder: Path) -> None:
 
 
 def stale_stubs() -> list[str]:
-    """Names of the committed stubs that differ from what the proto generates."""
+    """Returns the names of the committed stubs that differ from what the proto file generates."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         fresh = Path(scratch) / "protos"

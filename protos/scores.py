@@ -1,28 +1,28 @@
-"""What a target says of tokens: their log probabilities, and the likeliest ones beside them."""
+"""Log probabilities that a target reports: those of its tokens, and of the likeliest alternatives."""
 
 from dataclasses import dataclass
 
 from protos.values import value
 
-MAX_TOP = 20  # likeliest tokens that are told of a place
+MAX_TOP = 20  # most alternatives reported per place
 
 
 @value
 class TokenScore:
-    """Of one place: how likely its token was, the how-manieth likeliest, and which ones were the likeliest."""
+    """Score of one place: its token's log probability and rank, and the likeliest tokens there."""
 
     logprob: float
-    rank: int  # 1: no other is likelier
+    rank: int  # 1: the likeliest token
     top_ids: tuple[int, ...] = ()  # likeliest first
     top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How many of the likeliest tokens are to be told of each place; None: nothing is told of the place at all."""
+    """Number of likeliest tokens to report per place; None: no scores for these places at all."""
 
-    top: int | None = None  # of generated tokens
-    prompt_top: int | None = None  # of the prompt's
+    top: int | None = None  # for generated tokens
+    prompt_top: int | None = None  # for prompt tokens
 
     @property
     def is_wanted(self) -> bool:

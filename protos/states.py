@@ -1,39 +1,39 @@
-"""Hidden states of the target as they travel: which a drafting method needs, and how a row of them is laid out.
+"""Hidden states of the target on the wire: what a drafting method needs, and the layout of a row.
 
-A row is the states after one token, at that token's position.
+A row holds the states after one token, at that token's position.
 """
 
 from enum import IntEnum
 
 from protos.values import value
 
-MAX_STATES_WIDTH = 1 << 18  # elements of a row: eight layers of a model that is 32 768 wide
-MAX_STATES_BYTES = 1 << 20  # of the rows of one message, unless it has one row
-SCALE_BYTES = 4  # a float32, after the elements of a row that are scaled
+MAX_STATES_WIDTH = 1 << 18  # elements per row: eight layers of a model with hidden size 32,768
+MAX_STATES_BYTES = 1 << 20  # bytes of the rows in one message, unless it has only one row
+SCALE_BYTES = 4  # one float32 after the elements of a scaled row
 
 
 class StateDtype(IntEnum):
-    """How the elements of a row are written, little-endian."""
+    """Encoding of the elements of a row, little-endian."""
 
     BFLOAT16 = 1
-    FLOAT8 = 2  # e4m3, with one float32 that all elements of the row are to be multiplied by
+    FLOAT8 = 2  # e4m3, with one float32 factor for all elements of the row
 
 
 @value
 class StatesNeeded:
-    """What a drafting method reads of the target.
+    """Hidden states of the target that a drafting method reads.
 
-    Layers are numbered as Hugging Face's `output_hidden_states` numbers them: 0 is the embeddings, k the residual
-    stream after k layers, and the model's number of layers that stream after its final norm. A row has those of all
-    layers one after the other, `width` elements. Where the method begins with a projection of such a row alone, the
-    target may apply it and send `projected_width` elements instead.
+    Layers are numbered as in Hugging Face's `output_hidden_states`: 0 is the embeddings, k the residual stream after k
+    layers, and the model's number of layers is the stream after its final norm. A row concatenates the states of all
+    `layers`, `width` elements. If the method first projects each row on its own, the target may apply the projection
+    and send `projected_width` elements instead.
     """
 
     layers: tuple[int, ...]
     width: int
     projected_width: int | None = None
-    window: int | None = None  # how many of a text's latest states are read; None: all of them
-    sees: int | None = None  # how many of them what it drafts depends on at all; None: all
+    window: int | None = None  # number of a text's latest states that are read; None: all
+    sees: int | None = None  # number of latest states that drafts depend on at all; None: all
 
 
 @value

@@ -1,4 +1,4 @@
-"""From domain messages to protobuf: one function a kind."""
+"""Converts domain messages to protobuf messages, with one function per kind."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Frozen values that are made several times in every round."""
+"""Decorator for frozen values that are created several times per round."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
@@ -8,9 +8,8 @@ Kind = TypeVar("Kind")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value(kind: type[Kind]) -> type[Kind]:
-    """A frozen dataclass with slots, but that it is the type checker who lets nobody write to it.
+    """Makes a dataclass with slots that only the type checker treats as frozen.
 
-    The interpreter does that at the price of a call for each field of each new value, which makes it take thrice as
-    long.
+    Enforcing it at run time costs a call per field of each new value, which makes creation three times as slow.
     """
     return dataclass(slots=True, unsafe_hash=True)(kind)
