@@ -1,1 +1,6 @@
-"""What a running deployment is at, as tables: `slipstream status`."""
+"""`slipstream status`: the state of a running deployment, as terminal tables.
+
+`status.py` is the entry point: it reads the HTTP endpoint and, through Ray, what replicas answer to `inspect`. The
+other modules make its tables: acceptance, pool sizes and versions of prompts. `watching.py` is `slipstream status
+--watch`.
+"""

@@ -1,6 +1,6 @@
-"""What `slipstream status` shows of acceptance: drafters and their check at load, what was done about bad ones, counts.
+"""Tables of `slipstream status` about acceptance: load checks of drafters, remedies for bad ones, and counts.
 
-Each table is made of what replicas answer to `inspect`.
+All tables are made from what replicas answer to `inspect`.
 """
 
 from collections import Counter
@@ -13,11 +13,11 @@ from cluster.routing.assignment import LOST, PLANNED
 from serve_app.tables import shown, table
 
 REMEDIES = ("resynced", "replaced", "plain", "given up")
-POSITIONS = 6  # of a block, that are shown
+POSITIONS = 6  # number of positions in a block that are shown
 
 
 def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Each drafter with its check at load; a warning stays for as long as the drafter lives."""
+    """Tabulates drafters with their load checks; a warning stays for the life of the drafter."""
     made = table("Drafters", "drafter", "address", "method", "expected", "accepted", "check at load")
     for one in drafters:
         check = one["load_check"]
@@ -27,7 +27,10 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """What routers did about drafters whose blocks became bad: sessions, and times that a drafter was given up."""
+    """Tabulates what routers did about drafters whose blocks became bad.
+
+    Remedies are counted in sessions; "given up" counts the times that a drafter was given up.
+    """
     made = table("Blocks that became bad", "drafter", *REMEDIES)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
@@ -38,7 +41,7 @@ def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Sessions that left a target or a drafter before their end, as planned or because it was lost."""
+    """Tabulates sessions that left a target or a drafter before their end, planned or because it was lost."""
     made = table("Sessions that went on elsewhere", "pool", PLANNED, LOST)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
@@ -49,7 +52,7 @@ def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Chance of each position of a block to be accepted, given those before it, by what blocks are told apart by."""
+    """Tabulates the acceptance of each position of a block, given those before it, by kind of block."""
     places = [str(position) for position in range(1, POSITIONS + 1)]
     made = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *places)
     methods = {one["name"]: one["method"] for one in drafters}

@@ -1,6 +1,6 @@
-"""What `slipstream status` shows of the pools' sizes: what each needs by now, and why.
+"""Table of `slipstream status` about pool sizes: how many replicas each pool needs now, and why.
 
-By the policy itself, over the latest report of each replica; Serve's controller, which decides, has means over seconds.
+The policy is applied to the latest report of each replica. Serve's controller, which decides, averages over seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,14 @@ from serve_app.operations.ray_cluster import ClusterError
 from serve_app.tables import table
 
 Inspected = Sequence[Mapping[str, Any]]
-Bounds = Mapping[str, tuple[int, int]]  # of replicas, by deployment; of pools alone
+Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, for pools only
 
 
 def told_bounds(details: Mapping[str, Any]) -> Bounds:
-    """Of what Serve says of an application. Raises ClusterError where it says nothing of a pool: one has ended."""
+    """Reads the bounds from Serve's details of an application.
+
+    Raises ClusterError if a pool is missing, which means that it has ended.
+    """
     deployments = details.get("deployments", {})
     if missing := [name for name in POOLS if name not in deployments]:
         raise ClusterError(f"Serve knows no {' and no '.join(missing)} of it any more")
@@ -29,7 +32,7 @@ def told_bounds(details: Mapping[str, Any]) -> Bounds:
 
 
 def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Table:
-    """Of what replicas answer to `inspect`; the targets know how the pools are to scale."""
+    """Tabulates the pools from what replicas answer to `inspect`; targets report the scaling settings of both."""
     made = table("Pools", "pool", "replicas", "bounds", "needed", "why")
     if not targets:
         return made

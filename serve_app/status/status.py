@@ -1,4 +1,4 @@
-"""`slipstream status`: what a running deployment says of itself, over HTTP and through Ray."""
+"""`slipstream status`: what a running deployment reports, over HTTP and through Ray."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from serve_app.tables import shown, table
 
 
 async def endpoint_status(url: str) -> Group:
-    """Health, model, counters and versions of prompts; raises EndpointError when nothing answers."""
+    """Returns health, model, counters and versions of prompts. Raises EndpointError if nothing answers."""
     async with ChatEndpoint.at(url) as endpoint:
         health = await endpoint.health()
         model = await endpoint.model()
@@ -31,9 +31,9 @@ async def endpoint_status(url: str) -> Group:
 
 
 def ray_status(address: str, application: str) -> Group | str:
-    """Every deployment of every application on the cluster, or why there is nothing to see.
+    """Returns the deployments of all applications on the cluster, or why there are none.
 
-    With what the replicas of `application` have counted.
+    For `application`, the tables of its replicas' counters are included.
     """
     try:
         with connected(address):
@@ -67,7 +67,7 @@ def _counted(application: str) -> Group | str:
 
 
 def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """What replicas have counted since each began, of what they answer to `inspect`."""
+    """Tabulates counters since replicas began, from what they answer to `inspect`."""
     made = table("Since the replicas began", "what", "value")
     drafting = sum((Counter(one["counts"]) for one in drafters), Counter[str]())
     passes = drafting["passes"] + drafting["passes_ahead"]
@@ -97,19 +97,19 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
 
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
-    """How each target replica attends, and whether it asks for drafts: what it has measured of both."""
+    """Tabulates each target replica's attention backend and measured gain of speculation."""
     made = table("Targets", "pid", "attention", "plain tokens/s", "gain by speculation", "speculation")
     for target in targets:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"
-        reports = dict.fromkeys(_attention(report) for report in target["attention"])  # ranks that agree, once
+        reports = dict.fromkeys(_attention(report) for report in target["attention"])  # equal reports once
         measured = shown(speculation["plain_rate"], ".1f"), shown(speculation["gain"])
         made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
     return made
 
 
 def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """What came of the requests that routers chose to audit."""
+    """Tabulates the outcomes of audited requests."""
     made = table("Audits since the routers began", "what", "requests")
     for outcome in OUTCOMES:
         made.add_row(outcome, str(sum(one["audits"][outcome] for one in routers)))
@@ -120,7 +120,7 @@ def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _attention(report: Mapping[str, Any]) -> str:
-    """The chosen backend, and how each that was tried fared; on a CPU there is no choice."""
+    """Describes the chosen backend and each one that was tried; on a CPU there is no choice."""
     slow = (
         " (SLOW: on a GPU, only where nothing else works)" if report["tried"] and report["chosen"] == "gathered" else ""
     )

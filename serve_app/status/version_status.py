@@ -1,4 +1,4 @@
-"""What `slipstream status` shows of the versions of prompts that clients name."""
+"""Table of `slipstream status` about the versions of prompts that clients name."""
 
 from collections import defaultdict
 
@@ -12,7 +12,7 @@ VERSION = "prompt_version"
 
 
 def versions_table(exposition: str) -> Table | None:
-    """By version, over all routers; None where no client has named one."""
+    """Sums counters by version over all routers; None if no client has named a version."""
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples if family.name.startswith(FAMILY) else ():

@@ -1,4 +1,4 @@
-"""`slipstream status --watch`: what the live page shows, in a terminal, again every second."""
+"""`slipstream status --watch`: the content of the live page in a terminal, refreshed every second."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 
 async def watch(url: str, key: str | None, console: Console) -> None:
-    """Until it is interrupted; raises EndpointError when nothing answers."""
+    """Shows the state until interrupted. Raises EndpointError if nothing answers."""
     async with ChatEndpoint.at(url, key) as endpoint:
         with Live(console=console, auto_refresh=False) as live:
             while True:
@@ -27,7 +27,7 @@ async def watch(url: str, key: str | None, console: Console) -> None:
 
 
 def watched(url: str, state: State) -> Group:
-    """One look at what the server says of itself."""
+    """Renders one snapshot of the server's state."""
     figures = table(f"{state['model']} at {url}", "now", "")
     figures.add_row("tokens/s", shown(state["tokens_per_s"], ".1f"))
     figures.add_row("target busy", _percent(state["busy"]))
