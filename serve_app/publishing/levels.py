@@ -1,10 +1,10 @@
-"""What is so in a process now, and what vLLM counts of an engine: families that are made when they are asked for.
+"""Metrics of a process's current state, and vLLM's counters of an engine: families made at collection time.
 
 Share of the time that speculation was on, by replica:
 
     avg_over_time(ray_slipstream_speculation_on[1h])
 
-How long blocks take, from the verdict before to their arrival at the target:
+Time from the previous verdict to the arrival of a block at the target:
 
     sum(rate(ray_slipstream_block_delay_seconds_total[5m])) / sum(rate(ray_slipstream_timed_blocks_total[5m]))
 """
@@ -19,7 +19,7 @@ from serve_app.router import RouterActivity
 
 
 def target_levels(activity: TargetActivity, preempted: int, model: str) -> Iterator[Metric]:
-    """Of a target replica."""
+    """Yields the families of a target replica."""
     yield _gauge("slipstream_speculation_on", "Whether drafts are asked for", float(activity.speculates))
     yield _gauge("slipstream_speculation_gain", "Throughput with speculation over plain decoding's", activity.gain)
     yield _gauge("slipstream_plain_tokens_per_second", "Of plain decoding, as measured", activity.plain_rate)
@@ -40,13 +40,13 @@ def target_levels(activity: TargetActivity, preempted: int, model: str) -> Itera
 
 
 def drafter_levels(sessions: Mapping[str, float], pass_s: Mapping[str, float]) -> Iterator[Metric]:
-    """Of a drafter."""
+    """Yields the families of a drafter."""
     yield _gauge("slipstream_drafter_sessions", "Sessions drafted for", sessions["sessions"])
     yield _counter("slipstream_drafting_seconds", "In passes asked for, and ahead of verdicts", pass_s, "cause")
 
 
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
-    """Of a router, beside what it measures of requests."""
+    """Yields the families of a router, in addition to its measurements of requests."""
     yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a place", activity.seeking, {MODEL: model})
     breakers = GaugeMetricFamily("slipstream_breaker_open", "Whether a drafter gets no sessions", labels=("drafter",))
     for drafter, is_open in activity.breakers.items():

@@ -1,4 +1,4 @@
-"""Families of metrics as bytes, on their way from one process to another."""
+"""Encoding of metric families as bytes, to send them from one process to another."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ FAMILIES = TypeAdapter(list[_Family])
 
 
 def pack_families(families: Iterable[Metric]) -> bytes:
-    """Small: names and labels, which repeat, compress well."""
+    """Encodes families compactly: names and labels repeat, so they compress well."""
     return packed([_Family(one.name, one.documentation, one.type, _samples(one)) for one in families])
 
 
@@ -31,11 +31,11 @@ def _samples(family: Metric) -> list[tuple[str, dict[str, str], float]]:
 
 
 def unpack_families(message: bytes) -> list[Metric]:
-    """What `pack_families` was given; raises ValueError for anything else."""
+    """Reverses `pack_families`; raises ValueError for anything else."""
     return [_metric(family) for family in unpacked(message, FAMILIES)]
 
 
 def _metric(family: _Family) -> Metric:
-    made = Metric(family.name, family.documentation, family.type)  # raises ValueError for a type that there is not
+    made = Metric(family.name, family.documentation, family.type)  # raises ValueError for an unknown type
     made.samples = [Sample(*sample) for sample in family.samples]
     return made

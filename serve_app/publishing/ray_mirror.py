@@ -1,8 +1,8 @@
-"""A process's families among Ray's metrics: each sample as it stands, every few seconds.
+"""Mirror of a process's families in Ray's metrics: each sample's value, every few seconds.
 
-Ray takes no name with a colon, so `vllm:x` is `vllm_x` there, and it puts `ray_` before each name. Its histograms take
-one observation after the other, on the path of each; here they are counted by Prometheus' client, which is cheaper, and
-what is mirrored are its buckets, sums and counts. To Ray these are gauges, and to a query the same.
+Ray allows no colon in names, so `vllm:x` becomes `vllm_x`, and it prefixes each name with `ray_`. Ray's histograms take
+single observations in the hot path. Prometheus' client counts them more cheaply, and its buckets, sums and counts are
+mirrored. For Ray these are gauges; for queries they are equivalent.
 """
 
 import time
@@ -14,8 +14,8 @@ from prometheus_client.samples import Sample
 from ray.serve import metrics
 
 PERIOD_S = 5.0  # Ray itself reports every ten seconds
-TOTAL = "_total"  # which Ray adds to the names of counters by itself
-CREATED = "_created"  # of no use to anybody
+TOTAL = "_total"  # suffix that Ray itself adds to names of counters
+CREATED = "_created"  # not mirrored
 
 
 class RayCounter(Protocol):
@@ -27,7 +27,7 @@ class RayGauge(Protocol):
 
 
 def ray_name(name: str) -> str:
-    """What a sample is called when it is given to Ray."""
+    """Returns the name under which a sample is given to Ray."""
     return name.replace(":", "_")
 
 
@@ -42,7 +42,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...]) -> RayGauge:
 
 
 class RayMirror:
-    """Of one process. To be made in it, where Serve can tell which replica it is."""
+    """Mirror of one process; must be created in it, so that Serve can identify the replica."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RayMirror:
         gauge: Callable[[str, str, tuple[str, ...]], RayGauge] = _gauge,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`collect` is asked for what there is by now."""
+        """`collect` returns the current families."""
         self._collect = collect
         self._counter = counter
         self._gauge = gauge
@@ -62,7 +62,7 @@ class RayMirror:
         self._due = clock()
 
     def publish(self) -> None:
-        """Gives Ray what is so by now; at once again, it does nothing, so it may be called as often as one likes."""
+        """Gives Ray the current values. Does nothing until PERIOD_S has passed, so it may be called at any rate."""
         now = self._clock()
         if now < self._due:
             return
@@ -95,7 +95,10 @@ class RayMirror:
 
 
 def exported(families: Iterable[Metric]) -> Mapping[str, set[str]]:
-    """By name at Ray's port, the labels of each sample that a mirror of these families publishes; Serve's are added."""
+    """Returns the labels of each sample that a mirror of these families publishes, by its name at Ray's port.
+
+    Serve's labels are added there.
+    """
     found: dict[str, set[str]] = {}
     for family in families:
         for sample in family.samples:

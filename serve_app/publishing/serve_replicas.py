@@ -1,4 +1,4 @@
-"""Families of replicas of Ray Serve: which replica they are of, and how all of a deployment are asked for theirs."""
+"""Metric families of Ray Serve replicas: labels of the own replica, and collection from a whole deployment."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,25 +13,25 @@ from serve_app.publishing.whole_exposition import Gather
 
 
 def packed(families: Iterable[Metric]) -> bytes:
-    """With the labels that Serve gives to a replica's metrics among Ray's; small, for Ray carries it in its reply."""
+    """Packs families with the labels that Serve gives a replica's metrics; compact, for Ray's reply."""
     context = serve.get_replica_context()
     labels = {"deployment": context.deployment, "replica": context.replica_tag, "application": context.app_name}
     return pack_families(with_labels(families, labels))
 
 
 def own_deployment() -> DeploymentHandle[Any]:
-    """The deployment that this replica is of."""
+    """Returns a handle to the deployment of this replica."""
     context = serve.get_replica_context()
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(context.deployment, context.app_name)
     return handle
 
 
 def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
-    """Asks each replica of a deployment for its `metrics`."""
+    """Returns a function that calls `metrics` on each replica of a deployment."""
 
     async def ask() -> Sequence[Sequence[Metric]]:
         answers: Sequence[bytes | Exception]
-        answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # some may just be leaving
+        answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # some may be shutting down
         return [unpack_families(answer) for answer in answers if isinstance(answer, bytes)]
 
     return ask

@@ -1,6 +1,7 @@
-"""Our measures under vLLM's names as well, so that dashboards, autoscalers and load generators made for vLLM find them.
+"""Our metrics under vLLM's names, for dashboards, autoscalers and load generators made for vLLM.
 
-Nothing is measured twice: a family that vLLM has, too, is read once more under its name when it is collected.
+Nothing is measured twice: a family that vLLM has too is read again under vLLM's name at collection. @= NAMES : A
+router's families that vLLM has too, with vLLM's names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ NAMES: Mapping[str, str] = {
 
 
 class VllmNames(Collector):
-    """The families of a registry that vLLM knows, under its names and with the model that it labels them with."""
+    """Families of a registry that vLLM has too, under vLLM's names and with its label for the model."""
 
     def __init__(self, source: Collector, model: str, names: Mapping[str, str] = NAMES) -> None:
         self._source = source
@@ -45,7 +46,7 @@ class VllmNames(Collector):
 
 
 def renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
-    """The same family under another name, with further labels."""
+    """Returns the family under another name, with further labels."""
     made = Metric(name, family.documentation, family.type)
     made.samples = [
         Sample(name + sample.name.removeprefix(family.name), {**sample.labels, **labels}, sample.value)
@@ -55,5 +56,5 @@ def renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
 
 
 def with_labels(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Families with further labels."""
+    """Adds labels to families."""
     return (renamed(family, family.name, labels) for family in families)

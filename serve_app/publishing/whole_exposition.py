@@ -1,4 +1,4 @@
-"""The metrics of a whole deployment in one answer, whichever of its routers is asked."""
+"""Metrics of a whole deployment in one response, from any of its routers."""
 
 import asyncio
 import logging
@@ -10,14 +10,14 @@ from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # for other processes to say what they have: who is slower is left out of this answer
+ANSWER_S = 2.0  # time for other processes to answer; slower ones are left out
 
 Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
 """Asks all replicas of one deployment; each answers families that carry its name."""
 
 
 class WholeExposition:
-    """What Prometheus is told at `/metrics`."""
+    """Produces the response to Prometheus at `/metrics`."""
 
     def __init__(self, pools: Iterable[Gather]) -> None:
         self._pools = tuple(pools)
@@ -31,13 +31,13 @@ async def _asked(pool: Gather) -> Sequence[Sequence[Metric]]:
     try:
         async with asyncio.timeout(ANSWER_S):
             return await pool()
-    except Exception as error:  # noqa: BLE001  # whatever befell others, the rest of the metrics is told
+    except Exception as error:  # noqa: BLE001  # whatever failed elsewhere, the other metrics are published
         log.warning("some replicas did not say what they have counted: %s", error or type(error).__name__)
         return ()
 
 
 def exposition(replicas: Iterable[Iterable[Metric]]) -> bytes:
-    """In Prometheus' text format, where all samples of a family stand together, whoever has them."""
+    """Renders Prometheus' text format, which requires all samples of a family to be adjacent."""
     registry = CollectorRegistry()
     registry.register(_Merged(replicas))
     return generate_latest(registry)
