@@ -1,4 +1,4 @@
-"""The live page over HTTP: its files, and its state as JSON."""
+"""HTTP routes of the live page: its files, and its state as JSON."""
 
 from importlib.resources import files
 
@@ -11,7 +11,7 @@ from serve_app.page.page_watch import PageWatch
 
 HEADERS = {
     "Cache-Control": "no-cache",
-    # Nothing but this server's own files, and no frame around them.
+    # Only this server's own files are allowed, and no embedding in frames.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -21,7 +21,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 
 
 def page_routes(watch: PageWatch) -> list[Route]:
-    """`/`, the files that it names, and `/page/state`."""
+    """Returns the routes `/`, the static files, and `/page/state`."""
 
     async def state(_: Request) -> Response:
         return as_json(await watch.state())
@@ -35,7 +35,7 @@ def _static_routes() -> list[Route]:
 
 
 def _file_route(path: str, name: str) -> Route:
-    """Files are read once: they are few and small."""
+    """Serves a file that is read once, because files are few and small."""
     content = (files("serve_app.page") / "static" / name).read_bytes()
     media_type = TYPES[name[name.rindex(".") :]]
 

@@ -1,6 +1,6 @@
-"""What the live page shows, of two rounds of samples. Pure.
+"""State of the live page, computed from two rounds of samples. Pure.
 
-Sessions are told as counts: nothing here leads back to a request. What a large fleet would make long is cut.
+Sessions appear only as counts, so nothing here identifies a request. Lists are cut for large fleets.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from cluster.pacing.acceptance import AcceptanceCounts
 from cluster.telemetry import Actor, Event, Span, spans, unpack
 from serve_app.page.samples import WINDOW_S, DraftSample, Sample, TargetSample, shown_stages
 
-MOST_REPLICAS = 64  # listed of each pool
-MOST_TRACKS = 16  # drawn
-MOST_BARS = 250  # of a track; the latest
+MOST_REPLICAS = 64  # most replicas listed per pool
+MOST_TRACKS = 16  # most tracks drawn
+MOST_BARS = 250  # most bars per track; the latest
 
 Bar = tuple[str, float, float, int]
 """A stage, from when on and for how long, in ms of the window, and for how many sessions."""
@@ -40,11 +40,11 @@ class DrafterState(_Shown):
     method: str
     sessions: int
     draft_tokens_per_s: float | None
-    ahead: float | None  # share of its passes that were ahead of a verdict
+    ahead: float | None  # share of passes ahead of a verdict
 
 
 class Track(_Shown):
-    """An actor's line."""
+    """Timeline of one actor."""
 
     actor: str
     role: str
@@ -52,7 +52,7 @@ class Track(_Shown):
 
 
 class PageState(_Shown):
-    """GET /page/state. Rates are of the time since the sample before, and null without one."""
+    """Response of GET /page/state. Rates cover the time since the previous sample, and are null without one."""
 
     model: str
     window_ms: float
@@ -61,21 +61,21 @@ class PageState(_Shown):
     unlisted: int  # replicas beyond those listed
     tokens_per_s: float | None
     busy: float | None  # mean of the targets
-    accepted: float | None  # share of the draft tokens that arrived lately
+    accepted: float | None  # share of recent draft tokens that were accepted
     acceptance: tuple[float, ...]  # by position in a block, given those before it; since the replicas began
     tracks: tuple[Track, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one target replica between two samples."""
+    """Rates of one target replica between two samples."""
 
     busy: float
     tokens_per_s: float
 
 
 def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> PageState:
-    """All that is shown; `before` are the samples of a moment ago, or nothing."""
+    """Computes the state; `before` are the samples of a moment ago, or empty."""
     earlier = {sample.name: sample for sample in before}
     targets = [sample for sample in now if isinstance(sample, TargetSample)]
     drafters = [sample for sample in now if isinstance(sample, DraftSample)]
@@ -95,7 +95,7 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
 
 
 def _rates(before: Sample | None, now: TargetSample) -> Rates | None:
-    """None where the replica was not sampled before, or has begun anew since."""
+    """Returns None if the replica was not sampled before, or has restarted since."""
     if not isinstance(before, TargetSample) or (passed := now.at_s - before.at_s) <= 0:
         return None
     tokens = now.decided_tokens - before.decided_tokens
@@ -139,7 +139,7 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 
 def _tracks(samples: Sequence[Sample]) -> tuple[Track, ...]:
-    """The last seconds up to the latest sample, drafters above targets."""
+    """Returns the last seconds up to the latest sample, drafters above targets."""
     actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MOST_TRACKS]]
     found = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
@@ -148,7 +148,7 @@ def _tracks(samples: Sequence[Sample]) -> tuple[Track, ...]:
 
 
 def _up_to_now(actor: Actor, now: float) -> Actor:
-    """What it is at has lasted until now: an actor makes one pass or step at a time."""
+    """Extends the current pass or step to `now`: an actor runs one at a time."""
     events = actor.recording.events
     ends = {stage.begins[1]: stage.ends[1] for stage in shown_stages()}
     if not events or (end := ends.get(events[-1].name)) is None:

@@ -1,4 +1,4 @@
-"""Takes samples while somebody watches the page: at most one round a second, however many watch."""
+"""Sampling while the page is open: at most one round per second, for any number of viewers."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from serve_app.page.page_state import PageState, page_state
 from serve_app.page.samples import Sample
 
 PERIOD_S = 1.0
-STALE_S = 5.0  # nobody watched for so long: rates since then would say little of now
+STALE_S = 5.0  # older samples are not used: rates since then would say little about the present
 
 Collect = Callable[[], Awaitable[Sequence[Sample]]]
 
@@ -26,7 +26,7 @@ class PageWatch:
         self._state: PageState | None = None
 
     async def state(self) -> PageState:
-        """Not older than a second; whoever asks meanwhile waits for the same round of samples."""
+        """Returns a state at most a second old; concurrent callers share one round of samples."""
         async with self._turn:
             age = self._clock() - self._taken_s
             if self._state is None or age >= PERIOD_S:

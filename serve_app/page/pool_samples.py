@@ -1,4 +1,4 @@
-"""The samples of all replicas that answer, through Ray Serve."""
+"""Collection of samples from all replicas that answer, through Ray Serve."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger("ray.serve")
 
 
 class PoolSamples:
-    """Asks every replica of the pools at once; a pool that does not answer in time is shown as empty."""
+    """Samples every replica of the pools at once; a pool that does not answer in time counts as empty."""
 
     def __init__(self, *pools: DeploymentHandle[Any]) -> None:
         self._pools = pools
@@ -28,7 +28,7 @@ class PoolSamples:
 
 
 async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
-    """A replica that fails meanwhile is left out."""
+    """Samples one pool; replicas that fail are left out."""
     try:
         answers = await pool.broadcast("sample").results_async(timeout_s=ANSWER_S, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError) as error:

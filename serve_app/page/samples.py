@@ -1,6 +1,6 @@
-"""What the live page samples of a target replica and of a drafter: counters, and what each was at for the last seconds.
+"""Samples of target replicas and drafters for the live page: counters, and the activity of the last seconds.
 
-A sample is small however long its replica has run, and holds nothing of any text.
+A sample is small however long its replica has run, and contains no text.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from cluster.telemetry import STAGES, Actor, Stage, Timeline, pack
 
 WINDOW_S = 3.0
 SHOWN_STAGES = ("draft", "draft ahead", "verify")
-MOST_BYTES = 20_000  # of a recording; its latest events
+MOST_BYTES = 20_000  # size limit of a recording, which keeps the latest events
 
 
 def shown_stages() -> list[Stage]:
-    """What is drawn: each of them begins and ends at one actor."""
+    """Returns the stages that are drawn: those that begin and end at one actor."""
     return [stage for stage in STAGES if stage.name in SHOWN_STAGES]
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSample:
-    """Of one target replica; counts are since it began."""
+    """Sample of one target replica; counts are since it began."""
 
     name: str
     at_s: float  # on its own clock
@@ -33,23 +33,23 @@ class TargetSample:
     accepted_tokens: int
     wasted_tokens: int
     acceptance: AcceptanceCounts
-    is_drafted_for: bool  # whether blocks were wanted for the latest step
-    gain: float  # of speculation over plain decoding
+    is_drafted_for: bool  # whether blocks were requested for the latest step
+    gain: float  # of speculation over non-speculative decoding
     cache: float  # share of its pages that sessions hold
     recording: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSample:
-    """Of one drafter; counts are since it began."""
+    """Sample of one drafter; counts are since it began."""
 
     name: str
     at_s: float  # on its own clock
     method: str
     sessions: int
-    draft_tokens: int  # that were sent
+    draft_tokens: int  # sent to targets
     passes: int
-    passes_ahead: int  # of a verdict
+    passes_ahead: int  # passes ahead of a verdict
     recording: bytes
 
 
@@ -57,7 +57,7 @@ Sample = TargetSample | DraftSample
 
 
 def target_sample(replica: TargetReplica, name: str) -> TargetSample:
-    """Costs well under a millisecond; on the event loop of the replica."""
+    """Samples a target on its event loop, in well under a millisecond."""
     scheduler = replica.scheduler
     load = scheduler.load()
     pages = scheduler.pages
@@ -79,7 +79,7 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
 
 
 def draft_sample(drafter: Drafter, name: str, method: str) -> DraftSample:
-    """As a target's."""
+    """Samples a drafter in the same way."""
     counts = drafter.scheduler.counts
     return DraftSample(
         name=name,

@@ -1,6 +1,6 @@
-// Requests to this server, with an API key where it asks for one.
+// Requests to this server, with an API key if it requires one.
 const STORED = "slipstream-api-key";
-let asking = null; // one dialog, however many requests wait for it
+let asking = null; // one dialog for any number of waiting requests
 
 export async function fetchWithKey(path, options = {}) {
   for (;;) {
@@ -28,7 +28,7 @@ function askForKey() {
   });
 }
 
-// What an answer that is no success says, in words.
+// The error message of an unsuccessful response.
 export async function failureOf(response) {
   const text = await response.text();
   try {

@@ -1,4 +1,4 @@
-// An answer as tokens: which were drafted, which are the target's own, and what was rejected where.
+// An answer as tokens: drafted ones, the target's own, and rejected drafts with their places.
 export class Answer {
   constructor(box, rejected, tally) {
     this.box = box;
@@ -59,7 +59,7 @@ export class Answer {
     this.tally.replaceChildren(said);
   }
 
-  // Left and right go from one rejected draft to the next, home and end to the first and the last.
+  // Left and right move between rejected drafts, home and end to the first and the last.
   onKey(event) {
     const stops = [...this.box.querySelectorAll(".replaced")];
     const at = stops.indexOf(this.current);
@@ -76,7 +76,7 @@ export class Answer {
   }
 
   show(token) {
-    if (token === null && this.current?.isConnected) return; // it stays until another one is pointed at
+    if (token === null && this.current?.isConnected) return; // it stays shown until the pointer is on another one
     this.current?.classList.remove("current");
     this.current = token;
     this.rejected.replaceChildren();

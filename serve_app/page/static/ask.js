@@ -1,4 +1,4 @@
-// The prompt: asked as a streamed chat completion, shown token by token.
+// The prompt: sent as a streaming chat completion, with the answer shown token by token.
 import { failureOf, fetchWithKey } from "./access.js";
 import { Answer } from "./answer.js";
 import { eventsOf } from "./events.js";

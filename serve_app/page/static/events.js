@@ -1,4 +1,4 @@
-// The data of server-sent events, as they come.
+// Yields the data of server-sent events as they arrive.
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

@@ -1,4 +1,4 @@
-// Starts everything: asks for the state once a second while the page is in view, and shows it.
+// Entry point: requests the state once a second while the page is visible, and shows it.
 import { failureOf, fetchWithKey } from "./access.js";
 import { startAsking } from "./ask.js";
 import { showGantt } from "./gantt.js";
@@ -26,7 +26,7 @@ function plural(word, count) {
   return count === 1 ? word : `${word}s`;
 }
 
-// A status is read out when it changes, so it changes only when it says something new.
+// Screen readers announce every change of a status, so it is set only if its text differs.
 function say(words) {
   const state = element("state");
   if (state.textContent !== words) state.textContent = words;
