@@ -1,1 +1,9 @@
-"""What a drafter decides with: its scheduler, what methods are asked for, and how long their passes take."""
+"""Decisions of a drafter: which sessions to draft for in the next pass, and which of the drafted blocks to send.
+
+Input: Open and Close messages from routers, verdicts, draft requests and hidden states from targets, and the proposals
+of a drafting method. Output: passes for the method (`DraftingPass`) and messages to send, mostly blocks. Drafters also
+draft ahead, before a verdict arrives, and refuse sessions when most of their blocks are late.
+
+Start with `scheduler.py`. `following.py` keeps the sessions in step with their targets, `method.py` is the interface of
+drafting methods, `ahead.py` is the search for blocks ahead of verdicts and `block_draft.py` a block in progress.
+"""

@@ -1,14 +1,14 @@
-"""How many sessions a drafter can serve in time: fewer when most of its blocks are late, more when few are.
+"""The number of sessions that a drafter can serve in time: lowered when most blocks are late, raised when few are.
 
-Additive increase, multiplicative decrease over windows of blocks. Pure.
+Uses additive increase and multiplicative decrease over windows of blocks. Pure.
 """
 
-WINDOW_BLOCKS = 8  # of each session: enough to tell LATE from IN_TIME
-LEAST_WINDOW = 64  # blocks of all sessions together
-LATE = 0.5  # share of late blocks above which there are too many sessions: most blocks are drafted in vain
-IN_TIME = 0.125  # share of late blocks below which there is room for more
+WINDOW_BLOCKS = 8  # per session: enough to distinguish LATE from IN_TIME
+LEAST_WINDOW = 64  # blocks, over all sessions
+LATE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
+IN_TIME = 0.125  # share of late blocks below which more sessions fit
 SHED = 0.25  # share of sessions to give up at once
-GROW = 0.125  # share of sessions to take in addition: less than is shed, or the number would swing
+GROW = 0.125  # share of sessions to add: smaller than SHED, or the number would oscillate
 
 
 class Capacity:
@@ -17,10 +17,10 @@ class Capacity:
     def __init__(self, most: int) -> None:
         self.sessions = most
         self._most = most
-        self._blocks = self._late = 0  # of the window
+        self._blocks = self._late = 0  # in the current window
 
     def note(self, late: bool, sessions: int) -> int:
-        """A block was drafted and came too late or not; returns how many of `sessions` to give up now."""
+        """Records a drafted block, late or in time; returns how many of the current `sessions` to give up now."""
         self._blocks += 1
         self._late += late
         if self._blocks < max(LEAST_WINDOW, WINDOW_BLOCKS * sessions):

@@ -1,4 +1,4 @@
-"""One session as its drafter has it: tokens, what the target wants, and which blocks were sent."""
+"""A session as its drafter holds it: tokens, the target's latest request, and the blocks that were sent."""
 
 from dataclasses import dataclass, field
 
@@ -15,24 +15,24 @@ class DraftedSession:
     open: Open
     router: str
     prefix: Prefix
-    asked: int = MAX_BLOCK_TOKENS  # longest block that the target finds worth drafting
-    least_chance: float = 0.0  # of a draft token to be accepted, for which it is worth its verification
-    shape: Shape = Shape.CHAIN  # that the target can verify
+    asked: int = MAX_BLOCK_TOKENS  # draft length that the target asks for
+    least_chance: float = 0.0  # cumulative acceptance probability below which verifying a token does not pay
+    shape: Shape = Shape.CHAIN  # shape that the target can verify
     attached: bool = False
-    served_len: int | None = None  # base length of the latest block that was drafted
-    passed_len: int | None = None  # length after which the target went on without waiting for a block
-    sent_len: int | None = None  # base length of the latest block that was sent
-    unverified: DraftTree | None = None  # drafts of the step under way, until something was drafted beyond it
-    chances: tuple[float, ...] = ()  # of these drafts, as far as their method gave any
+    served_len: int | None = None  # base length of the latest drafted block
+    passed_len: int | None = None  # length at which the target went on without waiting for a block
+    sent_len: int | None = None  # base length of the latest sent block
+    unverified: DraftTree | None = None  # drafts of the step under way, until a pass drafts beyond it
+    chances: tuple[float, ...] = ()  # probabilities of these drafts, if the method gave any
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     first: tuple[int, float] | None = (
-        None  # token of the block for the current length, and how sure its method is of it
+        None  # first token of the block for the current length, and the method's confidence in it
     )
-    decided_s: float | None = None  # when the latest verdict came, until the target has said what it wants after it
-    step_began_s: float | None = None  # when the target began the step under way, as far as is known here
-    states_len: int | None = None  # end of those whose hidden states are here, of a method that reads them
-    states_first: int = 0  # the first of them
-    states_by: int | None = None  # position that they may begin at, at the latest, while none are here
+    decided_s: float | None = None  # arrival of the latest verdict, until the target's next request
+    step_began_s: float | None = None  # start of the target's step under way, if known
+    states_len: int | None = None  # end of the hidden states held, if the method reads them
+    states_first: int = 0  # first of those positions
+    states_by: int | None = None  # latest position that they may begin at, while none are held
 
     @property
     def target(self) -> str:
@@ -40,17 +40,17 @@ class DraftedSession:
 
     @property
     def address(self) -> tuple[int, int]:
-        """What a block for the current length is addressed by."""
+        """Length and hash that address a block for the current text."""
         return self.prefix.length, self.prefix.hash
 
     @property
     def lacks_states(self) -> bool:
-        """Whether hidden states are missing of any token but the last, which the target has not read yet."""
+        """True if hidden states are missing for a token other than the last, which the target has not read yet."""
         return self.states_len is not None and self.states_len < self.prefix.length - 1
 
     @property
     def lacks_block(self) -> bool:
-        """Whether none was drafted for the current length, where one could be of use."""
+        """True if no block was drafted for the current length although one could be of use."""
         length = self.prefix.length
         if self.served_len == length or self.asked == 0 or not self.attached:
             return False
@@ -58,16 +58,16 @@ class DraftedSession:
 
     @property
     def wants_block(self) -> bool:
-        """Whether one should be drafted now."""
+        """True if a block should be drafted now."""
         return self.passed_len != self.prefix.length and self.lacks_block and not self.lacks_states
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a block could be of use after the verdict that is due."""
+        """True if a block could be of use after the pending verdict."""
         return self.asked > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
 
     def begin_anew(self) -> Attach:
-        """It is attached to its target by the message returned; what was sent before may have been lost."""
+        """Resets what was sent, which may have been lost; returns the message that attaches the session."""
         self.attached = True
         self.served_len = None
         self.passed_len = None
@@ -81,7 +81,7 @@ class DraftedSession:
         return Attach(self.open.session, prefix.length, prefix.hash, first, self.open.ticket, by)
 
     def extend(self, tokens: tuple[int, ...], now: float) -> Proposal | None:
-        """Follows a verdict; returns the block for what comes next if it was sent ahead."""
+        """Appends a verdict's tokens; returns the block for the new length if one was sent ahead."""
         self.prefix.extend(tokens)
         self.decided_s = now
         self.step_began_s = None
@@ -92,16 +92,16 @@ class DraftedSession:
         return hit
 
     def take(self, request: DraftRequest, goes_ahead: bool) -> None:
-        """What the target wants after the current prefix; `goes_ahead`: whether drafts are made past its verdicts."""
+        """Applies the target's request after the current prefix; `goes_ahead` enables drafting ahead of verdicts."""
         self.asked = request.max_tokens
         self.least_chance = request.least_chance
         self.shape = request.shape
         decided_s = self.decided_s
         self.decided_s = None
         if decided_s is None:
-            return  # no verdict came before it: no step has begun that it could tell of
+            return  # no verdict came before this request, so it does not show a step's start
         is_served = self.served_len == self.prefix.length
-        if is_served or not request.hold_step:  # the target goes on at once, with a block or without
+        if is_served or not request.hold_step:  # the target goes on at once, with or without a block
             self.step_began_s = decided_s if self.asked else None
             if not is_served and goes_ahead:
                 self.unverified = NO_TREE
@@ -109,7 +109,7 @@ class DraftedSession:
                 self.passed_len = self.prefix.length
 
     def sent(self, proposal: Proposal) -> None:
-        """This block is the one that the target will verify next."""
+        """Records the block that the target will verify next."""
         self.served_len = proposal.base_len
         self.sent_len = proposal.base_len
         self.unverified = proposal.tree

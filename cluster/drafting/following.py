@@ -1,6 +1,6 @@
-"""A drafter's sessions, each of which follows its target: it is opened, told verdicts and what is wanted, and closed.
+"""A drafter's sessions, which follow their targets: from an Open, through verdicts and draft requests, to the end.
 
-Where a session cannot follow, it asks the target for what it missed, and when that fails the router for the ledger.
+A session that cannot follow asks the target for what it missed. If that fails, it asks the router for the ledger.
 """
 
 import logging
@@ -41,24 +41,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """Bounds of one drafter."""
+    """Limits of one drafter."""
 
     vocabulary: int
     max_context: int
     max_sessions: int
-    states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
+    states: StatesFormat | None = None  # format of the target's hidden states, if the method reads them
     state_bounds: StateBounds = NO_BOUNDS
 
 
 class FollowedSessions:
-    """All sessions of one drafter; `counts` are of events."""
+    """All sessions of one drafter; `counts` counts events."""
 
     def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str], load_check: LoadCheck) -> None:
         self.all: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
         self.news = NewsCollector()  # for the drafting method, with the next pass
-        self.ahead: set[str] = set()  # sessions of the pass ahead whose verdict is not in
+        self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
-        self.is_leaving = False  # then it takes no more sessions
+        self.is_leaving = False  # if True, new sessions are refused
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
@@ -67,12 +67,12 @@ class FollowedSessions:
         )
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
-        self._resting: set[str] = set()  # targets whose latest word was that they want nothing
+        self._resting: set[str] = set()  # targets whose latest request was for no tokens
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Takes a message from a router's stream or a target's address; returns what is to be sent for it."""
+        """Handles a message from a router's stream or a target's address; returns the messages to send in response."""
         match message:
             case Verdict():
                 return self._verdict(peer, message, now)
@@ -91,11 +91,14 @@ class FollowedSessions:
         raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
 
     def connected(self, target: str) -> list[Send]:
-        """The stream to a target is new: attach every session that is verified there."""
+        """Attaches every session that is verified at `target`, whose stream is new."""
         return [self._attach(session) for session in self.all.values() if session.target == target]
 
     def gone(self, peer: str) -> None:
-        """A stream broke. A router's sessions are nobody's; a target's wait until it is back or they move."""
+        """Handles a broken stream.
+
+        A router's sessions are forgotten. A target's sessions wait until the target is back or they are moved.
+        """
         self._resting.discard(peer)
         for name, session in list(self.all.items()):
             if session.router == peer:
@@ -104,14 +107,14 @@ class FollowedSessions:
                 session.attached = False
 
     def leave(self) -> list[Send]:
-        """From now on no session is taken; routers are to move those there are."""
+        """Stops accepting sessions and asks the routers to move the existing ones."""
         self.is_leaving = True
         return [(router, Leaving()) for router in dict.fromkeys(session.router for session in self.all.values())]
 
     # ------------------------------------------------------------ routers
 
     def _hello(self, router: str, hello: Hello) -> list[Send]:
-        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
         wanted = {item.session for item in hello.live}
         for name, session in list(self.all.items()):
             if peer_of(session.router) != peer_of(router):
@@ -122,9 +125,9 @@ class FollowedSessions:
         return []
 
     def _open(self, router: str, request: Open) -> list[Send]:
-        """Drafts for a session from its ledger; an open one is replaced unless the request is older.
+        """Starts drafting for a session from its ledger; replaces an open session unless the request is older.
 
-        Answers with the Attach for its target, or a Refusal for the router.
+        Returns the Attach for the session's target, or a Refusal for the router.
         """
         if refusal := self._refuse(request):
             return [(router, refusal), *([(router, Leaving())] if self.is_leaving else [])]
@@ -132,19 +135,19 @@ class FollowedSessions:
         if known is not None and known.open.attempt > request.attempt:
             return []
         if known is not None:
-            self.news.closed(request.session)  # what the method remembers of it may be what is wrong
+            self.news.closed(request.session)  # the method's copy may be the one that is wrong
         session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
-            session.asked = 0  # until it answers the Attach: reading a prompt takes long, and may be for nothing
+            session.asked = 0  # until the target answers the Attach: reading a prompt takes long, and may be wasted
         self.all[request.session] = session
         self.news.opened(request)
         return [self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
-        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone.
+        """Forgets a session, unless it is unknown, another router's, or a newer attempt.
 
-        Answers with the Detach for its target, which may go on with it.
+        Returns the Detach for the session's target, which may continue with the session.
         """
         known = self.all.get(close.session)
         if known is None or known.router != router or known.open.attempt > close.attempt:
@@ -155,7 +158,10 @@ class FollowedSessions:
     # ------------------------------------------------------------ targets
 
     def _verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
-        """Follows the target; a gap is asked for, a contradiction goes to the router."""
+        """Follows the target.
+
+        After a gap, asks the target for what is missing; after a contradiction, asks the router.
+        """
         session = self._session_at(target, verdict)
         if session is None:
             self._counts["verdict_unknown"] += 1
@@ -168,7 +174,7 @@ class FollowedSessions:
             return [_resync(session)]
         new = verdict.tokens[session.prefix.length - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
-            return []  # all that it decides was heard before
+            return []  # a repeat: nothing in it is new
         if new and max(new) >= self._limits.vocabulary:
             self._counts["verdict_invalid"] += 1
             self._forget(verdict.session)
@@ -184,7 +190,7 @@ class FollowedSessions:
         return sends
 
     def _follow(self, session: DraftedSession, tokens: tuple[int, ...], now: float) -> None:
-        """The verdict is in; the block for what comes after it may be at the target already."""
+        """Applies a verdict's tokens; a block sent ahead may already be at the target."""
         self.ahead.discard(session.open.session)
         if session.step_began_s is not None:
             interval = self._step_interval(session.target)
@@ -200,24 +206,27 @@ class FollowedSessions:
             self._counts["guess_miss"] += 1
 
     def _note_first(self, drafted: int, confidence: float, decided: int) -> None:
-        """For the check at load, which takes what is decided anyway. A token is accepted just if it is decided."""
+        """Updates the load check with a first token, which counts as accepted if the target decided the same one."""
         was_over = self.load_check.is_over
         self.load_check = self.load_check.after(confidence, drafted == decided)
         if self.load_check.warning is not None and not was_over:
             log.warning("this drafter is of little use: %s", self.load_check.warning)
 
     def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
-        """What is wanted from now on; one for another prefix comes too late, or its verdict was lost."""
+        """Applies what the target wants from now on.
+
+        Ignores a request for another prefix: it is too late, or its verdict was lost.
+        """
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
             session.take(request, goes_ahead=self._draft_ahead)
             (self._resting.discard if session.asked else self._resting.add)(target)
-            if session.lacks_states and session.lacks_block:  # nobody is to wait for a block from what is not here yet
+            if session.lacks_states and session.lacks_block:  # the target must not wait for missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
 
     def _begin_anew(self, target: str, resync: Resync) -> list[Send]:
-        """The target says that our tokens are not its own."""
+        """Handles the target's report that the tokens here are not its own: asks the router for the ledger."""
         session = self.all.get(resync.session)
         if session is None or session.target != target:
             return []
@@ -225,23 +234,23 @@ class FollowedSessions:
         session.attached = False
         return [_resync(session)]
 
-    # ------------------------------------------------------------ what passes come to
+    # ------------------------------------------------------------ results of passes
 
     def verdict_due(self, session: DraftedSession) -> float:
-        """When the verdict over the step under way hardly comes earlier than; endless while nothing is known."""
+        """Returns the earliest likely time of the pending verdict; infinity while nothing is known."""
         least_s = self._step_interval(session.target).least_s
         return math.inf if least_s is None or session.step_began_s is None else session.step_began_s + least_s
 
     def hit(self, session: DraftedSession, proposal: Proposal) -> None:
-        """A block that was drafted ahead is the one that is wanted now."""
+        """Records that a block drafted ahead is the one wanted now."""
         self._counts["guess_hit"] += 1
         self.all.move_to_end(proposal.session)
         session.sent(proposal)
 
     def note_block(self, late: bool) -> list[Send]:
-        """Back-pressure: while blocks are late as a rule, sessions are given up, those unserved for longest first.
+        """Applies back-pressure: gives up sessions while most blocks are late, those unserved for longest first.
 
-        Not those that nothing is wanted for: they take no time that another could have.
+        Keeps sessions that nothing is requested for, because they take no drafting time.
         """
         self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))
@@ -252,7 +261,10 @@ class FollowedSessions:
     # ------------------------------------------------------------ helpers
 
     def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftedSession | None:
-        """The session that this target speaks of in an attempt that is not over."""
+        """Returns the session that a target's message refers to.
+
+        None if the session is unknown, has another target, or the message is from an earlier attempt.
+        """
         session = self.all.get(message.session)
         if session is None or session.target != target or message.attempt < session.open.attempt:
             return None
@@ -285,7 +297,7 @@ class FollowedSessions:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _give_up(self, session: DraftedSession, why: str) -> list[Send]:
-        """Others may have room for it."""
+        """Refuses a session that another drafter may have capacity for."""
         self._counts["given_up"] += 1
         name = session.open.session
         self._forget(name)

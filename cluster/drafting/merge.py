@@ -1,8 +1,8 @@
-"""One tree of two methods' candidates: the likeliest paths of both.
+"""One draft tree from the candidates of two methods: the likeliest paths of both.
 
-Each method gives its own tokens' chances, and the two are taken to be wrong independently: a token that both name comes
-with 1 - (1 - a)(1 - b). What they give for different tokens of one place may add up to more than 1, and is scaled down
-then. Pure.
+Each method gives probabilities for its own tokens. The errors of the two are assumed independent, so a token that both
+name has the probability 1 - (1 - a)(1 - b). If the probabilities of different tokens at one place then add up to more
+than 1, they are scaled down. Pure.
 """
 
 from collections import defaultdict
@@ -14,9 +14,9 @@ from cluster.drafting.requests import Proposal
 
 
 def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:
-    """At most so many nodes of two blocks for the same tokens, in falling order of chance.
+    """Returns at most `most` nodes from two blocks for the same prefix, in falling order of probability.
 
-    The very first is there however unlikely it is, as in any block.
+    The first node is kept even if it is below `least_chance`, as in any block.
     """
     assert (one.base_len, one.prefix_hash) == (other.base_len, other.prefix_hash), "they are for different prefixes"
     if not (one.tokens and other.tokens):
@@ -34,9 +34,12 @@ def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Pr
 
 
 def combined(one: Mapping[Path, float], other: Mapping[Path, float]) -> dict[Path, float]:
-    """Chances of paths, from those of their last tokens if the tokens before stand, by two methods."""
+    """Returns cumulative path probabilities from two methods' conditional ones.
+
+    The inputs give, for each path, the probability of its last token given the tokens before it.
+    """
     given = {path: 1 - (1 - one.get(path, 0.0)) * (1 - other.get(path, 0.0)) for path in {**one, **other}}
-    totals: defaultdict[Path, float] = defaultdict(float)  # of the tokens after each path
+    totals: defaultdict[Path, float] = defaultdict(float)  # sum over the tokens that follow each path
     for path, chance in given.items():
         totals[path[:-1]] += chance
     reached: dict[Path, float] = {(): 1.0}
@@ -48,7 +51,7 @@ def combined(one: Mapping[Path, float], other: Mapping[Path, float]) -> dict[Pat
 
 
 def _given(proposal: Proposal) -> dict[Path, float]:
-    """Of each path: the chance of its last token if those before it stand."""
+    """Returns, for each path, the probability of its last token given the tokens before it."""
     assert len(proposal.chances) == len(proposal.tokens), "this method gave no chances"
     tree = proposal.tree
     chances = proposal.chances

@@ -1,4 +1,4 @@
-"""The interface of drafting methods, live or simulated, which find candidate tokens; and a drafter's pass over one."""
+"""The interface of drafting methods, live or simulated, which propose tokens; and a drafter's pass over one method."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -10,50 +10,50 @@ from protos.states import StatesFormat
 from protos.values import value
 
 Early = Callable[[list[Proposal]], None]
-"""Told of proposals while further ones, or better ones for the same outcomes, are being made."""
+"""Callback that receives proposals while further ones, or better ones for the same outcomes, are being made."""
 
 
 def dismiss(proposals: list[Proposal]) -> None:
-    """For whoever only wants the result."""
+    """Ignores early proposals, for callers that want only the final result."""
 
 
 class DraftingMethod(Protocol):
-    """Called from one thread, one call at a time.
+    """A source of candidate tokens. It is called from one thread, one call at a time.
 
-    Under ratio acceptance a token may depend on nothing but its prefix and the session's seed, and a block's length on
-    nothing that was drawn.
+    Under rejection sampling, a token may depend only on its prefix and the session's seed, and a block's length must
+    not depend on anything that was drawn.
     """
 
     @property
     def shapes(self) -> frozenset[Shape]:
-        """Shapes of blocks that it can make."""
+        """Block shapes that the method can make."""
         ...
 
     @property
     def tokens_per_forward(self) -> int:
-        """That one forward predicts after each prefix: what drafting costs goes by forwards."""
+        """Tokens that one forward pass predicts after each prefix; the cost of drafting grows with forward passes."""
         ...
 
     def open(self, request: Open) -> None:
-        """A session begins, with the tokens that are decided so far; one of its name was closed before."""
+        """Starts a session with the tokens decided so far; an earlier session of that name has been closed."""
         ...
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        """Verdicts have brought these tokens, which come after all that were known."""
+        """Appends tokens that verdicts brought; they follow all tokens known so far."""
         ...
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """One proposal for each; the requests are for all tokens of their sessions."""
+        """Returns one proposal for each request; each request is for the whole decided text of its session."""
         ...
 
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Any number of proposals for each.
+        """Returns any number of proposals for each request.
 
-        `early` is told of what there is so far, for the verdict may come any time. It ends, with what there is, once
-        `interrupted` says so: something is wanted for sure. Under ratio a block that an interruption or its verdict's
-        time cut short is sent as far as it came.
+        The method calls `early` with the proposals so far, because the verdict may arrive at any time. Once
+        `interrupted` returns True, a block is wanted now: the method returns what it has. Under rejection sampling, a
+        block that is cut short by an interruption or by the time of its verdict is sent as far as it got.
         """
         ...
 
@@ -64,26 +64,26 @@ class DraftingMethod(Protocol):
 
 @runtime_checkable
 class ReadsStates(Protocol):
-    """What a `DraftingMethod` has besides that reads the target's hidden states."""
+    """Additional methods of a `DraftingMethod` that reads the target's hidden states."""
 
     @property
     def states_format(self) -> StatesFormat:
-        """How it takes rows, as the deployment's setup says."""
+        """Format of the rows, as given by the deployment's setup."""
         ...
 
     def states(self, session: str, first: int, rows: bytes) -> None:
-        """The target's states at positions `first`, `first` + 1, ... of the session's decided text, encoded.
+        """Adds the target's encoded states at positions `first`, `first` + 1, ... of the session's decided text.
 
-        Those of a session come in order, each once, and may begin in mid-text. It is asked for a block only where it
-        has those of all tokens from there on but the last, which the target need not have read yet; it may have that
-        one's too.
+        The states of a session arrive in order, each once, and may begin in mid-text. The method is asked for a block
+        only if it has the states of all tokens from there on except the last, which the target may not have read yet.
+        It may have the last token's states too.
         """
         ...
 
 
 @value
 class DraftingPass:
-    """What a method is told, and then asked: for blocks that are wanted now, or else for blocks ahead of verdicts."""
+    """Changes for a method to apply, then its work: blocks that are wanted now, or else blocks ahead of verdicts."""
 
     news: News
     requests: tuple[DraftRequest, ...] = ()
@@ -95,12 +95,12 @@ class DraftingPass:
 
     @property
     def sessions(self) -> list[str]:
-        """That something is drafted for."""
+        """Names of the sessions that the pass drafts for."""
         return [request.session for request in self.requests or self.ahead]
 
 
 def tell(method: DraftingMethod, news: News) -> None:
-    """What a method must have heard before it drafts."""
+    """Applies changes to a method's sessions, as required before it drafts."""
     if news.closed:
         method.close(news.closed)
     for request in news.opened:
@@ -115,7 +115,7 @@ def tell(method: DraftingMethod, news: News) -> None:
 def make_pass(
     method: DraftingMethod, drafting: DraftingPass, interrupted: Callable[[], bool], early: Early = dismiss
 ) -> list[Proposal]:
-    """Tells the method what is new, and has it draft."""
+    """Applies the pass's changes to the method and returns the method's proposals."""
     tell(method, drafting.news)
     if drafting.requests:
         return method.draft(drafting.requests)

@@ -1,29 +1,29 @@
-"""What a drafter thought of places that the target has yet to decide, until it is decided what came there."""
+"""A drafter's predictions for places that the target has not decided yet, kept until it decides."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 Place = tuple[int, tuple[int, ...]]
-"""Tokens decided before, and those taken for granted after them."""
+"""Number of decided tokens, and the tokens assumed to follow them."""
 
 T = TypeVar("T")
 
 
 class OpenPlaces(Generic[T]):
-    """By session and place."""
+    """Predictions by session and place."""
 
     def __init__(self) -> None:
         self._open: defaultdict[str, dict[Place, T]] = defaultdict(dict)
 
     def note(self, session: str, place: Place, thought: T) -> None:
-        """What was thought there last is kept."""
+        """Stores a prediction; replaces an earlier one for the same place."""
         self._open[session][place] = thought
 
     def decided(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
-        """The text is `tokens` up to here: what was thought where it has come to, and the token that came there.
+        """Returns the predictions for places that are now decided, each with the token decided there.
 
-        Places that it has passed by are forgotten.
+        `tokens` is the session's whole decided text. Predictions whose path the text contradicts are forgotten.
         """
         found = []
         still_open = {}

@@ -1,6 +1,6 @@
-"""What a drafting method is asked for ahead of verdicts, and what it answers. Values; they know of nothing else.
+"""Requests for blocks ahead of verdicts, and a drafting method's answers. Plain values.
 
-What it is asked for now is the target's own `protos.messages.DraftRequest`.
+A block that is wanted now is requested with the target's own `protos.messages.DraftRequest`.
 """
 
 import math
@@ -14,25 +14,25 @@ from protos.values import value
 
 @value
 class AheadRequest:
-    """A session with a step under way, over the draft tokens `unverified` or over none, whose verdict is not in.
+    """A session whose current step has no verdict yet, over the draft tokens `unverified` or over none.
 
-    Blocks are wanted for what may come of it, one for each likely outcome, and by `until`. A token is not wanted if its
-    chance to be accepted, and all before it, is below `least_chance`, as the method sees it, and not under ratio, where
-    a block's length may not depend on its tokens.
+    The method drafts one block for each likely outcome of the step, and finishes by `until`. It omits tokens whose
+    cumulative acceptance probability, by its own estimate, is below `least_chance`. Under rejection sampling it omits
+    none, because there a block's length must not depend on its tokens.
     """
 
     session: str
     base_len: int  # tokens before the step
-    prefix_hash: int  # of them
-    max_tokens: int  # of each block
+    prefix_hash: int  # hash of those tokens
+    max_tokens: int  # per block
     unverified: DraftTree
     until: float = math.inf
     least_chance: float = 0.0
-    shape: Shape = Shape.CHAIN  # that the target can verify
-    chances: tuple[float, ...] = field(default=(), compare=False)  # of the draft tokens, each with all before it
+    shape: Shape = Shape.CHAIN  # shape that the target can verify
+    chances: tuple[float, ...] = field(default=(), compare=False)  # cumulative, one for each draft token
 
     def claim(self, path: tuple[int, ...]) -> float:
-        """Chance of the last of these draft tokens if those before it stand, as its drafter saw it; 0 if unknown."""
+        """Returns the drafter's probability of the path's last token given the tokens before it; 0 if unknown."""
         nodes = self.unverified.along(path)
         if not self.chances or len(nodes) < len(path):
             return 0.0
@@ -42,10 +42,10 @@ class AheadRequest:
 
 @value
 class Proposal:
-    """A block after `base_len` tokens; no tokens: there is nothing to offer.
+    """A block to follow `base_len` tokens; without tokens, the method has nothing to offer.
 
-    With `outcome`, drafted ahead: it is wanted if the verdict that was not in brings just these tokens, which
-    `base_len` and `prefix_hash` include.
+    With `outcome`, the block was drafted ahead: it is wanted only if the pending verdict brings exactly these tokens.
+    `base_len` and `prefix_hash` include them.
     """
 
     session: str
@@ -53,31 +53,34 @@ class Proposal:
     prefix_hash: int
     tree: DraftTree
     outcome: tuple[int, ...] = ()
-    is_at_once: bool = False  # made without a forward, so that it says nothing of what drafting costs
+    is_at_once: bool = False  # made without a forward pass, so its time is no measure of drafting cost
     confidence: float | None = field(
         default=None, compare=False
-    )  # of the first token, if the draft can be judged by it
+    )  # probability of the first token, if it can be compared with what the target decides
     chances: tuple[float, ...] = field(
         default=(), compare=False
-    )  # of its tokens, each with all before it; not of ratio's
-    chance: float = field(default=1.0, compare=False)  # that the outcome comes
+    )  # cumulative, one for each token; empty under rejection sampling
+    chance: float = field(default=1.0, compare=False)  # probability of the outcome
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that it offers."""
+        """All tokens offered."""
         return self.tree.tokens
 
 
 def nothing_ahead(requests: Sequence[AheadRequest]) -> list[Proposal]:
-    """Of a method that has nothing ahead of these verdicts.
+    """Returns the answer of a method that has no blocks ahead of these verdicts.
 
-    A target that goes on without a block is told so, or it would take the drafter for silent; one that verifies a block
-    has heard of it.
+    A target that goes on without a block is answered with an empty proposal, or it would count the drafter as silent. A
+    target that is verifying a block has had an answer already.
     """
     waiting = [request for request in requests if not len(request.unverified)]
     return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
 
 def max_block_len(request: Open, length: int) -> int:
-    """Longest block after `length` tokens: a verdict may bring one token more, so the last position needs no draft."""
+    """Returns the length of the longest useful block after `length` tokens.
+
+    A verdict may bring one token more than the block, so the last position needs no draft.
+    """
     return min(request.max_draft_tokens, request.max_len - length - 1)

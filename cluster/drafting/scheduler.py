@@ -1,4 +1,4 @@
-"""The drafter's scheduler: which sessions are drafted for, now or ahead, and which of the blocks drafted are sent."""
+"""The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the drafted blocks to send."""
 
 import logging
 from collections import Counter
@@ -19,27 +19,30 @@ log = logging.getLogger(__name__)
 
 
 class DraftScheduler:
-    """All sessions of one drafter."""
+    """Schedules all sessions of one drafter."""
 
     def __init__(
         self,
         limits: DrafterLimits,
         draft_ahead: bool = True,
         shapes: frozenset[Shape] = frozenset(Shape),
-        published_acceptance: float | None = None,  # of first tokens, if the draft comes with a promise
-        known_targets: Callable[[], frozenset[str]] | None = None,  # addresses, as of now; default: any is good
+        published_acceptance: float | None = None,  # of first tokens, if the draft's publisher states it
+        known_targets: Callable[[], frozenset[str]] | None = None,  # current addresses; None: any target is accepted
     ) -> None:
-        self.counts: Counter[str] = Counter()  # of events; `passes` are for sessions that want a block, others ahead
+        self.counts: Counter[str] = Counter()  # by event; `passes` serve blocks wanted now
         self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
-        self._shapes = shapes  # that the method can make
+        self._shapes = shapes  # shapes that the method can make
         self._known_targets = known_targets
         self._sessions = FollowedSessions(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Takes a message from a router's stream or a target's address; returns what is to be sent for it."""
+        """Handles a message from a router's stream or a target's address; returns the messages to send in response.
+
+        Refuses an Open of another router's session and one that names an unknown target.
+        """
         if isinstance(message, Open) and self._is_anothers(peer, message.session):
             self.refusals.note(peer, "an Open of another router's session", message.session)
             return [(peer, not_permitted(message))]
@@ -49,21 +52,24 @@ class DraftScheduler:
         return self._sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
-        """The stream to a target is new: attach every session that is verified there."""
+        """Attaches every session that is verified at `target`, whose stream is new."""
         return self._sessions.connected(target)
 
     def gone(self, peer: str) -> None:
-        """A stream broke. A router's sessions are nobody's; a target's wait until it is back or they move."""
+        """Handles a broken stream.
+
+        A router's sessions are forgotten. A target's sessions wait until the target is back or they are moved.
+        """
         self._sessions.gone(peer)
 
     def leave(self) -> list[Send]:
-        """From now on no session is taken; those there are drafted for until their routers have moved them."""
+        """Stops accepting sessions; continues to draft for the existing ones until their routers have moved them."""
         return self._sessions.leave()
 
     # ------------------------------------------------------------ the drafting pass
 
     def next_pass(self, limit: int, ahead_limit: int) -> DraftingPass:
-        """For up to `limit` sessions that want a block now; if there is none, for up to `ahead_limit` ahead."""
+        """Returns a pass for up to `limit` sessions that want a block now, or else for up to `ahead_limit` ahead."""
         requests = self.requests(limit)
         ahead = () if requests else self.ahead_requests(ahead_limit)
         collected = self._sessions.news
@@ -72,7 +78,7 @@ class DraftScheduler:
         return DraftingPass(news, requests, ahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
-        """Of up to `limit` sessions without a block for their current length, longest unserved first."""
+        """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
         found: list[DraftRequest] = []
         for name, session in list(self._sessions.all.items()):
             if len(found) == limit:
@@ -85,9 +91,9 @@ class DraftScheduler:
         return tuple(found)
 
     def ahead_requests(self, limit: int) -> tuple[AheadRequest, ...]:
-        """Of up to `limit` sessions whose block is under verification and that nothing was drafted ahead for yet.
+        """Returns requests for up to `limit` sessions with a step under way that nothing was drafted beyond yet.
 
-        Asked for only when no session wants a block: what is not needed for sure comes last.
+        Call it only when no session wants a block now: a block ahead may not be needed, so it comes last.
         """
         found: list[AheadRequest] = []
         for session in self._sessions.all.values() if self._draft_ahead else ():
@@ -102,16 +108,16 @@ class DraftScheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether some session wants a block for its current length."""
+        """True if some session wants a block for its current length."""
         return any(session.wants_block for session in self._sessions.all.values())
 
     @property
     def is_ahead_vain(self) -> bool:
-        """Whether the verdicts are in that the latest requests ahead were for."""
+        """True once all verdicts that the latest requests ahead were made for have arrived."""
         return not self._sessions.ahead
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
-        """Blocks to send, leaving out what was overtaken by a verdict while it was drafted."""
+        """Returns the blocks to send, without those that a verdict overtook while they were drafted."""
         sends: list[Send] = []
         for proposal in proposals:
             session = self._sessions.all.get(proposal.session)
@@ -138,21 +144,21 @@ class DraftScheduler:
 
     @property
     def load_check(self) -> LoadCheck:
-        """Whether the target takes its first tokens as often as is to be expected."""
+        """State of the check that the target accepts first tokens as often as expected."""
         return self._sessions.load_check
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing at all is held."""
+        """True if the drafter holds no sessions and no caches to free."""
         return not self._sessions.all and not self._sessions.news.has_closed
 
     @property
     def has_left(self) -> bool:
-        """Whether it leaves, and every session has been moved."""
+        """True if the drafter is leaving and every session has been moved."""
         return self._sessions.is_leaving and not self._sessions.all
 
     def load(self) -> dict[str, float]:
-        """Sessions drafted for."""
+        """Returns the number of sessions drafted for."""
         return {"sessions": float(len(self._sessions.all))}
 
     # ------------------------------------------------------------ helpers
@@ -162,11 +168,15 @@ class DraftScheduler:
         return known is not None and known.router != router
 
     def _is_known(self, target: str) -> bool:
-        """One that ends serves its sessions for a while, though it is listed no more: who drafts for it goes on."""
+        """Returns True for a listed target and for one that sessions here already use.
+
+        A target that shuts down serves its sessions for a while after it is no longer listed; drafting for them
+        continues.
+        """
         return self._known_targets is None or target in self._known_targets() or target in self.targets
 
     def _request(self, session: DraftedSession) -> DraftRequest:
-        """What the target asked for, as far as the session may still go on."""
+        """Returns the target's request, bounded by the session's remaining length."""
         length = session.prefix.length
         return DraftRequest(
             session=session.open.session,
@@ -197,7 +207,7 @@ class DraftScheduler:
     def _send_ahead(self, session: DraftedSession, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
 
-        Of one that was sent before only what is new.
+        Sends nothing if the same block was sent before.
         """
         address = (proposal.base_len, proposal.prefix_hash)
         if session.guesses.get(address) == proposal:
@@ -208,7 +218,7 @@ class DraftScheduler:
                 return []
             self._sessions.hit(session, proposal)
         elif session.prefix.length > proposal.base_len - len(proposal.outcome):
-            return []  # the verdict is in, and it is another
+            return []  # the verdict has arrived with another outcome
         else:
             session.guesses[address] = proposal
         return [self._block(session, proposal)]
@@ -222,13 +232,13 @@ class DraftScheduler:
 
 
 def _not_known(request: Open) -> Refusal:
-    """The router may have heard of a target earlier: it is to try elsewhere, or again."""
+    """Refuses an Open as OVERLOADED: the router may learn of a target first and should retry, here or elsewhere."""
     why = "the target that it names is not known here"
     return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, why)
 
 
 def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:
-    """Says that there is no block; what was drafted ahead and came to nothing may be asked for again."""
+    """Reports to the target that there is no block. Sends nothing for a draft ahead, which may be requested again."""
     if proposal.outcome:
         return []
     return [(session.target, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]

@@ -1,6 +1,6 @@
-"""Sessions as a drafting method knows them: the scheduler's news of them, and the texts that come of it.
+"""Sessions as a drafting method sees them: changes collected by the scheduler, and the texts that result.
 
-A method runs on a thread of its own, so it has its own copy of every text and is told of changes before each pass.
+A method runs on its own thread, so it keeps its own copy of every text and receives the changes before each pass.
 """
 
 from collections.abc import Sequence
@@ -12,31 +12,31 @@ from protos.values import value
 
 @value
 class News:
-    """What became of sessions since the pass before; they are closed, then opened, committed to, fed."""
+    """Changes to sessions since the previous pass, to be applied in this order: closed, opened, committed, states."""
 
     closed: tuple[str, ...] = ()
     opened: tuple[Open, ...] = ()
-    committed: tuple[tuple[str, tuple[int, ...]], ...] = ()  # session, and the tokens after those known
+    committed: tuple[tuple[str, tuple[int, ...]], ...] = ()  # session, and the tokens that follow those known
     states: tuple[tuple[str, int, bytes], ...] = ()  # session, and the target's hidden states from this position on
 
 
 class NewsCollector:
-    """The news that no pass has taken yet."""
+    """Changes that no pass has taken yet."""
 
     def __init__(self) -> None:
-        self._closed: dict[str, None] = {}  # in order, each once
+        self._closed: dict[str, None] = {}  # an ordered set
         self._opened: dict[str, Open] = {}
         self._committed: dict[str, list[int]] = {}
         self._states: dict[str, tuple[int, list[bytes]]] = {}
 
     @property
     def has_states(self) -> bool:
-        """Whether hidden states are here, which a method may work on while it waits."""
+        """True if hidden states have arrived; a method may process them while it is idle."""
         return bool(self._states)
 
     @property
     def has_closed(self) -> bool:
-        """Whether sessions ended whose caches a method could free."""
+        """True if sessions have ended, so that a method could free their caches."""
         return bool(self._closed)
 
     def opened(self, request: Open) -> None:
@@ -46,18 +46,18 @@ class NewsCollector:
         self._committed.setdefault(session, []).extend(tokens)
 
     def states(self, session: str, first: int, rows: bytes) -> None:
-        """These follow those that are known."""
+        """Adds the rows that follow the session's previous ones; `first` is the position of the first row."""
         self._states.setdefault(session, (first, []))[1].append(rows)
 
     def closed(self, session: str) -> None:
-        """Whatever else was new of it is of no interest any more."""
+        """Records that a session ended and drops its other pending changes."""
         self._opened.pop(session, None)
         self._committed.pop(session, None)
         self._states.pop(session, None)
         self._closed[session] = None
 
     def take(self) -> News:
-        """All of it, once."""
+        """Returns all pending changes and clears them."""
         committed = tuple([(session, tuple(tokens)) for session, tokens in self._committed.items()])
         states = tuple([(session, first, b"".join(rows)) for session, (first, rows) in self._states.items()])
         news = News(tuple(self._closed), tuple(self._opened.values()), committed, states)

@@ -1,4 +1,4 @@
-"""Hidden states as they reach a drafter: each session's in order, without a gap, and of its own text."""
+"""Hidden states as they reach a drafter: each session's in order, without a gap, and matching its own text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -10,26 +10,26 @@ from protos.messages import States, StatesAck
 from protos.states import StatesFormat
 from protos.values import value
 
-MOST_EARLY = 64  # messages of a session that may wait for the verdict that brings their tokens
+MOST_EARLY = 64  # messages per session that may wait for the verdict with their tokens
 
 
 @value
 class StateBounds:
-    """Which states a method reads, and how many."""
+    """Bounds on the hidden states that a method reads."""
 
-    window: int | None = None  # how many of a text's latest; None: all
-    enough: int | None = None  # of these, to begin with where earlier ones would be computed again; None: all
-    most: int | None = None  # of all sessions together; None: no bound
+    window: int | None = None  # number of a text's latest states that are read; None: all
+    enough: int | None = None  # number to begin with if earlier ones would have to be recomputed; None: all
+    most: int | None = None  # over all sessions; None: no bound
 
 
 NO_BOUNDS = StateBounds()
 
 
 class StateIntake:
-    """Of all sessions; what does not fit is dropped and counted. With no format nothing fits.
+    """Receives the hidden states of all sessions; drops and counts those that do not fit. With no format nothing fits.
 
-    `attach` makes the message that asks for what is missing. `give_up` ends a session whose states there is no room
-    for, and says why to who has to know.
+    `attach` makes the message that asks for missing states. `give_up` ends a session whose states exceed the bound, and
+    makes the messages that report it.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class StateIntake:
         self._counts = counts
         self._attach = attach
         self._give_up = give_up
-        self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, as they came
-        self._asked: dict[str, tuple[int, int]] = {}  # what was missing, and of how long a text, when it was asked for
+        self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, in order of arrival
+        self._asked: dict[str, tuple[int, int]] = {}  # latest request for states: position, text length
 
     def opened(self, session: DraftedSession) -> None:
-        """It begins, or begins anew, without any."""
+        """Resets a session that begins, or begins again, to having no states."""
         self.forget(session.open.session)
         if self._layout is not None:
             window = self._bounds.window
@@ -67,7 +67,7 @@ class StateIntake:
         self._asked.pop(session, None)
 
     def receive(self, peer: str, states: States) -> list[Send]:
-        """From a target's address, or from its stream for states, where what has arrived is acknowledged."""
+        """Handles states from a target's address, or from its states stream; acknowledges those from the stream."""
         session = self._sessions.get(states.session)
         if session is None or peer not in (session.target, states_stream(session.target)):
             self._counts["states_unknown"] += 1
@@ -78,7 +78,10 @@ class StateIntake:
         return self._answer(session, is_gap) if is_gap or peer != session.target else []
 
     def no_room(self, more: int = 0, instead_of: str = "") -> str:
-        """Why the states of a text of `more` tokens, in the place of a session's, cannot be kept; empty if they can."""
+        """Returns why the states of a text of `more` tokens cannot be kept; empty if they can.
+
+        The states of the session `instead_of`, which the new text replaces, are not counted.
+        """
         most = self._bounds.most
         if most is None or self._layout is None:
             return ""
@@ -91,12 +94,12 @@ class StateIntake:
         return self._of((session.states_len or 0) - session.states_first)
 
     def _of(self, tokens: int) -> int:
-        """How many of a text's states are kept."""
+        """Returns the number of states that are kept for a text of `tokens` tokens."""
         window = self._bounds.window
         return tokens if window is None else min(window, tokens)
 
     def heard(self, session: DraftedSession) -> list[Send]:
-        """A verdict is in: what came before it may fit now."""
+        """Retries states that arrived before the verdict with their tokens."""
         waiting = self._early.pop(session.open.session, None)
         if not waiting:
             return []
@@ -106,7 +109,7 @@ class StateIntake:
         return self._answer(session, is_gap=bool(gaps))
 
     def _take(self, session: DraftedSession, states: States) -> bool:
-        """Whether some before them are missing, which are to be asked for."""
+        """Keeps, queues or drops states; returns True if earlier states are missing and must be requested."""
         if states.format != self._layout or session.states_len is None or session.states_by is None:
             self._counts["states_unfit"] += 1
         elif states.end > session.prefix.length:
@@ -137,14 +140,17 @@ class StateIntake:
             self._counts["states_early"] += 1
 
     def _is_new_gap(self, session: DraftedSession, states_len: int) -> bool:
-        """Once for each length of the text: what was under way when it was asked for comes after the gap too."""
+        """Returns True once for each length of the text.
+
+        States that were under way when the missing ones were requested arrive after the same gap.
+        """
         missing = (states_len, session.prefix.length)
         is_new = self._asked.get(session.open.session) != missing
         self._asked[session.open.session] = missing
         return is_new
 
     def _keep(self, session: DraftedSession, first: int, states: States) -> None:
-        """From a position on that follows those that are here, or is the first."""
+        """Passes on the rows from position `first`, which follows the states kept so far or begins them."""
         if first != session.states_len:
             session.states_first = first
         rows = states.rows[(first - states.first) * states.format.row_bytes :]

@@ -1,6 +1,7 @@
-"""The verdicts that may come, with their chances, by the draft model's own probabilities.
+"""Possible verdicts with their probabilities, by the draft model's own estimates.
 
-Pure. An outcome is the verdict's tokens: some of the block's, and then one that differs, or one after all of them.
+An outcome is the tokens of a verdict: some tokens of the block followed by one that differs from the block's next, or
+all of the block and one token after it. Pure.
 """
 
 import math
@@ -12,17 +13,17 @@ from protos.values import value
 
 @value
 class Choices:
-    """Tokens that may come at some position, and how likely the draft model finds each; likeliest first."""
+    """Tokens that may come at a position and the draft model's probability of each; likeliest first."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
 
     def chance_of(self, token: int) -> float:
-        """0 for one that was not thought of."""
+        """Returns the token's probability; 0 if it is not among the choices."""
         return self.chances[self.tokens.index(token)] if token in self.tokens else 0.0
 
     def including(self, token: int, chance: float) -> "Choices":
-        """With a token that was not thought of, and what somebody else gives for it."""
+        """Returns the choices with `token` added at the probability that another source gives it."""
         if token in self.tokens or not chance:
             return self
         return Choices((*self.tokens, token), (*self.chances, chance))
@@ -33,16 +34,23 @@ class Choices:
 
 NOTHING = Choices((), ())
 
-Outcome = tuple[tuple[int, ...], float]  # and its chance
+Outcome = tuple[tuple[int, ...], float]  # verdict tokens and their probability
 
 
 def accepted_chance(block: Sequence[int], known: Sequence[Choices]) -> float:
-    """Of the whole block to be accepted; `known` are the choices at its positions, empty where nothing is known."""
+    """Returns the probability that the whole block is accepted.
+
+    `known` lists the choices at the block's positions. Positions after the end of `known` are ignored; an empty entry
+    makes the result 0.
+    """
     return math.prod(there.chance_of(token) for token, there in zip(block, known, strict=False))
 
 
 def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
-    """Another token in the place of one of the trunk's, and of those drafted beside it."""
+    """Returns the outcomes that reject a token of the main path, by the choices `known` at its positions.
+
+    At each position these are the tokens that no branch of the block contains.
+    """
     found = []
     reached = 1.0
     trunk = block.trunk
@@ -56,5 +64,5 @@ def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:
-    """All of the block, whose chance is `accepted`, and the token after it."""
+    """Returns the outcomes that accept the whole block, with probability `accepted`, and bring one of `after` next."""
     return [((*block, token), accepted * chance) for token, chance in after]

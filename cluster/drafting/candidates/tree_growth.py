@@ -1,7 +1,7 @@
-"""Which of the tokens that a draft model thought of make a block: the likeliest paths, under a budget.
+"""Selection of a draft model's candidate tokens for a block: the likeliest paths under a budget of nodes.
 
-(EAGLE-2: Li et al. 2024, arXiv 2406.16858.) A node's chance is that of its path, so the likeliest nodes are a tree; in
-falling order of chance, any number of first nodes is the best tree of that size. Pure.
+(EAGLE-2: Li et al. 2024, arXiv 2406.16858.) A node's probability is that of its path, so the likeliest nodes form a
+tree. In falling order of probability, the first n nodes are the best tree of n nodes, for every n. Pure.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from cluster.drafting.candidates.outcomes import NOTHING, Choices
 from protos.draft_tree import DraftTree
 from protos.values import value
 
-HOPE = 0.5  # chance of the token after a likely one, about
-LIMBS = 3  # of a block, that are begun at once
-SIBLINGS = 4  # choices of a place that are looked at: even the fourth is the target's token at 2 of 100 places only
+HOPE = 0.5  # approximate probability of the token after a likely one
+LIMBS = 3  # branches of a block that are begun at once
+SIBLINGS = 4  # choices considered at a position: even the fourth is the target's token at only 2 of 100 positions
 
 Path = tuple[int, ...]
 
@@ -29,18 +29,18 @@ class Limb:
 
 
 def likeliest_tree(limbs: Iterable[Limb], most: int, least_chance: float) -> DraftTree:
-    """At most so many nodes, the likeliest first; the very first is there however unlikely it is."""
+    """Returns a tree of at most `most` nodes, likeliest first; the first is kept even if it is below `least_chance`."""
     return tree_of(likeliest_paths(limbs, most, least_chance))
 
 
 def tree_of(paths: Sequence[tuple[Path, float]]) -> DraftTree:
-    """Of which these are the nodes, in this order; each comes after the path that it goes on from."""
+    """Returns the tree with these paths as its nodes, in this order; each path must come after its parent."""
     places = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}
     return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([places[path[:-1]] for path, _ in paths]))
 
 
 def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> list[tuple[Path, float]]:
-    """With their chances, which fall."""
+    """Returns at most `most` paths with their probabilities, in falling order."""
     chances: dict[Path, float] = {}
     for limb in limbs:
         path = limb.stem
@@ -54,19 +54,19 @@ def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> li
 
 
 def likeliest_of(chances: Mapping[Path, float], most: int, least_chance: float) -> list[tuple[Path, float]]:
-    """Of paths none of which is likelier than the one that it goes on from."""
+    """Selects the likeliest paths; no path may be likelier than its parent."""
     ranked = sorted(chances.items(), key=lambda node: (-node[1], len(node[0])))[:most]
     return [node for rank, node in enumerate(ranked) if rank == 0 or node[1] >= least_chance]
 
 
 def grown_paths(after: Callable[[Path], Choices], most: int, least_chance: float) -> list[tuple[Path, float]]:
-    """The likeliest paths, where what follows any path is known without a forward; none below `least_chance`.
+    """Returns the likeliest paths when the continuations of any path are known without a forward pass.
 
-    What follows is asked for the likeliest path first, so that `after` is called `most` times at most, and about a
-    path after all of its beginnings.
+    None is below `least_chance`. The likeliest path is expanded first, so `after` is called at most `most` times, and
+    for a path only after all of its prefixes.
     """
     found: list[tuple[Path, float]] = []
-    ahead: list[tuple[float, int, Path]] = []  # the chance with its sign changed, depth, path
+    ahead: list[tuple[float, int, Path]] = []  # negated probability, depth, path
     path: Path = ()
     reached = 1.0
     while len(found) < most:
@@ -83,7 +83,10 @@ def grown_paths(after: Callable[[Path], Choices], most: int, least_chance: float
 
 
 def grow_limbs(after: Callable[[Path], Choices], most: int, least_chance: float) -> list[Limb]:
-    """The same as limbs, which say of each path what may follow it; of the first one however unlikely that is."""
+    """Returns the result of `grown_paths` as limbs, each with the possible tokens after one path.
+
+    The first limb is there however unlikely its tokens are.
+    """
     known: dict[Path, Choices] = {}
 
     def noted(path: Path) -> Choices:
@@ -97,17 +100,17 @@ def grow_limbs(after: Callable[[Path], Choices], most: int, least_chance: float)
 
 
 def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Limb]:
-    """Limbs of a block whose places are as they are whatever tokens stand before them."""
+    """Returns the limbs of a block in which the choices at a position do not depend on the tokens before it."""
     return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
 
 
 def least_of(paths: Sequence[tuple[Path, float]], most: int) -> float:
-    """The chance that a further node must have to be among the likeliest `most`; 0 while there is room."""
+    """Returns the probability that a further node needs to be among the likeliest `most`; 0 while fewer are there."""
     return paths[-1][1] if len(paths) == most else 0.0
 
 
 def worth_a_limb(paths: Sequence[tuple[Path, float]], trunk: Path, least: float) -> list[tuple[Path, float]]:
-    """Paths that leave the trunk with their last node, where what follows may well have at least such a chance."""
+    """Returns the paths that leave the main path with their last node and whose children may reach `least`."""
     return [
         (path, chance)
         for path, chance in paths

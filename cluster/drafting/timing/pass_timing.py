@@ -1,7 +1,7 @@
-"""How long a drafter's passes take: shape from a profile at start, scale from the passes themselves.
+"""Duration of a drafter's passes: the shape from a startup profile, the scale from the passes themselves.
 
-A profile is made while nobody verifies; a target on the same machine, and whatever serves answers, slow drafting down.
-Pure arithmetic.
+The profile is measured while no target verifies. A target on the same machine and the processes that serve answers slow
+drafting down. Pure arithmetic.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,27 @@ from cluster.pacing.step_cost import pace_after
 
 @dataclass(frozen=True, slots=True)
 class DraftTiming:
-    """What is known of the passes of one drafter."""
+    """Measured timing of one drafter's passes."""
 
     profile: DraftCost
-    pace: Mean = Mean()  # of late, as times the profile
-    read: frozenset[str] = frozenset()  # sessions whose prompts were fed in a pass before
+    pace: Mean = Mean()  # recent pass times, as a multiple of the profile
+    read: frozenset[str] = frozenset()  # sessions whose prompts were fed in an earlier pass
 
     def after(self, sessions: Sequence[str], tokens: int, seconds: float) -> "DraftTiming":
-        """A pass for these sessions, the longest block of `tokens`; one that fed a prompt says nothing of drafting."""
+        """Returns the timing updated by a pass for these sessions, whose longest block had `tokens` tokens.
+
+        A pass that fed a prompt is not counted, because it does not measure drafting.
+        """
         expected_s = self.profile.seconds(len(sessions), tokens)
         known = self.read.issuperset(sessions)
         pace = pace_after(self.pace, seconds / expected_s) if known and tokens and expected_s else self.pace
         return replace(self, pace=pace, read=self.read | frozenset(sessions))
 
     def without(self, sessions: Sequence[str]) -> "DraftTiming":
-        """These sessions have ended."""
+        """Returns the timing without these sessions, which have ended."""
         return replace(self, read=self.read - frozenset(sessions))
 
     @property
     def cost(self) -> DraftCost:
-        """What passes cost by now."""
+        """Current cost of passes."""
         return self.profile.times(self.pace.value) if self.pace.count else self.profile

@@ -1,6 +1,6 @@
-"""When a verdict is due, estimated from the steps before it; a block drafted ahead is worth little after it.
+"""The time at which a verdict is due, estimated from earlier steps; a block drafted ahead is worth little after it.
 
-Pure arithmetic; times are handed in.
+Pure arithmetic; the caller passes times in.
 """
 
 from cluster.pacing.smoothing import blend
@@ -11,10 +11,10 @@ MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (
 
 @value
 class StepIntervalEstimate:
-    """Steps of one target, as a drafter sees them: from what begins one to its verdict."""
+    """Interval of one target's steps as a drafter sees them: from the event that begins a step to its verdict."""
 
-    mean_s: float = 0.0  # 0: none seen yet
-    deviation_s: float = 0.0  # mean distance from it; it rises slowly, for what is drafted ahead in vain costs little
+    mean_s: float = 0.0  # 0: no step seen yet
+    deviation_s: float = 0.0  # mean absolute deviation; rises slowly, since a wasted draft costs little
 
     def after(self, seconds: float) -> "StepIntervalEstimate":
         if not self.mean_s:
@@ -24,5 +24,5 @@ class StepIntervalEstimate:
 
     @property
     def least_s(self) -> float | None:
-        """What a step hardly ever takes less than; None while nothing is known."""
+        """Shortest time that a step is likely to take, in seconds; None before any measurement."""
         return max(0.0, self.mean_s - self.deviation_s) if self.mean_s else None
