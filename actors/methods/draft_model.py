@@ -1,6 +1,6 @@
-"""Drafting with a small model, all sessions together, and ahead of verdicts.
+"""Drafting with a small model: all sessions in one batch, and ahead of verdicts.
 
-While a block is verified, blocks are drafted for what may come of it, by the model's own probabilities
+While a block is verified, blocks are drafted for its likely outcomes, ranked by the model's own probabilities
 (`cluster/drafting/ahead.py`).
 """
 
@@ -34,17 +34,18 @@ from cluster.drafting.timing.forward_time import ForwardTime
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
-FEW = 4  # decided tokens that are fed once more for each token beside the trunk
-LIMB_TOKENS = 2  # that a limb has, at most: what is further off is seldom among a block's likeliest
+FEW = 4  # decided tokens that may be fed again for each token beside the main path
+LIMB_TOKENS = 2  # most tokens of a side branch: later ones are seldom among a block's likeliest
 
 _Considered = dict[int, list[DraftedToken]]
 """By hash of what a block comes after: what the model thought of at its first positions."""
 
 
 class DraftModel:
-    """Drafts with a model behind a `Runner`, whose logits' columns are those of `token_ids`, shape (columns,).
+    """Drafts with a model behind a `Runner`. Its logits' columns are those of `token_ids`, shape (columns,).
 
-    Those of `head` may be only the first of them. With `feed`, the model reads the target's states beside the tokens.
+    The columns of `head` may be only the first of them. With `feed`, the model reads the target's states with the
+    tokens.
     """
 
     shapes = frozenset(Shape)
@@ -60,7 +61,7 @@ class DraftModel:
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
         feed: FedStates | None = None,
-        makers: Sequence[Maker] = (),  # of logits processors, beside those that need no more than an Open
+        makers: Sequence[Maker] = (),  # of logits processors, in addition to those built from an Open alone
     ) -> None:
         self.needs = None if feed is None else feed.needs
         self.tokens_per_forward = masks.width if head is None else head.width
@@ -76,8 +77,8 @@ class DraftModel:
         self._head = None if head is None else HeadDrafting(head, self._sampler)
         self._ahead_time = ForwardTime()
         self._texts = SessionTexts()
-        self._considered: dict[str, _Considered] = {}  # by session, of the blocks proposed last
-        self._busy: set[str] = set()  # sessions of the pass under way, which keep their place in the cache
+        self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
+        self._busy: set[str] = set()  # sessions of the current pass, whose cache pages must stay
 
     # ------------------------------------------------------------ sessions
 
@@ -91,14 +92,14 @@ class DraftModel:
         self._sampler.decided(session, self._texts[session].tokens)
 
     def begin(self, session: str, first: int) -> None:
-        """No states of an open session come of positions before the first; without this they begin at 0."""
+        """Announces that states of an open session start at position `first`; the default is 0."""
         assert self._feed is not None, "a method that needs no states is sent none"
         self._feed.begin(session, first)
 
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """The target's states at positions of the session's text, from `first` on: rows (n, width) as in `needs`.
+        """Takes the target's states of positions from `first` on, (n, width) as in `needs`.
 
-        While states that are needed are missing, the session gets no block.
+        While needed states are missing, the session gets no block.
         """
         assert self._feed is not None, "a method that needs no states is sent none"
         self._feed.put(session, first, rows)
@@ -155,7 +156,7 @@ class DraftModel:
         return proposals(guesses)
 
     def _begin(self, request: DraftRequest | AheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
-        """A block after the decided text, or one that reads `unverified` after it."""
+        """Starts a block after the decided text, or one that reads `unverified` after it."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         first = 0 if self._feed is None else self._feed.first_of(request.session)
@@ -172,7 +173,10 @@ class DraftModel:
         )
 
     def _branch_off(self, block: CachedDraft) -> list[CachedDraft]:
-        """Limbs from tokens beside its own; with a head they need no forward, else they ride in the block's own."""
+        """Starts side branches at tokens beside the block's own.
+
+        With a head they need no forward; otherwise they share the block's.
+        """
         if not block.takes_trees or not block.drafted:
             return []
         known = [limb.stem for limb in block.limbs]
@@ -187,7 +191,7 @@ class DraftModel:
         return found
 
     def _limb(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
-        """After tokens of the block and one beside the next of them."""
+        """Makes a side branch after tokens of the block and one beside the next of them."""
         cached = min(len(block.branch.tokens), block.base_len + len(stem) - 1)
         return CachedDraft(
             request=block.request,
@@ -205,17 +209,17 @@ class DraftModel:
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: AheadRequest) -> list[CachedDraft]:
-        """The trunk under verification, as far as it is not known what the model thinks of it, and what is beside it.
+        """Returns roots: the part of the main path whose candidates are unknown, and tokens beside it.
 
-        Where a head, or a lookup, drafted some of the block, the model reads it first; so it does where the text before
-        is fed again with true states, for with those it thinks otherwise.
+        If a head or a lookup drafted part of the block, the model reads it first. The same applies if the text before
+        is fed again with true states, because these change the candidates.
         """
         block = request.unverified.trunk
         considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
         root = self._begin(request, block, len(block) + 1)
         root.unverified = block
         root.recall(considered if len(root.branch.tokens) >= request.base_len else [])
-        while root.missing > len(root.pending):  # it is cached what the model would have to read
+        while root.missing > len(root.pending):  # the tokens to read are cached already
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))
             root.settled = len(root.drafted)
@@ -224,9 +228,9 @@ class DraftModel:
         return [root, *self._siblings_of(root)]
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
-        """A root for each of the first tokens under verification that stand beside the trunk."""
+        """Makes a root for each of the first tokens under verification beside the main path."""
         request = root.ahead
-        first = request.base_len - FEW  # what is cached must reach as far, or each would have the prompt read once more
+        first = request.base_len - FEW  # the cache must reach this far, or each root would read the prompt again
         beside = [path for path in request.unverified.off_trunk if len(root.branch.tokens) >= first]
         return [self._sibling(root, path) for path in beside[:SIBLINGS_READ]]
 

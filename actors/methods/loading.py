@@ -1,4 +1,4 @@
-"""From a checkpoint to a drafting method: the model, and the files beside it in its folder."""
+"""Creates a drafting method from a checkpoint: the model, and optional files in the same folder."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +24,11 @@ from actors.models.positions import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
-HEAD_TOKENS = 8192  # most frequent ones that a recurrent head chooses among: it seldom knows the others
+HEAD_TOKENS = 8192  # a recurrent head chooses among the most frequent tokens: it seldom predicts others
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
-    """Raises ModelError where the model does not fit the target's vocabulary, or the device."""
+    """Creates the method. Raises ModelError if the model does not fit the target's vocabulary or the device."""
     assert draft.model is not None, "a configuration whose method asks a model has one"
     folder = local_folder(draft.model)
     check_draft(setup.target_tokens, folder)
@@ -45,16 +45,16 @@ def load_draft_model(
 
 
 class DraftProducts(NamedTuple):
-    """How a draft's matrix products are computed, and what the model is beside them."""
+    """Factory for a draft model's matrix products, and the model's dtype."""
 
     product: Product
     dtype: str
 
 
 def products_of(draft: DraftPool, setup: DraftSetup, device: torch.device) -> DraftProducts:
-    """Quantised, they are of weights and rows rounded to 8 bits, and float32 beside them.
+    """Selects the products. Quantized ones round weights and rows to 8 bits, and the rest is float32.
 
-    Raises ModelError where there are none.
+    Raises ModelError if the device has no such products.
     """
     if draft.draft_model.quantization == "none":
         return DraftProducts(projection, setup.dtype)
@@ -71,7 +71,7 @@ def draft_with(
     beside: Path | None = None,
     calibration: Calibration | None = None,
 ) -> DraftModel:
-    """Drafts with a model, and with what lies `beside` it in its folder to make it faster."""
+    """Drafts with a model, sped up by the files in its folder `beside`: frequent tokens and a recurrent head."""
     options = draft.draft_model
     rows = int(model.config.get_text_config().vocab_size)
     frequent = read_frequent_tokens(beside, rows) if beside else None

@@ -1,7 +1,7 @@
-"""What a DFlash head is, resolved from its files and the target's shape into one value that can be printed.
+"""Configuration of a DFlash head, resolved from its files and the target's shape into one printable value.
 
-(DFlash: z-lab/dflash, dflash/model.py, arXiv 2602.06036.) Two layouts are published: z-lab's, whose options are at the
-top level or in `dflash_config`, and that of speculators, whose decoder is in `transformer_layer_config`.
+DFlash: z-lab/dflash, dflash/model.py, arXiv 2602.06036. Two layouts are published: z-lab's, with options at the top
+level or in `dflash_config`, and that of speculators, with the decoder in `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from actors.methods.heads.target_shape import TargetShape
 from cluster.errors import ModelError
 from protos.states import StatesNeeded
 
-BLOCK_SIZE = 16  # where a configuration does not say
-OUTPUTS_KEY = "target_layer_ids"  # of layers, whose outputs are read
-STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # of states
+BLOCK_SIZE = 16  # default if the configuration does not state it
+OUTPUTS_KEY = "target_layer_ids"  # ids of layers whose outputs are read
+STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids of states
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-REFUSED: Mapping[str, tuple[Any, ...]] = {  # options, and the values at which they change nothing
+REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, and the values that have no effect
     "sample_from_anchor": (None, False),
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1.0),
@@ -33,15 +33,15 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {  # options, and the values at which t
 
 @dataclass(frozen=True, slots=True)
 class DFlashLayerKind:
-    """How a layer's block attends."""
+    """Attention pattern of one layer."""
 
-    is_causal: bool  # whether a place of the block sees none after it
-    window: int | None  # positions that a place sees back to, itself included, and as far ahead; None: all
+    is_causal: bool  # whether a place of the block sees no later place
+    window: int | None  # visible positions backwards, itself included, and as many ahead; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """A head's sizes and conventions."""
+    """Sizes and conventions of a head."""
 
     layers: tuple[DFlashLayerKind, ...]
     hidden: int
@@ -51,7 +51,7 @@ class DFlashConfig:
     head_dim: int
     eps: float  # of the norms
     rope: Rope
-    block_size: int  # the last decided token and the masks after it
+    block_size: int  # counts the last decided token and the masks after it
     mask_token: int
     vocabulary: int  # the target's
     columns: int  # of the logits as published
@@ -61,7 +61,7 @@ class DFlashConfig:
     logit_cap: float | None
 
     def describe(self) -> list[str]:
-        """One line a fact, for whoever wants to know how a head was understood."""
+        """Describes how the head was understood, one fact per line."""
         kinds = [
             f"{'causal' if kind.is_causal else 'bidirectional'}{f' over {kind.window}' if kind.window else ''}"
             for kind in self.layers
@@ -77,12 +77,16 @@ class DFlashConfig:
 
 
 def resolve_dflash(files: HeadFiles, target: TargetShape) -> DFlashConfig:
-    """Raises ModelError where the head is none, cannot draft for this target, or needs what is not supported."""
+    """Resolves the configuration.
+
+    Raises ModelError if the files hold no DFlash head, it cannot draft for this target, or it needs an unsupported
+    option.
+    """
     return _Resolution(files, target).config()
 
 
 class _Resolution:
-    """The options of a head, wherever they stand: in `dflash_config`, at the top level, in the decoder's section."""
+    """Options of a head from all places: `dflash_config`, the top level, and the decoder's section."""
 
     def __init__(self, files: HeadFiles, target: TargetShape) -> None:
         self._files = files
@@ -155,7 +159,7 @@ class _Resolution:
         return tuple(self._layer(kind == "sliding_attention") for kind in types)
 
     def _layer(self, is_sliding: bool) -> DFlashLayerKind:
-        """`is_causal` goes first, then dflash_config's `causal`; otherwise only sliding layers are causal."""
+        """Resolves causality: `is_causal` first, then dflash_config's `causal`; else only sliding layers are causal."""
         said = self._files.config.get("is_causal")
         said = self._nested.get("causal") if said is None else said
         usual = is_sliding and not self._options.get("sliding_window_non_causal")
@@ -191,13 +195,16 @@ class _Resolution:
         return StatesNeeded(states, width, hidden, sees=self._sees())
 
     def _sees(self) -> int | None:
-        """So many positions back from the anchor, itself included; the places after it see no more of the context."""
+        """Returns how many positions before the anchor, itself included, the head reads; None if unbounded.
+
+        The places after the anchor see no more of the context.
+        """
         layers = self._layers()
         windows = [kind.window for kind in layers if kind.window is not None]
         return max(windows) if len(windows) == len(layers) else None
 
     def _states(self, count: int) -> tuple[int, ...]:
-        """In the order in which they are projected."""
+        """Returns the states read, in the order in which they are projected."""
         keys = STATES_KEYS if "speculators_model_type" in self._files.config else (OUTPUTS_KEY, *STATES_KEYS)
         for name in (*keys, OUTPUTS_KEY):
             ids = self._options.get(name)
@@ -210,7 +217,7 @@ class _Resolution:
 
 
 def default_outputs(layers: int, count: int) -> list[int]:
-    """The layers whose outputs a head without ids reads: from the second on, evenly to the third from the end."""
+    """Returns the layers whose outputs a head without ids reads: evenly from the second to the third from the end."""
     if count == 1:
         return [layers // 2]
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]

@@ -1,4 +1,4 @@
-"""From a published DFlash head and its target to a drafting method."""
+"""Loads a published DFlash head with its target, and creates the drafting method."""
 
 import logging
 from collections.abc import Collection
@@ -29,19 +29,19 @@ from cluster.config import DraftPool
 from protos.states import StatesNeeded
 
 log = logging.getLogger(__name__)
-MAX_POSITIONS = 2048  # where a configuration does not say; only some scalings of rotary positions go by it
+MAX_POSITIONS = 2048  # default if the configuration does not state it; only some RoPE scalings use it
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """What the head that `draft.model` names reads."""
+    """Returns which hidden states the head named by `draft.model` reads."""
     files = _files(draft)
     return resolve_dflash(files, target_shape(target)).needs
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
-    """What the head makes of the target's states first; no other tensor of it is loaded.
+    """Loads the projection that the head applies to the target's states first, and no other tensor.
 
-    It is computed in the target's type, also where the drafter quantises the head.
+    It is computed in the target's dtype, even if the drafter quantizes the head.
     """
     files = _files(draft)
     config = resolve_dflash(files, target_shape(target))
@@ -54,7 +54,7 @@ def _files(draft: DraftPool) -> HeadFiles:
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Raises ModelError where the head that `draft.model` names does not fit the target."""
+    """Creates the method. Raises ModelError if the head named by `draft.model` does not fit the target."""
     assert draft.model is not None, "a configuration whose method loads a head names it"
     device = device_of(draft.resources)
     products = head_products(draft.dflash, setup.dtype, device)
@@ -77,7 +77,7 @@ def load_dflash(
     proposable: Collection[int],
     product: Product = projection,
 ) -> DFlashDecoder:
-    """A published head, as it is on disk, with the embedding and LM head of its target where it has none."""
+    """Loads a published head, with the target's embedding and LM head where it has none of its own."""
     files = read_head(folder).renamed(ALIASES)
     config = resolve_dflash(files, target_shape(target_folder))
     weights = DFlashReader(files, target_folder, config, dtype, device, product).weights(proposable)

@@ -1,6 +1,6 @@
-"""What an EAGLE head is, resolved from its files and the target's shape into one value that can be printed.
+"""Configuration of an EAGLE head, resolved from its files and the target's shape into one printable value.
 
-(EAGLE: Li et al. 2024, arXiv 2401.15077; EAGLE-2: arXiv 2406.16858; EAGLE-3: Li et al. 2025, arXiv 2503.01840.)
+EAGLE: Li et al. 2024, arXiv 2401.15077; EAGLE-2: arXiv 2406.16858; EAGLE-3: Li et al. 2025, arXiv 2503.01840.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from protos.states import StatesNeeded
 
 
 class EagleKind(Enum):
-    """What a head's first layer reads."""
+    """Input of a head's first layer."""
 
-    EAGLE = "EAGLE-1/2"  # a projection of embedding and state, which is the target's final one
-    EAGLE3 = "EAGLE-3"  # embedding and state side by side
-    MTP = "multi-token prediction"  # as EAGLE-1, of embedding and state normed each by itself
+    EAGLE = "EAGLE-1/2"  # a projection of the embedding and the target's final state
+    EAGLE3 = "EAGLE-3"  # embedding and state, concatenated
+    MTP = "multi-token prediction"  # as EAGLE-1, with embedding and state normed separately
 
 
 class FeatureNorm(Enum):
-    """What is normed before the projection of the target's states."""
+    """Norm before the projection of the target's states."""
 
     NOTHING = "nothing"
     ALL = "all states as one row"  # input_norm, by norm_before_fc
@@ -29,15 +29,15 @@ class FeatureNorm(Enum):
 
 
 class OutputNorm(Enum):
-    """What the norm after the last layer is for."""
+    """Uses of the norm after the last layer."""
 
     NOTHING = "nothing"
-    LOGITS = "logits"  # recycled states are what goes into the norm
+    LOGITS = "logits"  # recycled states are taken before the norm
     BOTH = "logits and recycled states"  # norm_output: EAGLE 3.1
 
 
 class WeightSource(Enum):
-    """Where the embedding or the LM head comes from."""
+    """Source of the embedding or the LM head."""
 
     HEAD = "the head"
     EMBEDDING = "the head's embedding"
@@ -46,16 +46,16 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EagleOverrides:
-    """What a user knows better than the head's configuration; None: it is as configured."""
+    """User settings that override the head's configuration; None keeps the configured value."""
 
-    states: tuple[int, ...] | None = None  # of the target that are read
+    states: tuple[int, ...] | None = None  # states of the target to read
     layer_ids: LayerIdMeaning | None = None
     output_norm: OutputNorm | None = None  # SpecForge's norm_output meant something else before September 2026
     max_positions: int | None = None  # published configurations often say 2048, whatever the head was trained for
 
 
 def overrides_of(options: EagleOptions) -> EagleOverrides:
-    """As the configuration has them."""
+    """Reads the overrides from the method's options."""
     meaning = options.layer_ids
     norm = options.output_norm
     return EagleOverrides(
@@ -68,7 +68,7 @@ def overrides_of(options: EagleOptions) -> EagleOverrides:
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """A head's sizes and conventions."""
+    """Sizes and conventions of a head."""
 
     kind: EagleKind
     hidden: int
@@ -84,17 +84,17 @@ class EagleConfig:
     columns: int  # of the logits: the draft vocabulary
     target_hidden: int
     needs: StatesNeeded
-    projects: bool  # the target's states, once, before they are fed: by `fc`, for EAGLE-3
+    projects: bool  # EAGLE-3: whether `fc` projects the target's states before they are fed
     feature_norm: FeatureNorm
     norm_before_residual: bool
     output_norm: OutputNorm
     embedding: WeightSource
     lm_head: WeightSource
     mask_token: int | None  # of a head that predicts several tokens in one forward (P-EAGLE)
-    hides_first: bool = False  # the embedding at position 0
+    hides_first: bool = False  # the embedding at position 0 is zero
 
     def describe(self) -> list[str]:
-        """One line a fact, for whoever wants to know how a head was understood."""
+        """Describes how the head was understood, one fact per line."""
         first = f"{self.kind.value} head: {self.layers} layer(s) of {self.hidden}, MLP {self.intermediate}"
         lines = [
             f"{first}, {self.heads} heads, {self.kv_heads} key-value heads of {self.head_dim}, eps {self.eps:g}",

@@ -1,4 +1,4 @@
-"""Loads an EAGLE head: its files, what it borrows of the target, and what both are understood to be."""
+"""Loads an EAGLE head: its files, the tensors borrowed from the target, and the resolved configuration."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class EagleHead:
     device: torch.device
 
     def page_bytes(self, page_size: int) -> int:
-        """Of one page of keys and values in all layers."""
+        """Returns the bytes of one page of keys and values in all layers."""
         config = self.config
         return 2 * config.layers * config.kv_heads * config.head_dim * page_size * self.dtype.itemsize
 
 
 def read_eagle_config(folder: Path, target_folder: Path, overrides: EagleOverrides = AS_CONFIGURED) -> EagleConfig:
-    """What a published head is for a target. Raises ModelError where it does not fit, or is none that is known."""
+    """Resolves a published head for a target. Raises ModelError if it does not fit or its kind is unknown."""
     return resolve(canonical(read_head(folder)), target_shape(target_folder), overrides)
 
 
@@ -50,7 +50,7 @@ def load_row_projection(
     overrides: EagleOverrides = AS_CONFIGURED,
     product: Product = projection,
 ) -> RowProjection:
-    """What a published head that has one makes of the target's states first; no other tensor of it is loaded.
+    """Loads the projection of a published head that has one, and no other tensor.
 
     Raises ModelError as `load_eagle` does.
     """
@@ -68,9 +68,9 @@ def load_eagle(
     proposable: Collection[int] | None = None,
     product: Product = projection,
 ) -> EagleHead:
-    """A published head, as it is on disk, for a target; tokens that are not `proposable` are left out.
+    """Loads a published head for a target, leaving out tokens that are not `proposable`.
 
-    Raises ModelError where the head does not fit the target, or is none that is known here.
+    Raises ModelError if the head does not fit the target or its kind is unknown.
     """
     files = canonical(read_head(folder))
     config = resolve(files, target_shape(target_folder), overrides)
@@ -86,7 +86,7 @@ def head_of(
     proposable: Collection[int] | None,
     product: Product,
 ) -> EagleHead:
-    """Of tensors in names of `eagle_names`."""
+    """Builds a head from tensors in the names of `eagle_names`."""
     reader = WeightReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)

@@ -1,4 +1,4 @@
-"""From a published head that reads the target's final state to a drafting method."""
+"""Loads a published head that reads the target's final state, and creates the drafting method."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 
 
 class LoadedHead(LastStateHead, Protocol):
-    """A head, and what its logits are for."""
+    """A head, and the tokens that its logits stand for."""
 
     @property
     def token_ids(self) -> Tensor:
-        """Of the target, by column of the logits, (columns,)."""
+        """Token ids of the target by column of the logits, (columns,)."""
         ...
 
 
 class HeadLoader(Protocol):
-    """Raises ModelError where the folder's head does not fit the target."""
+    """Loads a head from a folder. Raises ModelError if it does not fit the target."""
 
     def __call__(
         self,
@@ -53,13 +53,13 @@ class HeadLoader(Protocol):
 
 
 def final_state(target: Path) -> StatesNeeded:
-    """What such heads read of the target in this folder."""
+    """Returns the state that such heads read of the target in this folder."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden, window=1)
 
 
 def head_folder(draft: DraftPool) -> Path:
-    """Of the head that `draft.model` names."""
+    """Returns the folder of the head named by `draft.model`."""
     assert draft.model is not None, "a configuration whose method loads a head names it"
     return local_folder(draft.model, more=PICKLES)
 
@@ -71,9 +71,9 @@ def last_state_drafting(
     options: HeadOptions,
     borrowed: Sequence[Sequence[str]] = (),
 ) -> PredictedDrafting:
-    """The head that `draft.model` names, with the options of its method; logs how it was understood.
+    """Creates the method for the head named by `draft.model`, and logs how the head was understood.
 
-    `borrowed` is what it takes of the target's checkpoint: of each group the first tensor that there is.
+    `borrowed` lists the tensors that it takes from the target's checkpoint: of each group the first that exists.
     """
     device = device_of(draft.resources)
     products = head_products(options, setup.dtype, device)
