@@ -35,10 +35,10 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
 FEW = 4  # decided tokens that may be fed again for each token beside the main path
-LIMB_TOKENS = 2  # most tokens of a side branch: later ones are seldom among a block's likeliest
+LIMB_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
 
 _Considered = dict[int, list[DraftedToken]]
-"""By hash of what a block comes after: what the model thought of at its first positions."""
+"""The model's candidates at a block's first positions, by hash of the text before the block."""
 
 
 class DraftModel:

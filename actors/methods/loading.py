@@ -24,7 +24,7 @@ from actors.models.positions import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
-HEAD_TOKENS = 8192  # a recurrent head chooses among the most frequent tokens: it seldom predicts others
+HEAD_TOKENS = 8192  # a recurrent head chooses among the most frequent tokens: it rarely predicts others
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:

@@ -150,7 +150,7 @@ class MutualTls:
 
         offered = grpc.dynamic_ssl_server_credentials(
             _server_configuration(served),
-            newer,  # type: ignore[arg-type]  # the stubs leave out that None keeps what there is
+            newer,  # type: ignore[arg-type]  # None, missing in the stubs, keeps the current one
             require_client_authentication=True,
         )
         return server.add_secure_port(f"{host}:{port}", offered)

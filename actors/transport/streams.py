@@ -39,7 +39,7 @@ REFUSING = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""What a peer answers that will not talk to us until something is changed."""
+"""Status codes of a peer that refuses us until something is changed."""
 
 
 class Outbox:

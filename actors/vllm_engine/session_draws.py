@@ -1,7 +1,7 @@
 """Sampling of a session's tokens in vLLM's workers, by the rules, noise and scores of our own engine.
 
 A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine. This
-module knows nothing of vLLM. @= Text : Returns the tokens of a session between two positions, all of them decided.
+module knows nothing of vLLM.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from protos.values import value
 
 EXTRA_ARG = "slipstream"
 Text = Callable[[int, int], Sequence[int]]
-"""Tokens of a session from one position to another, all of them decided."""
+"""Returns the tokens of a session between two positions, all of them decided."""
 
 
 def extra_args(request: Open) -> dict[str, Any]:

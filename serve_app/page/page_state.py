@@ -17,7 +17,7 @@ MOST_TRACKS = 16  # most tracks drawn
 MOST_BARS = 250  # most bars per track; the latest
 
 Bar = tuple[str, float, float, int]
-"""A stage, from when on and for how long, in ms of the window, and for how many sessions."""
+"""Stage, start and duration in ms of the window, and number of sessions."""
 
 
 class _Shown(BaseModel):

@@ -1,7 +1,6 @@
 """Our metrics under vLLM's names, for dashboards, autoscalers and load generators made for vLLM.
 
-Nothing is measured twice: a family that vLLM has too is read again under vLLM's name at collection. @= NAMES : A
-router's families that vLLM has too, with vLLM's names.
+Nothing is measured twice: a family that vLLM has too is read again under vLLM's name at collection.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ NAMES: Mapping[str, str] = {
     "slipstream_accepted_tokens": "spec_decode_num_accepted_tokens",
     "slipstream_accepted_tokens_at": "spec_decode_num_accepted_tokens_per_pos",
 }
-"""A router's families that are what vLLM counts."""
+"""A router's families that vLLM has too, with vLLM's names."""
 
 
 class VllmNames(Collector):

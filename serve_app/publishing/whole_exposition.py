@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 2.0  # time for other processes to answer; slower ones are left out
 
 Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
-"""Asks all replicas of one deployment; each answers families that carry its name."""
+"""Collects the families of all replicas of one deployment; each replica labels its own."""
 
 
 class WholeExposition:

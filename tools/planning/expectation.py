@@ -30,7 +30,7 @@ def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Costs of one round for an unchanging batch. @= RoundTime : Seconds from one verification to the next."""
+    """Costs of one round for an unchanging batch."""
 
     plain_s: float  # a target step without drafts
     verify_s: float  # a target step over blocks

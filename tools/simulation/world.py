@@ -85,7 +85,7 @@ class World:
         """Runs until no event is due. Raises AssertionError if an invariant is violated."""
         for fault in self.setting.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._strike, fault))
-        self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up by then
+        self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up at that time
         with _uncollected(), _unlogged():
             happened = self.clock.run()
         self._check()

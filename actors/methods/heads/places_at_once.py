@@ -1,8 +1,7 @@
 """Blocks of heads that predict places independently of the tokens before them: one prediction serves many blocks.
 
 A prediction for the places after a text also serves blocks after each outcome: after k further tokens, place k comes
-next. @= Foresee : Returns logits of the places after the text of each draft's request, (places, columns): at least as
-many as requested.
+next.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from actors.methods.model.sampling import DraftSampler
 from cluster.drafting.candidates.tree_growth import limbs_by_depth
 
 Foresee = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
-"""Logits of the places after the text of each draft's request, (places, columns): at least as many as are asked for."""
+"""Returns logits of the places after each draft's text, (places, columns): at least as many as requested."""
 
 
 def fill_places(

@@ -15,7 +15,7 @@ LOOKED_AT = 64  # latest occurrences that are compared
 MOST_SEEN = 256  # observations behind a rate; at this count, earlier ones are halved
 
 Place = tuple[list[int], int]
-"""A text, and the index in it of a token that is there."""
+"""A text, and the index of a token in it."""
 
 
 @dataclass(frozen=True, slots=True)

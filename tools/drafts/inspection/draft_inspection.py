@@ -34,7 +34,7 @@ TARGET_KEYS = ("base_model_name_or_path", "base_model")  # keys in a head's conf
 FOUND = ("method", "model")  # keys of `draft` that follow from the checkpoint
 
 Options = Mapping[str, Any]
-"""Keys of `draft` with what they are set to, as a configuration has them."""
+"""Configured keys of `draft` with their values."""
 
 
 @dataclass(frozen=True, slots=True)

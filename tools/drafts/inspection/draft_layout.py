@@ -37,7 +37,7 @@ MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
         r"(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.": DraftLayout("Medusa heads, vLLM's layout", "medusa"),
     }
 )
-"""By how the name of one of their tensors begins."""
+"""Layouts by prefix of a tensor's name."""
 
 WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
     {

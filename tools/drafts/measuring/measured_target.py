@@ -70,7 +70,7 @@ class MeasuredTarget:
         return median(self._steps)
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Tokenizes `text` as the first message of a chat, or as it is if the target has no chat template."""
+        """Tokenizes `text` as the first message of a chat, or unchanged if the target has no chat template."""
         tokenizer = load_tokenizer(self._folder)
         if tokenizer.chat_template is None:
             return tuple(tokenizer(text)["input_ids"])

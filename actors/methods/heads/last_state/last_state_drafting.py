@@ -19,7 +19,7 @@ from cluster.drafting.candidates.tree_growth import Path, least_of, worth_a_limb
 from protos.prefix import hashes_after
 from protos.states import StatesNeeded
 
-LIMB_TOKENS = 2  # most tokens of a side branch: later ones are seldom among a block's likeliest
+LIMB_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
 
 
 class LastStateConfig(Protocol):

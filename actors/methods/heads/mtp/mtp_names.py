@@ -1,8 +1,7 @@
 """Location and tensor names of a checkpoint's multi-token prediction module.
 
 Layouts differ in names, in the order in which embedding and state are concatenated, and in whether the embedding at
-position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py. @= LAYER : Tensors of a decoder layer of
-the Llama kind.
+position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
 """
 
 import re
