@@ -1,6 +1,6 @@
-"""Pacing of one target replica: what its steps and its blocks teach, and what they make of each session's next block.
+"""Pacing of one target replica: measurements of its steps and blocks, and from them each session's next draft request.
 
-The policy is pure; this is the one place that holds what is known of the replica by now.
+The policy is pure; the pacer holds the replica's current measurements.
 """
 
 from collections import Counter, defaultdict
@@ -14,50 +14,50 @@ from cluster.pacing.policy import DraftingDecision, Pacing
 from cluster.pacing.smoothing import Pairs
 from cluster.pacing.step_cost import Load, StepCost
 
-DELAY_MEMORY = 0.01  # weight of the latest block in how long blocks take: they are noisy, and all sessions' count
-# Rounds of a session that waited for no block, after which one is waited for: else blocks that took long once are taken
-# to do so for ever. One in a hundred rounds of all sessions held every sixth step of sixteen, and lost 4 %.
+DELAY_MEMORY = 0.01  # weight of the latest block's delay: delays are noisy, and those of all sessions count
+# Rounds without a wait after which a session waits for a block once: otherwise blocks that were slow once would be
+# taken to be slow forever. Waiting in one of a hundred rounds held every sixth step of sixteen sessions and lost 4 %.
 TIMED_AGAIN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step computed, as far as its time depends on it."""
+    """Contents of a step that its time depends on."""
 
     rows: int
-    tokens: int  # of all rows
-    decoding: int  # sessions that it could have decided for: those in it past their prompts, and those that waited
+    tokens: int  # over all rows
+    decoding: int  # sessions that it could have decided for: those past their prompts, and those that waited
     prompts: int = 0  # rows that feed prompts
-    prompt_tokens: int = 0  # of them
-    is_drafted_for: bool = False  # whether drafters were asked for blocks for it
-    is_open_to_drafts: bool = False  # whether the request of any of its sessions allows drafts
+    prompt_tokens: int = 0  # tokens of those rows
+    is_drafted_for: bool = False  # True if drafters were asked for blocks for it
+    is_open_to_drafts: bool = False  # True if the request of any of its sessions allows drafts
 
 
 class Pacer:
-    """Learns from steps, blocks and answers; decides what each session's drafter is asked for."""
+    """Learns from steps, blocks and answers; decides the request to each session's drafter."""
 
     def __init__(self, policy: Pacing, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
-        self.acceptance = AcceptanceCounts()  # of all blocks since the beginning
-        self.chosen: Counter[int] = Counter()  # how often a block of so many tokens was asked for
-        self.blocks_timed = 0  # that came after they were asked for
-        self.block_delay_s = 0.0  # of them together
+        self.acceptance = AcceptanceCounts()  # all blocks since startup
+        self.chosen: Counter[int] = Counter()  # number of requests by draft length
+        self.blocks_timed = 0  # blocks that arrived after they were requested
+        self.block_delay_s = 0.0  # sum of their delays
         self._policy = policy
         self._gate = SpeculationGate()
-        self._chances = Chances()  # of all sessions' blocks
-        # seconds over tokens, by octaves of sessions: they are drafted for together
+        self._chances = Chances()  # over all sessions' blocks
+        # seconds over tokens, by octave of the number of sessions, which are drafted for together
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
-        self._was_drafted_for = False  # the latest step
+        self._was_drafted_for = False  # whether the latest step was
 
     def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
-        """A step computed for so long and committed so many tokens of sessions past their prompts.
+        """Records a step that computed for `seconds` and committed `committed` tokens of sessions past their prompts.
 
-        `took_s` is from when it could have begun, the wait before it included. A step after one that was drafted for
-        is speculation's too: drafters may still be at work beside it.
+        `took_s` starts when the step could have begun, so it includes the wait before the step. A step after one that
+        was drafted for counts as speculative too, because drafters may still be at work beside it.
         """
         speculates = step.is_drafted_for or self._was_drafted_for
         self._was_drafted_for = step.is_drafted_for
-        took_s = took_s or seconds  # clocks may be too coarse to tell
+        took_s = took_s or seconds  # a coarse clock may have measured 0
         if step.decoding and speculates:
             self._speculated(step, committed, seconds, took_s)
         elif step.decoding:
@@ -66,19 +66,22 @@ class Pacer:
             self._gate.plain_step(self.load.sessions)
 
     def block_verified(self, asked: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
-        """Of a block of up to `asked` nodes these were accepted; the session's length limit left `room` for it."""
+        """Records the accepted nodes of a block of `drafted` nodes, of `asked` requested.
+
+        `room` is the number of tokens that the session's length limit left for it.
+        """
         self._chances = self._chances.after(asked, drafted, accepted)
         self.acceptance = self.acceptance.after(min(asked, room), len(accepted))
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
-        """A block of so many tokens came, so long after the verdict that asked for it."""
+        """Records a block of `tokens` tokens that arrived `delay_s` seconds after the verdict that asked for it."""
         self.blocks_timed += 1
         self.block_delay_s += delay_s
         at = octave(self.load.sessions)
         self._delays[at] = self._delays[at].after(tokens, delay_s, DELAY_MEMORY)
 
     def decide(self, stats: SessionStats, limit: int, sessions: int) -> DraftingDecision:
-        """How long a block to ask for next, up to `limit`, for one of so many sessions."""
+        """Returns the request for the next block of one of `sessions` sessions, at most `limit` tokens."""
         gain = self._gate.gain(sessions)
         speculates = self._gate.is_on(sessions)
         if (sessions, gain, speculates) != (self.load.sessions, self.load.gain, self.load.speculates):
@@ -94,7 +97,8 @@ class Pacer:
         return decision
 
     def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
-        """What the gate goes by: all that the step took, against what plain steps take for what it did."""
+        """Passes the gate the whole time of a speculative step and the time of non-speculative steps for the same
+        work."""
         load = self.load
         cost = load.step
         token_s = cost.plain_s(step.decoding) / step.decoding
@@ -112,7 +116,10 @@ class Pacer:
         self.load = replace(self.load, step=cost)
 
     def _plain_s(self, step: StepShape) -> float:
-        """A plain step that feeds the same prompts, and a token to each session past its own; 0: not known yet."""
+        """Returns the seconds of a non-speculative step that feeds the same prompts, and a token to each other session.
+
+        0 while that is unknown.
+        """
         if not step.prompts:
             return self.load.step.plain_s(step.decoding)
         return self.load.step.prompts_s(step.decoding + step.prompts, step.decoding + step.prompt_tokens)

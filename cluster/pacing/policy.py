@@ -1,8 +1,8 @@
-"""How far to draft and how long to wait for blocks: the policy, from the price of a second.
+"""The pacing policy: chooses the draft length and the wait for blocks from the value of a second.
 
-The one idea: at its best a replica commits `rate` tokens a second, so a second is worth `rate` tokens; time is spent on
-something only if it brings more than that (Dinkelbach's method for the maximum of a ratio). Pure: it decides from what
-was measured (`load`) and from what blocks have brought (`stats`). Knows nothing of clocks.
+At its best a replica commits `rate` tokens per second, so a second is worth `rate` tokens. Time is spent only on what
+brings more than that (Dinkelbach's method for maximising a ratio). The policy decides from measured costs (`load`) and
+from the results of past blocks (`stats`). Pure, without a clock.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from cluster.pacing.acceptance import ReplicaStats, SessionStats
 from cluster.pacing.step_cost import Load
 from protos.values import value
 
-TRIAL_TOKENS = 2  # that a trial asks for: enough to see whether blocks have become good, and cheap
-LEAST_GAIN = 0.02  # tokens a round that drafting ahead has to bring: a verdict and a block a round are not free
-TAKEN_UP = 1.15  # times its cost that drafting has to bring once it is left off; or noise would switch it to and fro
+TRIAL_TOKENS = 2  # draft length of a trial: cheap, and enough to see whether blocks have become good
+LEAST_GAIN = 0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
+TAKEN_UP = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
 
 
 @value
 class DraftingDecision:
-    """What a drafter is asked for after a verdict, and what is expected of it."""
+    """The request to a drafter after a verdict, and its expected value."""
 
-    tokens: int = 0  # longest block
-    worth: float = 0.0  # tokens that the block brings, less what its verification costs
-    least_chance: float = 0.0  # of a token to be accepted, below which it is not worth verifying
-    hold_step: bool = False  # whether a step may wait for it; if not, what is there in time is used
-    skip_for_s: float = 0.0  # how long the session had better wait for the block while others go on
-    is_trial: bool = False  # whether it should not pay, or not the wait for it, and is made to learn whether it does
+    tokens: int = 0  # draft length
+    worth: float = 0.0  # tokens that the block brings, less the cost of its verification
+    least_chance: float = 0.0  # acceptance probability below which a token is not worth verifying
+    hold_step: bool = False  # True: a step may wait for the block; False: it is used only if in time
+    skip_for_s: float = 0.0  # how long the session should skip steps and wait while others go on
+    is_trial: bool = False  # True: the block or the wait should not pay and is made to measure it
 
 
 @value
@@ -35,32 +35,36 @@ class Awaited:
     """A block that a step could wait for."""
 
     worth: float  # tokens
-    in_s: float  # from when the step could begin to when the block is expected
+    in_s: float  # from the earliest start of the step to the expected arrival of the block
 
 
 class Pacing(Protocol):
-    """Decides for the target's leader, at every step."""
+    """Interface of pacing policies, which decide for the target's leader at every step."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
-        """How long a block to ask for next, up to `limit`; `may_try`: even where that should not pay."""
+        """Returns the request for the session's next block, at most `limit` tokens.
+
+        `may_try` allows a request that should not pay, as a trial.
+        """
         ...
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        """How long a step that could begin waits for further blocks; their sessions go without them then."""
+        """Returns how long a step that could begin waits for further blocks; their sessions then go without them."""
         ...
 
 
 class Adaptive:
-    """Spends time on drafts where they bring more than it is worth."""
+    """Spends time on drafts where they bring more than the time is worth."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
-        """As far as each further token is likely enough to be accepted; nothing if the whole does not pay.
+        """Extends the draft while each further token pays; requests none if the whole block does not pay.
 
-        What does not pay is tried now and then, by few tokens; so is a wait for blocks, to see how long they take.
+        With `may_try`, a session that drafts are left off for tries a few tokens, and a session whose blocks are not
+        waited for waits once, to measure how long they take.
         """
         if not load.speculates:
             return DraftingDecision()
@@ -70,15 +74,16 @@ class Adaptive:
         if decision.tokens:
             return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
         if not stats.is_left_off:
-            return decision  # it has only just been given up
+            return decision  # it has only just been left off
         tokens = min(TRIAL_TOKENS, limit)
         hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
         return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        """As long as the time of all is worth less than what the blocks bring that are worth waiting for.
+        """Waits while the time of all sessions costs less than the value of the blocks worth waiting for.
 
-        Those are the first to come, as many as bring most. One that does not come when it should costs as much again.
+        Those are the first blocks to arrive, as many as maximise the gain. If they do not arrive when expected, the
+        wait costs at most as much as they would have brought.
         """
         best = worth = total = 0.0
         for block in sorted(awaited, key=lambda block: block.in_s):
@@ -87,15 +92,16 @@ class Adaptive:
             if gain > best:
                 best = gain
                 worth = total
-        return worth / load.rate if load.rate else 0.0  # no second has a price before a step was measured
+        return worth / load.rate if load.rate else 0.0  # before the first measured step, a second has no value
 
     def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
-        """What pays best: a block that the next step waits for if it is not there, or only what is there in time.
+        """Returns the request that pays best: a block that the next step waits for, or one used only if it is in time.
 
-        Each token brings its chance to be accepted and costs its part of the step; a wait is shared by those that wait.
+        Each token brings its acceptance probability and costs its part of the step. The sessions that wait share a
+        wait's cost.
         """
         draft_token_s = replica.delay.slope
-        second = load.rate * (TAKEN_UP if stats.is_left_off else 1.0)  # what one is worth, in tokens
+        second = load.rate * (TAKEN_UP if stats.is_left_off else 1.0)  # value of a second in tokens
         waiting = second / max(1.0, load.sessions * (1 - stats.hits))
         least_chance = min(1.0, second * load.token_s[0])
         tokens = waited_for = 0
@@ -121,10 +127,10 @@ class Adaptive:
     def _awaited(
         self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
     ) -> DraftingDecision:
-        """Every round in which no block arrives at all halves what is expected, so a dead drafter costs little.
+        """Returns a request that the step waits for. Each round without any block halves the expected worth.
 
-        A session that stays out of a step loses a token now; one that goes along without a block may have none after
-        it either. It stays out for as long as its own time is worth less than what the block brings.
+        A dead drafter therefore costs little. A session that skips a step loses a token now, but one that joins without
+        a block may have none after it either. It skips for as long as its own time is worth less than the block brings.
         """
         worth *= 0.5**stats.missed_rounds
         skips = load.rate > 0 and (1 - stats.hits) * worth > 1
@@ -134,9 +140,9 @@ class Adaptive:
 
 @dataclass(frozen=True, slots=True)
 class LockStep:
-    """The executable specification: draft for all, verify all, commit, at one fixed length.
+    """The executable specification: draft for all sessions, verify all, commit, with one fixed draft length.
 
-    `patience` bounds the wait for a drafter that is gone.
+    `patience` bounds the wait for a lost drafter, in seconds.
     """
 
     patience: float = 2.0

@@ -1,14 +1,14 @@
-"""Estimates in which measurements fade: a mean, and a ratio with its error or a line over pairs.
+"""Exponentially weighted estimators: a mean, and a ratio with its error or a line over pairs of measurements.
 
-Values, of which each measurement makes a new one. `memory` is the weight of the latest measurement, so that about
-1 / memory of them count. Pure arithmetic.
+They are immutable; each measurement makes a new value. `memory` is the weight of the latest measurement, so about 1 /
+memory of them count. Pure arithmetic.
 """
 
 import math
 
 from protos.values import value
 
-LEAST_SPREAD = 1e-6  # of a line's x, relative to their squares: below it they were all the same but for rounding
+LEAST_SPREAD = 1e-6  # spread of x relative to its squares; below it, all x were the same up to rounding
 
 
 def blend(old: float, new: float, memory: float) -> float:
@@ -17,7 +17,8 @@ def blend(old: float, new: float, memory: float) -> float:
 
 @value
 class Mean:
-    """Of the first measurements each weighs the same, until that is less than `memory`."""
+    """A mean over equally weighted measurements until their weight falls to `memory`, and exponentially weighted after
+    that."""
 
     count: int = 0
     value: float = 0.0
@@ -28,7 +29,7 @@ class Mean:
 
 @value
 class Pairs:
-    """Of two measurements made together, x and y: decayed sums, their ratio, and the line through them."""
+    """Pairs of measurements x and y made together: decayed sums, their ratio, and the line through them."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -50,21 +51,21 @@ class Pairs:
 
     @property
     def ratio(self) -> float:
-        """Of the sums, y over x; 1 before anything was measured."""
+        """Ratio of the sums, y over x; 1 before any measurement."""
         return self.y / self.x if self.x else 1.0
 
     @property
     def ratio_error(self) -> float:
-        """Its standard error, if pairs are independent of each other."""
+        """Standard error of the ratio, if the pairs are independent."""
         ratio = self.ratio
         squares = self.y_squares - 2 * ratio * self.products + ratio * ratio * self.x_squares
         return math.sqrt(max(0.0, squares)) / self.x if self.x else 0.0
 
     @property
     def slope(self) -> float:
-        """Of the line by least squares, for what takes time: it neither falls nor begins below 0.
+        """Slope of the least-squares line, clamped so that neither it nor the value at x = 0 is negative.
 
-        0 while all x are the same.
+        Durations neither fall nor begin below 0. The slope is 0 while all x are the same.
         """
         spread = self.weight * self.x_squares - self.x**2
         if spread <= LEAST_SPREAD * self.x_squares:
@@ -74,5 +75,5 @@ class Pairs:
 
     @property
     def base(self) -> float:
-        """The line at x = 0."""
+        """Value of the line at x = 0."""
         return max(0.0, self.y - self.slope * self.x) / self.weight if self.weight else 0.0
