@@ -1,6 +1,6 @@
-"""All sessions of a router: which target and drafter each one has, and when it gets others.
+"""Placement of all sessions of a router: the target and drafter of each, and their replacements.
 
-Router and simulator run it: the time is handed in, and what is to be sent is handed out.
+Used by the router and the simulator: callers pass the time in and send the returned messages.
 """
 
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PREFIXES = PrefixOptions()
 GONE = "%s %s; %d sessions go on elsewhere or without it"
-PLANNED = "planned"  # why a session went from one peer to another: who had it left
+PLANNED = "planned"  # reasons for a handover: the peer announced that it leaves
 LOST = "lost"
 
 
@@ -34,11 +34,11 @@ class Assignment:
     """A session from its arrival to its end."""
 
     session: Session
-    seeking_since: float  # when it arrived, or lost its target
-    target: str | None = None  # as counted among the peers
+    seeking_since: float  # time of its arrival or of the loss of its target
+    target: str | None = None  # as counted in `targets`; the drafter likewise
     drafter: str | None = None
-    was_replaced: bool = False  # whether its drafter was left because its blocks had become bad
-    served_by: frozenset[str] = frozenset()  # all targets that it was given to
+    was_replaced: bool = False  # True: it left a drafter whose blocks had become bad
+    served_by: frozenset[str] = frozenset()  # all targets that it was assigned to
 
     @property
     def name(self) -> str:
@@ -49,9 +49,11 @@ F = TypeVar("F", bound=Assignment)
 
 
 class Assignments(Generic[F]):
-    """Gives every session a target and a drafter, and others when they fail; `tell` hears what clients are to hear.
+    """Gives every session a target and a drafter, and replacements when they fail.
 
-    Who may be given sessions is what `targets` and `drafters` are told.
+    Calls `tell` with events for clients.
+
+    `targets` and `drafters` are told which replicas may be given sessions.
     """
 
     def __init__(
@@ -59,18 +61,18 @@ class Assignments(Generic[F]):
     ) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.remedies = Remedies()  # for blocks that became bad
+        self.remedies = Remedies()  # against drafters whose blocks became bad
         self.nearness = Nearness()
         self._choice = TargetChoice(self.targets, prefixes)
-        self.routed = self._choice.routed  # sessions to targets, by what they were chosen by
-        self.handovers: Counter[tuple[str, str]] = Counter()  # of sessions, by the pool of who had them, and why
+        self.routed = self._choice.routed  # sessions by the reason for their target
+        self.handovers: Counter[tuple[str, str]] = Counter()  # of sessions, by the pool that they left and the reason
         self._target_wait_s = target_wait_s
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
-        self._waiting: dict[str, F] = {}  # of them, those that may lack a target or a drafter
-        self.breakers = Breakers()  # of the drafters
+        self._waiting: dict[str, F] = {}  # those that may lack a target or a drafter
+        self.breakers = Breakers()  # one for each drafter
         self._watch = DrafterWatch(self.breakers)
-        self.given_up = self._watch.given_up  # times that a drafter was silent for too long
+        self.given_up = self._watch.given_up  # times that a drafter was silent too long
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -83,35 +85,37 @@ class Assignments(Generic[F]):
 
     @property
     def awaits_tick(self) -> bool:
-        """Whether `tick` has something to do."""
+        """True if `tick` has something to do."""
         return bool(self._waiting) or self._watch.has_news
 
     def are_targets_full(self, now: float) -> bool:
-        """Whether there are targets, and each has just said that it is full: who comes now would only wait."""
+        """Returns True if there are targets and each has just reported that it is full, so that a new session would
+        wait."""
         return self._choice.are_full(now)
 
     # ------------------------------------------------------------ sessions
 
     def add(self, assignment: F, now: float) -> list[Send]:
-        """A session arrives."""
+        """Adds a session and places it."""
         self._assignments[assignment.name] = assignment
         return self._place([assignment], now)
 
     def cancel(self, assignment: F) -> list[Send]:
-        """Nobody wants it any more, or it is over."""
+        """Ends a session that is no longer wanted or is over."""
         sends = self._carry_out(assignment, assignment.session.cancel())
         self.forget(assignment)
         return sends
 
     def forget(self, assignment: F) -> None:
-        """It is over, and its peers know."""
+        """Drops a session that is over and closed at its peers."""
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
         self._watch.forget(assignment.name)
         self._choice.over(assignment.session)
 
     def tick(self, now: float) -> list[Send]:
-        """Leaves drafters that are silent or bad, places what can be placed, gives up what has waited too long."""
+        """Leaves silent and bad drafters, places waiting sessions, and fails those that have waited too long for a
+        target."""
         sends = self._leave_silent(now)
         sends += self._heed_complaints(now)
         for peer in [*self.targets.leaving]:
@@ -123,10 +127,10 @@ class Assignments(Generic[F]):
                 sends += self._carry_out(assignment, assignment.session.fail(_no_target(bool(self.targets), waited)))
         return sends
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Takes a message from a target's or a drafter's address; returns what is to be sent for it."""
+        """Handles a message from a target's or a drafter's address; returns the messages to send in response."""
         if isinstance(message, Leaving):
             return self._leaves(peer, now)
         assignment = self._assignments.get(getattr(message, "session", ""))
@@ -143,7 +147,7 @@ class Assignments(Generic[F]):
         return self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
-        """What a target said of a session is malformed."""
+        """Handles a malformed message from a target about a session: the session leaves the target."""
         assignment = self._assignments.get(session)
         if assignment is None or assignment.session.target != target:
             return []
@@ -152,7 +156,10 @@ class Assignments(Generic[F]):
         return sends + self._place([assignment], now)
 
     def gone(self, peer: str, now: float) -> list[Send]:
-        """The stream to a target or a drafter broke, which one that leaves has announced."""
+        """Handles the broken stream of a target or drafter.
+
+        A peer that announced its leaving is not counted as lost.
+        """
         is_planned = peer in self.targets.leaving
         self.targets.gone(peer)
         self.drafters.gone(peer)
@@ -174,7 +181,7 @@ class Assignments(Generic[F]):
         return sends + self._place(lost, now)
 
     def live_at(self, peer: str) -> tuple[LiveSession, ...]:
-        """What the router still wants of what the target or drafter may hold."""
+        """Returns the sessions that the target or drafter should still hold."""
         sessions = [assignment.session for assignment in self._assignments.values()]
         return tuple(
             LiveSession(session.generation.session, session.attempt)
@@ -185,7 +192,7 @@ class Assignments(Generic[F]):
     # ------------------------------------------------------------ helpers
 
     def _carry_out(self, assignment: F, commands: list[Command]) -> list[Send]:
-        """Also counts who has how many sessions now."""
+        """Turns a session's commands into messages and events, and updates the session counts of its peers."""
         session = assignment.session
         if assignment.target != session.target:
             self._choice.moved(session, assignment.target)
@@ -204,7 +211,10 @@ class Assignments(Generic[F]):
         return sends
 
     def _note_refusal(self, peer: str, assignment: F, refusal: Refusal, now: float) -> None:
-        """Its session is placed with the next tick: whoever refused it is not asked again at once."""
+        """Records a refusal.
+
+        The session is placed at the next tick, so the refusing peer is not asked again at once.
+        """
         self._waiting[assignment.name] = assignment
         if refusal.reason is not RefusalReason.OVERLOADED:
             return
@@ -217,7 +227,7 @@ class Assignments(Generic[F]):
             self.handovers["target", PLANNED] += 1
 
     def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
-        """Gives sessions the target and the drafter that they lack, as far as there are any."""
+        """Gives sessions the target and the drafter that they lack, if there are any."""
         sends: list[Send] = []
         for assignment in assignments:
             session = assignment.session
@@ -232,7 +242,7 @@ class Assignments(Generic[F]):
         return sends
 
     def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
-        """By load, and by how near it is to the session's target."""
+        """Chooses a drafter by load and by distance from the session's target."""
         worth = self.nearness.worth(session.target)
         return self.drafters.choose(lambda one: one != avoid and self.breakers.takes(one, now), worth=worth)
 
@@ -242,7 +252,7 @@ class Assignments(Generic[F]):
         return sends
 
     def _leave_silent(self, now: float) -> list[Send]:
-        """Looks at what drafters' sessions have seen since the last tick; one that is silent for too long is left."""
+        """Processes drafters' answers since the last tick; moves the sessions of drafters that were silent too long."""
         sends: list[Send] = []
         for drafter in self._watch.silent(now):
             log.warning("drafter %s is silent; its sessions go to others", drafter)
@@ -250,7 +260,7 @@ class Assignments(Generic[F]):
         return sends
 
     def _heed_complaints(self, now: float) -> list[Send]:
-        """Does the next thing about each session whose drafter has become bad, and about the drafter itself."""
+        """Takes the next remedy for each session whose drafter's blocks became bad, and gives up bad drafters."""
         sends: list[Send] = []
         for complaint in self._watch.take_complaints():
             assignment = self._assignments.get(complaint.session)
@@ -264,7 +274,7 @@ class Assignments(Generic[F]):
         remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
         self.remedies.taken(complaint, remedy)
         if remedy is Remedy.RESYNCED:
-            return []  # the target has told the drafter
+            return []  # the target has sent the drafter a Resync
         assignment.was_replaced = True
         assignment.session.drafts = remedy is not Remedy.PLAIN
         sends = self._carry_out(assignment, assignment.session.leave_drafter())
@@ -276,13 +286,13 @@ class Assignments(Generic[F]):
         return sends
 
     def _leaves(self, peer: str, now: float) -> list[Send]:
-        """A target or a drafter is to end, as planned: no failure of it, nor of its sessions."""
+        """Handles a peer's announcement that it ends soon, which is no failure of the peer or of its sessions."""
         self.targets.leaves(peer)
         self.drafters.leaves(peer)
         return self._move_off(peer, now)
 
     def _move_off(self, address: str, now: float) -> list[Send]:
-        """Gives all sessions of who leaves or was given up to others; where there is none, they stay."""
+        """Moves all sessions of a peer that leaves or was given up; those without an alternative stay."""
         is_planned = address in self.targets.leaving
         sends: list[Send] = []
         for assignment in self:

@@ -1,4 +1,4 @@
-"""Which replica a session goes to: a pure choice over what a router knows of each."""
+"""Choice of a replica for a session: pure, from a router's knowledge of each replica."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -15,53 +15,54 @@ class Candidate:
     """A connected replica as the router sees it."""
 
     address: str
-    sessions: int  # sessions of this router that are on it
-    turn: int = 0  # its place among equals
-    worth: float = 0.0  # sessions more that it may have and still be the better one, for the session in question
+    sessions: int  # of this router
+    turn: int = 0  # place among equally loaded candidates
+    worth: float = 0.0  # extra sessions that it may have and still be preferred for the session in question
 
     @property
     def rank(self) -> tuple[float, int, str]:
-        """The lowest is to have the next session."""
+        """Sort key; the candidate with the lowest rank gets the next session."""
         return self.sessions - self.worth, self.turn, self.address
 
 
 def turn(router: str, address: str) -> int:
-    """The place of a replica among equals: another one for every router.
+    """Returns a replica's place among equally loaded ones, which differs between routers.
 
-    A router knows of its own sessions alone; were it by address, all routers would give their first session to the same
-    replica while others are idle.
+    A router knows only its own sessions. If ties were broken by address, all routers would give their first session to
+    the same replica while others are idle.
     """
     return int.from_bytes(blake2b(f"{router} {address}".encode(), digest_size=4).digest())
 
 
 def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset()) -> str | None:
-    """The least loaded candidate, by its turn where equal; one in `avoid` only if nothing else is left.
+    """Returns the least loaded candidate, with ties broken by `turn`; one in `avoid` only if nothing else is left.
 
-    Returns None when there is no candidate at all.
+    Returns None if there is no candidate at all.
     """
     best = min(candidates, key=lambda c: (c.address in avoid, c.rank), default=None)
     return best.address if best else None
 
 
 class Peers:
-    """One pool as a router sees it: who takes sessions, and how many of the router's each has."""
+    """One pool as a router sees it: the replicas that accept sessions, and the number of the router's sessions on
+    each."""
 
     def __init__(self, router: str) -> None:
-        self.leaving: set[str] = set()  # said that they end soon: they take no more sessions, and may have some
+        self.leaving: set[str] = set()  # announced that they end soon: they accept no more sessions, but may have some
         self._router = router
         self._sessions: Counter[str] = Counter()
         self._up: dict[str, Candidate] = {}  # by address
-        self._ranked: list[tuple[float, int, str]] = []  # their ranks, the next one first
+        self._ranked: list[tuple[float, int, str]] = []  # their ranks, lowest first
 
     def __bool__(self) -> bool:
         return bool(self._up)
 
     def __contains__(self, address: str) -> bool:
-        """Whether it takes sessions."""
+        """Returns True if the replica accepts sessions."""
         return address in self._up
 
     def up(self, address: str) -> None:
-        """It takes sessions from now on, or still does; not one that leaves."""
+        """Marks a replica as accepting sessions, unless it is leaving."""
         self.down(address)
         if address in self.leaving:
             return
@@ -69,28 +70,28 @@ class Peers:
         insort(self._ranked, one.rank)
 
     def down(self, address: str) -> None:
-        """It takes no more sessions; it may have some."""
+        """Marks a replica as accepting no more sessions; it may still have some."""
         one = self._up.pop(address, None)
         if one is not None:
             del self._ranked[bisect_left(self._ranked, one.rank)]
 
     def leaves(self, address: str) -> None:
-        """It says that it ends soon."""
+        """Records the replica's announcement that it ends soon."""
         self.down(address)
         self.leaving.add(address)
 
     def gone(self, address: str) -> None:
-        """Its stream broke: who comes back, if anybody, is another."""
+        """Records that the replica's stream broke; a replica that comes back at this address counts as a new one."""
         self.down(address)
         self.leaving.discard(address)
 
     def moved(self, old: str | None, new: str | None) -> None:
-        """A session left one peer for another."""
+        """Records that a session moved from one peer to another; None stands for no peer."""
         for address, change in ((old, -1), (new, 1)):
             if address is not None:
                 self._sessions[address] += change
                 if not self._sessions[address]:
-                    del self._sessions[address]  # who has left for good is not remembered
+                    del self._sessions[address]  # replicas that are gone for good are not kept
                 if address in self._up:
                     self.up(address)
 
@@ -100,11 +101,12 @@ class Peers:
         avoid: frozenset[str] = frozenset(),
         worth: Mapping[str, float] = NOTHING,
     ) -> str | None:
-        """One of those that take sessions now: the least loaded, unless others are `worth` more than their load."""
+        """Returns a replica that accepts sessions now: the least loaded, after its `worth` in sessions is
+        subtracted."""
         return choose([*self._contenders(takes, avoid), *self._favoured(takes, worth)], avoid)
 
     def spare(self, avoid: frozenset[str]) -> str | None:
-        """One that takes sessions and has none of the router's; one in `avoid` only if there is no other at all."""
+        """Returns a replica with none of the router's sessions; one in `avoid` only if there is no other at all."""
         others = [one for one in self._up.values() if one.address not in avoid] or list(self._up.values())
         return choose(one for one in others if not one.sessions)
 
@@ -114,7 +116,7 @@ class Peers:
                 yield replace(self._up[address], worth=sessions)
 
     def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
-        """Up to the first that need not be avoided: a large fleet is not looked through for every session."""
+        """Yields candidates by rank, up to the first that need not be avoided, so that large fleets are not scanned."""
         for _, _, address in self._ranked:
             if takes(address):
                 yield self._up[address]

@@ -1,7 +1,7 @@
-"""Which drafters and target replicas there are.
+"""The current drafters and target replicas.
 
-A snapshot of endpoints; who keeps it current is behind `Membership`. Knows nothing of connections: whether an
-endpoint answers is seen by whoever dials it.
+`Membership` returns a snapshot of endpoints and hides how it is kept current. It knows nothing of connections; the
+caller finds out whether an endpoint answers.
 """
 
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One replica that can be dialled."""
+    """A replica's address and place."""
 
     replica: str
     address: str  # host:port of its gRPC server
-    node: str = ""  # where it runs; empty where nobody knows
-    zone: str = ""  # of its node
+    node: str = ""  # empty if unknown
+    zone: str = ""  # zone of the node; empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The pools at one moment."""
+    """Both pools at one moment."""
 
     targets: tuple[Endpoint, ...]
     drafters: tuple[Endpoint, ...]
 
 
 class Membership(Protocol):
-    """Says who is there."""
+    """Source of the current members."""
 
     async def current(self) -> Members: ...
 

@@ -1,24 +1,24 @@
-"""How near drafters are to targets, by the node and the zone that each is in."""
+"""Distance of drafters from targets, by node and zone."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 
 from cluster.routing.membership import Endpoint
 
-SAME_NODE = 4.0  # sessions more that a drafter may have and still be the better one: what drafts come sooner
+SAME_NODE = 4.0  # extra sessions for which a drafter on the target's node is still preferred: its drafts arrive sooner
 SAME_ZONE = 2.0
 
 
 class Nearness:
-    """Of the drafters that there are to the targets that there are."""
+    """Nearness of the current drafters to the current targets."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Endpoint] = {}  # of targets, by address
+        self._places: dict[str, Endpoint] = {}  # targets, by address
         self._by_node: dict[str, list[str]] = {}  # addresses of drafters
         self._by_zone: dict[str, list[str]] = {}
 
     def follow(self, targets: Iterable[Endpoint], drafters: Iterable[Endpoint]) -> None:
-        """Takes over what membership says; an empty node or zone is one that nobody knows."""
+        """Replaces the pools; an empty node or zone is unknown."""
         by_node: defaultdict[str, list[str]] = defaultdict(list)
         by_zone: defaultdict[str, list[str]] = defaultdict(list)
         for drafter in drafters:
@@ -29,7 +29,8 @@ class Nearness:
         self._by_zone = {zone: found for zone, found in by_zone.items() if zone}
 
     def worth(self, target: str | None) -> dict[str, float]:
-        """By a drafter's address: how many sessions more it may have than another and still be the better one."""
+        """Returns, by drafter address, the extra sessions that a drafter may have and still be preferred for this
+        target."""
         place = self._places.get(target or "")
         if place is None:
             return {}

@@ -1,9 +1,9 @@
-"""Which target has computed which beginnings of texts, as far as one router remembers.
+"""One router's record of the prefixes that each target has computed.
 
-A target shares pages of its cache between sessions that begin with the same tokens, so a conversation's next turn is
-read fastest where its last one was. Each router remembers what it has sent itself; they need not agree, for a wrong
-memory costs a prefill and no more. Hashes are of whole pages, each of the page and all before it, and keyed, so that no
-client can choose prompts that collide.
+A target shares pages of its cache between sessions that begin with the same tokens, so the next turn of a conversation
+is prefilled fastest where the last one was. Each router records only what it sent itself. Routers need not agree,
+because a wrong record costs only a prefill. Hashes cover whole pages, each with all pages before it, and are keyed, so
+that no client can choose prompts that collide.
 """
 
 from collections import OrderedDict
@@ -12,23 +12,24 @@ from dataclasses import dataclass
 
 from cluster.page_allocator import page_hash
 
-MOST_PAGES = 4096  # of a text that are looked at; the rest follows the beginning
-TOKENS_A_SESSION = 128  # that are found in a cache outweigh one session more
+MOST_PAGES = 4096  # pages of a text that are hashed; its beginning is enough to place it
+TOKENS_A_SESSION = 128  # cached tokens that outweigh one more session
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """How much a router remembers, and how far it lets targets' loads differ for it."""
+    """Size of a router's record, and its weight against load."""
 
-    page_size: int = 16  # of the targets' caches
-    most_sessions: float = 4.0  # by which a target may be ahead of the least loaded one
-    pages_a_target: int = 1 << 15  # that are remembered, the latest
+    page_size: int = 16  # tokens per page of the targets' caches
+    most_sessions: float = 4.0  # extra sessions that a target may have over the least loaded one
+    pages_a_target: int = 1 << 15  # most recent pages recorded per target
 
 
 def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
-    """One for each whole page that a target may share: never the last token, which it computes in any case.
+    """Returns one key for each whole page that a target may share.
 
-    Targets share pages among sessions of the same salt alone.
+    The last token is never in one, because a target computes it in any case. Targets share pages only between sessions
+    with the same salt.
     """
     keys: list[bytes] = []
     parent = salt
@@ -39,19 +40,22 @@ def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b
 
 
 class PrefixHomes:
-    """The memory of one router."""
+    """The record of one router."""
 
     def __init__(self, key: bytes, options: PrefixOptions) -> None:
         self._key = key
         self._options = options
-        self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by target, the ones used longest ago first
+        self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by target, least recently used first
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-        """Of a text's pages, as the other methods take them."""
+        """Returns the keys of a text's pages, as the other methods take them."""
         return page_keys(self._key, tokens, self._options.page_size, salt)
 
     def found(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Tokens of a text that each target is likely to have, of those that have any."""
+        """Returns, by target, the number of the text's tokens that it is likely to have cached.
+
+        Targets without any are left out.
+        """
         found = {}
         for target, pages in self._pages.items():
             count = next((index for index, key in enumerate(keys) if key not in pages), len(keys))
@@ -60,10 +64,10 @@ class PrefixHomes:
         return found
 
     def worth(self, keys: Sequence[bytes]) -> dict[str, float]:
-        """The same in sessions: how many more a target may have than another and still be the better one.
+        """Returns, by target, the extra sessions that it may have and still be preferred for this text.
 
-        Whoever has the most is worth no more than is allowed; others are behind it by what they lack, so that one that
-        has the common beginning of many texts does not count as one that has the whole text.
+        The target with the longest cached prefix gets at most `most_sessions`. The others get less by what they lack,
+        so a target with only the common beginning of many texts does not count like one with the whole text.
         """
         found = self.found(keys)
         best = max(found.values(), default=0)
@@ -72,14 +76,14 @@ class PrefixHomes:
         return {target: most - lacking for target, lacking in behind.items() if lacking < most}
 
     def computed(self, target: str, keys: Sequence[bytes]) -> None:
-        """A target has these pages now, or soon."""
+        """Records that a target has these pages now or soon."""
         pages = self._pages.setdefault(target, OrderedDict())
-        for key in reversed(keys):  # the first page is the latest: a text is forgotten from its end
+        for key in reversed(keys):  # the first page becomes the most recent, so a text is dropped from its end
             pages[key] = None
             pages.move_to_end(key)
         while len(pages) > self._options.pages_a_target:
             pages.popitem(last=False)
 
     def forget(self, target: str) -> None:
-        """It is gone, and its cache with it."""
+        """Drops a target that is gone together with its cache."""
         self._pages.pop(target, None)

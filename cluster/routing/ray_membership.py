@@ -1,8 +1,8 @@
-"""Membership as Ray Serve's controller publishes it: the one place in this package that knows Ray.
+"""Membership as published by Ray Serve's controller; the only file of this package that imports Ray.
 
-Each replica announces its gRPC address through Serve's `record_replica_metadata` hook; the controller pushes the
-set of running replicas to every handle. Reading that set off a handle has no public call in Ray 2.60, hence the
-private attributes here and nowhere else, and the pinned minor version.
+Each replica announces its gRPC address through Serve's `record_replica_metadata` hook; the controller pushes the set of
+running replicas to every handle. Ray 2.60 has no public call that reads that set from a handle. This file therefore
+reads private attributes, and the project pins Ray's minor version.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from cluster.routing.membership import Endpoint, Members
 ADDRESS = "grpc_address"  # keys in the replica metadata
 NODE = "node"
 ZONE = "zone"
-COSTS = "costs"  # what it measured at its start, as JSON: `ForwardCost` of a target, `DraftCost` of a drafter
+COSTS = "costs"  # costs measured at startup, as JSON: `ForwardCost` of a target, `DraftCost` of a drafter
 
 
 class ServeMembership:
-    """Reads both pools off their deployment handles; costs no call, the controller pushes changes."""
+    """Reads both pools from their deployment handles. It makes no call, because the controller pushes changes."""
 
     def __init__(self, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]) -> None:
         self._targets = targets
@@ -30,9 +30,9 @@ class ServeMembership:
 
 
 def addresses(handle: DeploymentHandle[Any]) -> frozenset[str]:
-    """Where one pool's running replicas can be dialled, without a call; none before the controller is heard of.
+    """Returns the addresses of one pool's running replicas, without a call; none before the controller's first push.
 
-    The first time is what has the controller push changes.
+    The first use of a handle makes the controller push changes to it.
     """
     return frozenset(endpoint.address for endpoint in _endpoints(handle))
 
@@ -42,12 +42,12 @@ def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
 
 
 def _endpoint(replica: str, metadata: Mapping[str, str]) -> Endpoint:
-    """A replica of an earlier version says nothing of its place."""
+    """Builds an endpoint; replicas of an earlier version do not report a node or zone."""
     return Endpoint(replica, metadata[ADDRESS], metadata.get(NODE, ""), metadata.get(ZONE, ""))
 
 
 def _replicas(handle: DeploymentHandle[Any]) -> list[Any]:
     request_router = handle._init_router()._asyncio_router.request_router
     if request_router is None:
-        return []  # the controller has not been heard of yet
+        return []  # the controller has not pushed anything yet
     return list(request_router.curr_replicas.values())

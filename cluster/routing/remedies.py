@@ -1,7 +1,8 @@
-"""What a router does about drafters whose blocks have become bad, and an account of it.
+"""A router's steps against drafters whose blocks have become bad, with counts and logs.
 
-The target finds out, session by session, and has the drafter begin the session anew (`Verdict.collapse`). Where that
-was in vain, the session goes to another drafter, once; after that, or where there is no other, it goes on plainly.
+The target detects it per session and has the drafter open the session again (`Verdict.collapse`). If that does not
+help, the session moves to another drafter, once. After that, or without another drafter, the session continues with
+non-speculative decoding.
 """
 
 import logging
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Remedy(Enum):
-    """Steps, in order; the last is not about a session but about its drafter."""
+    """Steps, in order; the last one concerns not a session but its drafter."""
 
     RESYNCED = "resynced"
     REPLACED = "replaced"
@@ -32,7 +33,7 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """What a target says of a session's drafter."""
+    """A target's report on a session's drafter."""
 
     session: str
     drafter: str
@@ -40,20 +41,20 @@ class Complaint:
 
 
 def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> Remedy:
-    """The next step for a session; `has_other`: whether another drafter takes sessions."""
+    """Returns the next step for a session; `has_other`: another drafter accepts sessions."""
     if not collapse.is_resynced:
         return Remedy.RESYNCED
     return Remedy.REPLACED if has_other and not was_replaced else Remedy.PLAIN
 
 
 class Remedies:
-    """Counts and names every step; by drafter's address."""
+    """Counts and logs every step, by drafter address."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, Remedy]] = Counter()
 
     def taken(self, complaint: Complaint, remedy: Remedy) -> None:
-        """A step about one session."""
+        """Records a step for one session."""
         self.counts[complaint.drafter, remedy] += 1
         collapse = complaint.collapse
         log.warning(
@@ -66,6 +67,6 @@ class Remedies:
         )
 
     def given_up(self, drafter: str) -> None:
-        """Its sessions collapsed one after the other."""
+        """Records that a drafter is given up because its blocks became bad in several sessions."""
         self.counts[drafter, Remedy.GIVEN_UP] += 1
         log.warning("drafter %s has become bad in one session after the other; it gets no more for a while", drafter)
