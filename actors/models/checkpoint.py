@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,31 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from actors.compute.collectives import Alone, Group
+from actors.models.config_reader import CONFIG, one_line, read_json
 from actors.models.config_reader import read_config as read_config
+from actors.models.end_of_text import GENERATION_CONFIG, end_of_text
 from actors.models.end_of_text import end_ids as end_ids
+from actors.models.quantization import check_quantization, quantization_method
 from actors.models.sharding import check_plan, shard
 from actors.models.tokenizer_reader import has_tokenizer
 from actors.models.tokenizer_reader import load_tokenizer as load_tokenizer
-from actors.models.weights import LoadReport, fill, misfit, report, stored_tensors
+from actors.models.weights import (
+    INDEX,
+    SINGLE,
+    LoadReport,
+    Shape,
+    Stored,
+    check_finite,
+    check_has_weights,
+    check_no_strays,
+    check_tensors,
+    fill,
+    indexed_files,
+    misfit,
+    refuse_misfits,
+    report,
+    stored_tensors,
+)
 from cluster.errors import ModelError
 
 COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
@@ -115,16 +133,15 @@ def checkpoint_fingerprint(folder: Path) -> str:
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
         digest.update(folder.name.encode())
         return digest.hexdigest()
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / CONFIG)
     config.pop("transformers_version", None)
     digest.update(json.dumps(config, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} holds no *.safetensors; convert the checkpoint with save_pretrained first")
+        check_has_weights(folder)
     for path in files:
         with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            digest.update(file.read(header_bytes))
+            digest.update(file.read(int.from_bytes(file.read(8), "little")))
             digest.update(file.read(4096))  # of the weights, just enough to tell fine-tunes of one shape apart
     return digest.hexdigest()
 
@@ -141,15 +158,16 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
     """Raises ModelError, naming the sizes that work, when a model cannot be split over `ranks`."""
     if ranks == 1:
         return
-    config = read_config(folder).get_text_config()
-    if not isinstance(getattr(config, "num_attention_heads", None), int):
+    config = read_config(folder)
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
         raise ModelError(
-            f"target.tensor_parallel is {ranks}, but {folder} has no attention heads that ranks could share; set"
-            " target.tensor_parallel: 1"
+            f"target.tensor_parallel is {ranks}, but {folder} (model_type '{config.model_type}') has no attention heads"
+            " to split; use target.tensor_parallel: 1"
         )
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    widths = _mlp_widths(config)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    widths = _mlp_widths(text)
     possible = [n for n in range(1, kv_heads + 1) if all(size % n == 0 for size in (heads, kv_heads, *widths))]
     if ranks not in possible:
         raise ModelError(
@@ -157,7 +175,28 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
             f" intermediate size of {', '.join(map(str, sorted(widths)))}"
             f" can only be split by {', '.join(map(str, possible))}; set target.tensor_parallel to one of these"
         )
-    check_plan(empty_model(folder, read_config(folder), "float32"))
+    check_plan(empty_model(folder, config, "float32"))
+
+
+def check_files(folder: Path, with_weights: bool) -> None:
+    """Raises ModelError for all that is wrong with a checkpoint and can be known without reading its weights.
+
+    Without `with_weights`, files of weights need not be there. Nor need a tokenizer, which a draft may lack.
+    """
+    config = read_config(folder)
+    end_of_text(folder)
+    if has_tokenizer(folder):
+        load_tokenizer(folder)
+    check_quantization(folder, config)
+    if with_weights:
+        check_has_weights(folder)
+    shapes: dict[str, Shape | None] = {}
+    if with_weights or (folder / SINGLE).is_file():
+        shapes |= {key: stored.shape for key, stored in stored_tensors(folder).items()}
+    elif (folder / INDEX).is_file():
+        shapes |= dict.fromkeys(indexed_files(folder))
+    if shapes and not quantization_method(folder, config):
+        check_tensors(empty_model(folder, config, "float32"), shapes, folder)
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -166,51 +205,81 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
-    """Loads this rank's share of a causal language model, and says what that took."""
+    """Loads this rank's share of a causal language model, and reports what that took.
+
+    Raises ModelError unless each weight is stored, finite and of the model.
+    """
     started = time.perf_counter()
-    method = _quantization(folder)
+    config = read_config(folder)
+    method = quantization_method(folder, config)
+    check_has_weights(folder)
+    stored = stored_tensors(folder)
     try:
-        model = _converted(folder, dtype, device) if method and group.size == 1 else _read(folder, dtype, device, group)
+        if method and group.size == 1:
+            model = _converted(folder, stored, dtype, device)
+        else:
+            model = _read(folder, config, stored, dtype, device, group)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         what = f"is quantised with '{method}', which cannot be loaded here" if method else "cannot be loaded"
-        raise ModelError(f"{folder} {what}: {error}") from error
+        raise ModelError(f"{folder} {what}: {one_line(error)}") from error
     return Loaded(model, report(model, started))
 
 
-def _read(folder: Path, dtype: str, device: torch.device, group: Group) -> PreTrainedModel:
+def _read(
+    folder: Path,
+    config: PretrainedConfig,
+    stored: Mapping[str, Stored],
+    dtype: str,
+    device: torch.device,
+    group: Group,
+) -> PreTrainedModel:
     """Straight from the safetensors, or through transformers where it would have to change them, on one rank only."""
-    model = empty_model(folder, read_config(folder), dtype)
-    stored = stored_tensors(folder)
-    if reason := misfit(model, stored):
-        if group.size > 1:
-            raise ModelError(
-                f"{folder} cannot be split over {group.size} ranks while loading: {reason}; use"
-                " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"
-            )
-        return _converted(folder, dtype, device)
+    model = empty_model(folder, config, dtype)
+    reason = misfit(model, stored)
+    if reason and group.size > 1:
+        raise ModelError(
+            f"{folder} cannot be split over {group.size} ranks while loading: {reason}; use"
+            " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"
+        )
+    if reason:
+        check_tensors(model, {key: tensor.shape for key, tensor in stored.items()}, folder)
+        return _converted(folder, stored, dtype, device)
     cuts = shard(model, group) if group.size > 1 else {}
     fill(model, stored, cuts, device, show=group.rank == 0)
     return model
 
 
-def _converted(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: torch.device) -> PreTrainedModel:
     """By transformers: quantised, renamed or fused weights."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=device)
+    check_no_strays(folder, stored)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, dtype),
+        device_map=device,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, in one line
+    )
+    misshapen = {name: (tuple(held), tuple(expected)) for name, held, expected in found["mismatched_keys"]}
+    shapes = {key: tensor.shape for key, tensor in stored.items()}
+    refuse_misfits(model, folder, found["missing_keys"], found["unexpected_keys"], misshapen, shapes)
+    check_finite(model, folder)
+    return model
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     """Parameters without memory; the buffers, which follow from the config, as they will be."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        if (folder / GENERATION_CONFIG).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # models check what their config says in ways of their own
+        raise ModelError(
+            f"{folder} describes a model that cannot be built: {one_line(error)}; correct its {CONFIG}, or fetch it"
+            " again"
+        ) from error
     return model.eval()
-
-
-def _quantization(folder: Path) -> str:
-    """The method a checkpoint is quantised with, or nothing."""
-    found = read_config(folder).to_dict().get("quantization_config") or {}
-    return str(found.get("quant_method", "unknown")) if found else ""
 
 
 def _mlp_widths(config: Any) -> set[int]:

@@ -1,13 +1,12 @@
 """Some tensors of a checkpoint on the Hugging Face hub: only the files that hold them are fetched."""
 
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from actors.models.checkpoint import fetched, local_folder
+from actors.models.weights import INDEX, indexed_files
 
-INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 Wanted = Callable[[Collection[str]], Collection[str]]
@@ -22,10 +21,9 @@ def folder_with(name: str, wanted: Wanted) -> Path:
     folder = local_folder(name, with_weights=False)
     if Path(name).expanduser().is_dir():
         return folder
-    index = folder / INDEX
-    if not index.is_file():
+    if not (folder / INDEX).is_file():
         return local_folder(name)
-    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    files = indexed_files(folder)
     return fetched(name, sorted({files[tensor] for tensor in wanted(files.keys())}))
 
 

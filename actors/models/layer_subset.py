@@ -31,7 +31,7 @@ def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.d
     """
     check_layers(folder, layers)
     model = empty_model(folder, _config_of(read_config(folder), layers), dtype)
-    stored = _renumbered(stored_tensors(folder), _name_of_layers(model), layers)
+    stored = _renumbered(stored_tensors(folder, partial=True), _name_of_layers(model), layers)
     if reason := misfit(model, stored):
         raise ModelError(
             f"single layers of {folder} cannot be read: {reason}; use another draft.method, or save the checkpoint with"

@@ -1,14 +1,13 @@
 """Loads weights from safetensors shards into an empty model: only what this rank holds, cast on the way.
 
-Knows nothing of architectures or of how a model is split: it is told which part of which parameter is wanted.
+A checkpoint is loaded only if each parameter is stored once, or tied to one that is, and nothing else is stored.
 """
 
-import json
 import re
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,18 +20,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging
 
+from actors.models.config_reader import CONFIG, one_line, read_json
 from actors.models.sharding import Cut
 from cluster.errors import ModelError
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SHOWN_AFTER_S = 2.0  # a load that takes longer shows a progress bar
 NOT_READ = (
-    r"rotary_emb\.inv_freq$",  # old checkpoints carry what is computed from the config
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # old checkpoints carry what is computed from the config
+    r"(^|\.)position_ids$",
+    r"(^|\.)(attn|attention)\.masked_bias$",
     r"^mtp\.",  # modules of multi-token prediction, which drafters read
     r"^model\.mtp_layers\.",
 )
+CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # of shape (1, 1, positions, positions)
+SCALES = re.compile(r"scale|qweight|qzeros|absmax|packed")
+SHOWN_NAMES = 3
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class Stored:
     """Where a tensor of a checkpoint is."""
 
     path: Path
-    shape: tuple[int, ...]
+    shape: Shape
     key: str  # in that file
 
 
@@ -53,23 +62,145 @@ class LoadReport:
     parameters: int  # tied ones once
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """A folder's tensors by key; none where it has no safetensors under the names that transformers reads."""
-    index = folder / "model.safetensors.index.json"
-    paths = [folder / "model.safetensors"]
-    if index.is_file() and not paths[0].is_file():
-        paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+def indexed_files(folder: Path) -> dict[str, str]:
+    """Returns the file of each tensor, as a checkpoint's index gives them. Raises ModelError for a broken index."""
+    path = folder / INDEX
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ModelError(f"{path} has no weight_map from tensors to files; fetch the checkpoint again")
+    return files
+
+
+def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
+    """Returns a folder's tensors by key; none where it has no safetensors under the names that transformers reads.
+
+    The index decides which file holds a tensor. With `partial`, files that were not fetched are left out; without, a
+    missing file raises ModelError.
+    """
+    single = folder / SINGLE
+    if single.is_file():
+        return _header(single)
+    if not (folder / INDEX).is_file():
+        return {}
+    keys: dict[str, list[str]] = defaultdict(list)
+    for key, name in indexed_files(folder).items():
+        keys[name].append(key)
     found: dict[str, Stored] = {}
-    for path in filter(Path.is_file, paths):
-        with _opened(path) as shard:
-            found |= {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.keys())}
+    for name, wanted in sorted(keys.items()):
+        path = folder / name
+        if not path.is_file():
+            if partial:
+                continue
+            raise ModelError(f"{path} is missing, and {INDEX} says it holds {_listed(wanted)}; fetch the file")
+        header = _header(path)
+        if absent := [key for key in wanted if key not in header]:
+            raise ModelError(f"{path} lacks {_listed(absent)}, though {INDEX} says it holds them; fetch both again")
+        found |= {key: header[key] for key in wanted}
     return found
+
+
+def check_has_weights(folder: Path) -> None:
+    """Raises ModelError when a folder has no weights under the names that are read, saying what it has instead."""
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        return
+    for pattern, kind in (("*.bin", "PyTorch pickles"), ("*.pt", "PyTorch pickles"), ("*.gguf", "GGUF files")):
+        if found := sorted(folder.glob(pattern)):
+            raise ModelError(
+                f"{folder} holds its weights as {kind} only ({found[0].name}), which are not read; load them with"
+                " transformers and write safetensors with save_pretrained()"
+            )
+    others = sorted(folder.glob("*.safetensors"))
+    held = f"only {others[0].name}, but neither" if others else "no weights: neither"
+    raise ModelError(f"{folder} holds {held} {SINGLE} nor {INDEX}; fetch the whole checkpoint")
+
+
+def check_no_strays(folder: Path, stored: Mapping[str, Stored]) -> None:
+    """Raises ModelError when a shard holds tensors that the index does not give to it: transformers would read them."""
+    for path in sorted({tensor.path for tensor in stored.values()}):
+        own = {tensor.key for tensor in stored.values() if tensor.path == path}
+        if strays := [key for key in _header(path) if key not in own]:
+            raise ModelError(
+                f"{path} also holds {_listed(strays)}, which {INDEX} gives to another file or none; write the"
+                " checkpoint again with save_pretrained()"
+            )
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Tensors of one file, on the CPU: those of these names, or all."""
     with _opened(path) as shard:
         return {name: shard.get_tensor(name) for name in (list(shard.keys()) if names is None else names)}
+
+
+def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], folder: Path) -> None:
+    """Raises ModelError unless stored tensors are all of a model's, no more, and of its shapes where they are known.
+
+    Names are compared as transformers would rename them. Tied weights may be stored once.
+    """
+    wanted: dict[str, Tensor] = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
+    converters = [step for step in transforms if isinstance(step, WeightConverter)]
+    targets = {pattern: step.target_patterns for step in converters for pattern in step.source_patterns}
+    prefix = model.base_model_prefix
+    held: dict[str, Shape | None] = {}
+    surplus = []
+    for key, shape in shapes.items():
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            surplus.append(key)
+        elif pattern is None:
+            held[name] = shape
+        else:  # one of the tensors that make one parameter or several
+            held |= {name.replace(targets[pattern][0], target): None for target in targets[pattern]}
+    for pair in model.all_tied_weights_keys.items():
+        if not held.keys().isdisjoint(pair):
+            held |= {name: None for name in pair if name not in held}
+    allowed = "|".join(model._keys_to_ignore_on_load_missing)
+    missing = [name for name in wanted if name not in held and not (allowed and re.search(allowed, name))]
+    misshapen = {
+        name: (shape, tuple(wanted[name].shape))
+        for name, shape in held.items()
+        if shape is not None and shape != wanted[name].shape
+    }
+    refuse_misfits(model, folder, missing, surplus, misshapen, shapes)
+
+
+def refuse_misfits(
+    model: PreTrainedModel,
+    folder: Path,
+    missing: Iterable[str],
+    surplus: Iterable[str],
+    misshapen: Mapping[str, tuple[Shape, Shape]],
+    shapes: Mapping[str, Shape | None],
+) -> None:
+    """Raises ModelError for tensors that are missing, too many but for harmless ones, or stored in another shape."""
+    missing = sorted(missing)
+    surplus = sorted(name for name in surplus if not _is_harmless(model, name, shapes.get(name)))
+    if not (missing or surplus or misshapen):
+        return
+    problems = []
+    remedies = []
+    if missing:
+        problems.append(f"missing: {_listed(missing)}")
+        remedies.append("fetch or convert the checkpoint again")
+    if misshapen:
+        name, (stored, expected) = min(misshapen.items())
+        problems.append(f"of another shape: {name} is {stored}, not {expected} ({len(misshapen)})")
+        remedies.append(f"correct the sizes in {CONFIG}")
+    if surplus:
+        problems.append(f"not part of the model: {_listed(surplus)}")
+        if any("lora_" in name for name in surplus):
+            remedies.append("merge the adapter with peft's merge_and_unload()")
+        elif any(SCALES.search(name) for name in surplus):
+            remedies.append(f"restore the quantization_config in {CONFIG} that these scales belong to")
+        else:
+            remedies.append(f"correct {CONFIG}, or save the checkpoint without them")
+    raise ModelError(
+        f"{folder} does not hold the {type(model).__name__} that its {CONFIG} describes: {'; '.join(problems)};"
+        f" {', and '.join(remedies)}"
+    )
 
 
 def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
@@ -82,20 +213,25 @@ def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
         return f"{', '.join(sorted(kept))} must stay in float32"
     origins = _origins(model, stored)
     wanted = model.state_dict()
-    ignored = re.compile("|".join((*NOT_READ, *sorted(model._keys_to_ignore_on_load_unexpected))))
     problems = {
         "missing": [name for name in wanted if name not in origins],
-        "not of the model": [key for key in stored if key not in wanted and not ignored.search(key)],
+        "not of the model": [
+            key for key, tensor in stored.items() if key not in wanted and not _is_harmless(model, key, tensor.shape)
+        ],
         "of another shape": [name for name, key in origins.items() if stored[key].shape != wanted[name].shape],
     }
-    return "; ".join(f"{what}: {', '.join(names[:3])} ({len(names)})" for what, names in problems.items() if names)
+    return "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
 
 
 def fill(
     model: PreTrainedModel, stored: Mapping[str, Stored], cuts: Mapping[str, Cut], device: torch.device, show: bool
 ) -> None:
-    """Gives an empty model its weights, those in `cuts` cut; a long load shows a progress bar on stderr if asked to."""
+    """Gives an empty model its weights, those in `cuts` cut; a long load shows a progress bar on stderr if asked to.
+
+    Raises ModelError for weights that are not finite.
+    """
     empty: dict[str, Tensor] = model.state_dict()
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # a buffer may be a mask of -inf
     parts: dict[str, dict[str, Cut | None]] = defaultdict(dict)  # by key, then by parameter
     for name, key in _origins(model, stored).items():
         parts[key][name] = cuts.get(name)
@@ -106,10 +242,15 @@ def fill(
         for path in sorted({stored[key].path for key in parts}):
             keys = [key for key in parts if stored[key].path == path]
             wanted = ((stored[key].key, parts[key], dtypes[key]) for key in keys)
+            broken: list[str] = []
             with _opened(path) as shard:
                 for read in pool.map(_read, repeat(shard), *zip(*wanted, strict=True), repeat(device)):
-                    filled |= read
+                    if not weights.isdisjoint(read.held) and not is_finite(read.whole):
+                        broken.append(read.key)
+                    filled |= read.held
                     progress.update()
+            if broken:  # raised once no thread reads the file any more
+                raise _not_finite(path, broken, model.dtype)
     model.load_state_dict(filled, assign=True)
     model.to(device)  # the buffers, which no checkpoint holds
     model.requires_grad_(False)
@@ -136,21 +277,72 @@ def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, 
     return origins
 
 
-def _read(
-    shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """What each parameter holds of a tensor; where they do not all hold the same, views of the whole.
+@dataclass(frozen=True, slots=True)
+class _Read:
+    key: str
+    whole: Tensor  # all that this rank holds of it
+    held: Mapping[str, Tensor]  # by parameter
 
-    On a CPU, what is neither cast nor cut by columns stays in the file: its pages are read when they are used.
+
+def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dtype, device: torch.device) -> _Read:
+    """Reads what each parameter holds of a tensor; where they do not all hold the same, views of the whole.
+
+    On a CPU, what is neither cast nor cut by columns stays in the file.
     """
     cuts = set(parts.values())
     common = cuts.pop() if len(cuts) == 1 else None
     view = shard.get_tensor(key) if common is None else shard.get_slice(key)[common.index]
-    held = nn.Parameter(view.to(device, dtype).contiguous(), requires_grad=False)
-    return {
-        name: held if cut is None or cut == common else nn.Parameter(held[cut.index], requires_grad=False)
+    whole = nn.Parameter(view.to(device, dtype).contiguous(), requires_grad=False)
+    held = {
+        name: whole if cut is None or cut == common else nn.Parameter(whole[cut.index], requires_grad=False)
         for name, cut in parts.items()
     }
+    return _Read(key, whole, held)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Returns whether no value is NaN or infinite, in one pass over memory (`isfinite` takes ten times as long)."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.to(torch.bfloat16)  # 8-bit floats have no order
+    least, most = torch.aminmax(tensor.detach())  # NaN wins over every number
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def check_finite(model: PreTrainedModel, folder: Path) -> None:
+    """Raises ModelError when one of a loaded model's weights is NaN or infinite, naming it."""
+    if broken := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
+        raise _not_finite(folder, broken, model.dtype)
+
+
+def _not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelError:
+    kind = str(dtype).removeprefix("torch.")
+    return ModelError(
+        f"{where} holds NaN or infinite weights, read as {kind}: {_listed(names)}; fetch the checkpoint again, or, if"
+        f" only {kind} is too narrow for them, choose another model.dtype"
+    )
+
+
+def _is_harmless(model: PreTrainedModel, name: str, shape: Shape | None) -> bool:
+    """Returns whether a stored tensor that the model has no place for can be left out without changing its text."""
+    text = model.config.get_text_config()
+    first = int(getattr(text, "num_hidden_layers", 0))  # modules of multi-token prediction may follow the last layer
+    extra = range(first, first + int(getattr(text, "num_nextn_predict_layers", None) or 0))
+    known = (*NOT_READ, *(rf"^model\.layers\.{layer}\." for layer in extra))
+    if re.search("|".join((*known, *sorted(model._keys_to_ignore_on_load_unexpected))), name):
+        return True
+    return CAUSAL_MASK.search(name) is not None and (shape is None or (len(shape) == 4 and shape[:2] == (1, 1)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:SHOWN_NAMES])} ({len(names)})"
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Returns all tensors of a file."""
+    with _opened(path) as shard:
+        return {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.keys())}
 
 
 @contextmanager
@@ -159,4 +351,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"cannot read {path}: {error}; fetch or convert the checkpoint again") from error
+        raise ModelError(f"cannot read {path}: {one_line(error)}; fetch or convert the checkpoint again") from error

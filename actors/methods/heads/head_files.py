@@ -86,7 +86,7 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
 
     Raises ModelError where it holds none of them.
     """
-    stored = stored_tensors(target_folder)
+    stored = stored_tensors(target_folder, partial=True)
     name = next((name for name in names if name in stored), None)
     if name is None:
         raise ModelError(

@@ -64,7 +64,9 @@ class TargetParts:
         return self._tensors(f"model.layers.{index}.") if self.is_llama_kind else None
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
-        found = {key: stored for key, stored in stored_tensors(self.folder).items() if key.startswith(prefix)}
+        found = {
+            key: stored for key, stored in stored_tensors(self.folder, partial=True).items() if key.startswith(prefix)
+        }
         tensors = {key: read_tensors(stored.path, [key])[key] for key, stored in found.items()}
         return {key.removeprefix(prefix): tensor.float() for key, tensor in tensors.items()}
 

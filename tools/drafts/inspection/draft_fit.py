@@ -107,7 +107,7 @@ def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator
 
 def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
     """Checks that the tensors that the head borrows exist in the target and have the head's shape."""
-    stored = stored_tensors(target.folder)
+    stored = stored_tensors(target.folder, partial=True)
     for whose, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
         if whose != "the target":
             continue

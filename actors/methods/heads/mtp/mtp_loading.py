@@ -59,7 +59,7 @@ def load_mtp(
     Raises ModelError where there is none, or none that is supported.
     """
     shape = target_shape(target)
-    layout = layout_in(stored_tensors(target), shape.layers, str(target))
+    layout = layout_in(stored_tensors(target, partial=True), shape.layers, str(target))
     files = module_files(target, layout, _read(target, layout))
     config = replace(resolve_mtp(files, shape), hides_first=layout.hides_first)
     return head_of(files, config, target, dtype, device, proposable, product)
@@ -86,7 +86,9 @@ def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) 
 
 def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
     """The module's tensors and no others, as they are stored."""
-    stored = {name: place for name, place in stored_tensors(target).items() if name.startswith(layout.prefix)}
+    stored = {
+        name: place for name, place in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
+    }
     tensors: dict[str, Tensor] = {}
     for path in sorted({place.path for place in stored.values()}):
         tensors |= read_tensors(path, [name for name, place in stored.items() if place.path == path])
