@@ -97,7 +97,7 @@ class TargetReplica:
         outcomes = await self._compute(self._engine.step(plan), self._expected_s(plan))
         now = self._clock()
         self.timeline.record("decided", *sessions)
-        self.decided_tokens += sum([outcome.accepted + 1 for outcome in outcomes])
+        self.decided_tokens += sum([outcome.token_count for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
         await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
 

@@ -9,6 +9,7 @@ SlipstreamError
 |- DrainingError         this server is stopping; another may take the request
 |- TargetLostError       a session's target replicas failed too often, or none is left
 |- ProtocolError         a peer speaks another language or works for another model
+|- NonFiniteLogitsError  the model computed NaN or infinite logits for a request
 `- EngineError           a model step failed; the replica that raised it must be replaced
 """
 
@@ -48,6 +49,10 @@ class DrainingError(SlipstreamError):
 
 class TargetLostError(SlipstreamError):
     """The session cannot continue on any target replica."""
+
+
+class NonFiniteLogitsError(SlipstreamError):
+    """The model computed NaN or infinite logits for a request, which no retry changes."""
 
 
 class ProtocolError(SlipstreamError):

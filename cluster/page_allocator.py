@@ -178,6 +178,26 @@ class PageAllocator:
                 return
             held.published += 1
 
+    def withdraw(self, session: str) -> None:
+        """Stops sharing the session's pages, and those published after them: what they hold may be wrong.
+
+        Others that hold them keep them, and publish them again once they compute further tokens.
+        """
+        suspects = set(self._sessions[session].table)
+        wrong: set[_Published] = set()
+        for page, entry in self._published.items():  # in the order of publishing: parents come first
+            if page in suspects or entry.parent in wrong:
+                wrong.add(entry)
+        for entry in wrong:
+            del self._published[entry.page]
+            del self._index[entry.key]
+            if entry.page in self._evictable:
+                del self._evictable[entry.page]
+                self._free.append(entry.page)
+        for held in self._sessions.values():
+            pages = held.table[: held.published]
+            held.published = next((at for at, page in enumerate(pages) if page not in self._published), len(pages))
+
     def close(self, session: str) -> None:
         """Forgets a session; what it published stays until the room is needed."""
         self.truncate(session, 0)

@@ -50,6 +50,7 @@ class Shape(IntEnum):
 class RefusalReason(IntEnum):
     INVALID = 1
     OVERLOADED = 2
+    NONFINITE_LOGITS = 3  # any target with the same weights is expected to fail alike
 
 
 @value

@@ -42,6 +42,7 @@ class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_UNSPECIFIED: _ClassVar[RefusalReason]
     REFUSAL_INVALID: _ClassVar[RefusalReason]
     REFUSAL_OVERLOADED: _ClassVar[RefusalReason]
+    REFUSAL_NONFINITE_LOGITS: _ClassVar[RefusalReason]
 ACCEPTANCE_UNSPECIFIED: Acceptance
 COUPLED: Acceptance
 RATIO: Acceptance
@@ -60,6 +61,7 @@ FLOAT8: StateDtype
 REFUSAL_UNSPECIFIED: RefusalReason
 REFUSAL_INVALID: RefusalReason
 REFUSAL_OVERLOADED: RefusalReason
+REFUSAL_NONFINITE_LOGITS: RefusalReason
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "peer_id", "vocabulary", "target_model", "live")

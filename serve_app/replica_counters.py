@@ -52,6 +52,7 @@ HELP = {
     "slipstream_target_seconds": "Time with sessions: in a step, or idle",
     "slipstream_target_events": "Blocks that came late and were of use, drafters out of step, sessions preempted,"
     " sessions whose drafter had no room for hidden states",
+    "slipstream_nonfinite_logits": "Sessions that a target ended because their logits were NaN or infinite",
     "slipstream_state_rows": "Hidden states sent to drafters, one row a token: with a verdict, or apart from verdicts;"
     " and tokens computed again for theirs",
     "slipstream_guesses": "Verdicts that blocks were drafted ahead for: hit where one was right",
@@ -92,6 +93,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
             "preempted": scheduler.preempted,
             "states_lost": scheduler.feeds.counts.get("lost", 0),
         },
+        "slipstream_nonfinite_logits": {"ended": scheduler.nonfinite},
         "slipstream_state_rows": {way: scheduler.feeds.counts.get(way, 0) for way in ("verdict", "apart", "again")},
         "slipstream_refused_messages": dict(target.refused),
         "slipstream_refused_peers": dict(target.refusals.counts),

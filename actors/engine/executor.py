@@ -3,6 +3,7 @@
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,20 +129,18 @@ class StepExecutor:
         outcomes = []
         at = 0
         for row, block, decision, told in zip(rows, blocks, decisions, scores, strict=True):
-            near = self._margin(row, block, logits[at])
+            session = self._sessions[row.session]
+            prompt_scores = session.take_prompt_scores()
+            here = logits[at]
             at += row.deciding
             kept = [row.draft.tokens[node] for node in decision.path]
-            self._sessions[row.session].tokens[row.base_len :] = kept
-            session = self._sessions[row.session]
+            session.tokens[row.base_len :] = kept
+            if not decision.is_finite or any(math.isnan(score.logprob) for score in prompt_scores):
+                outcomes.append(Outcome(row.session, (), 0, is_finite=False))
+                continue
+            near = self._margin(row, block, here)
             outcomes.append(
-                Outcome(
-                    row.session,
-                    decision.path,
-                    decision.next_token,
-                    near,
-                    scores=told,
-                    prompt_scores=session.take_prompt_scores(),
-                )
+                Outcome(row.session, decision.path, decision.next_token, near, scores=told, prompt_scores=prompt_scores)
             )
         return riding(rows, outcomes, self._runner.read_states)
 

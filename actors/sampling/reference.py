@@ -39,10 +39,17 @@ class DrawAddress:
 
 @dataclass(frozen=True, slots=True)
 class BlockDecision:
-    """The nodes on `path` stand, each after the one before; `next_token` is the recovered or bonus token."""
+    """The nodes on `path` stand, each after the one before; `next_token` is the recovered or bonus token.
+
+    Where `is_finite` is false, some of the logits were NaN or +inf, or a row had nothing but -inf: nothing is decided.
+    """
 
     path: tuple[int, ...]
     next_token: int
+    is_finite: bool = True
+
+
+NOT_DECIDED = BlockDecision((), 0, is_finite=False)
 
 
 def accept(rule: Acceptance, greedy: bool, logits: Tensor, draft: DraftTree, at: DrawAddress) -> BlockDecision:

@@ -16,10 +16,11 @@ from actors.compute.to_device import to_device
 from actors.sampling.logits.processor import ProcessorChain, paths_of
 from actors.sampling.noise import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
 from actors.sampling.processors import Restricted, restrict
-from actors.sampling.reference import BlockDecision, DrawAddress, distribution, match, offsets
+from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, distribution, match, offsets
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
 
+NOT_FINITE = -1  # in the place of a token, where the logits are not finite
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers that are worked on together: what stays in a cache, what has room
 
 
@@ -62,6 +63,8 @@ class _OnDevice:
 def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision]:
     """Decides all blocks; their logits follow one another, (sum of the blocks' positions, vocabulary).
 
+    Any of a block's rows whose largest logit is not finite leaves the whole block undecided. A maximum propagates NaN,
+    and -inf alone is how models mask. The answer travels in the place of the token, so it costs no further copy.
     Blocks for which the likeliest candidates do not suffice, which are few, are decided a second time thoroughly.
     """
     places = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
@@ -115,17 +118,21 @@ def _rows(logits: Tensor, places: Sequence[range]) -> Tensor:
 def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
     """Decides blocks of one kind."""
     sampling = blocks[0].sampling
+    if sampling.greedy and blocks[0].chain is None:
+        largest, own = logits.max(dim=-1)  # argmax takes four times as long in bfloat16
+        return _match(blocks, own, torch.isfinite(largest), None)
+    finite = torch.isfinite(logits.amax(dim=-1))  # of the model's own logits: processors put -inf over NaN
     if blocks[0].chain is not None:
         parts = torch.split(logits, [block.positions for block in blocks])
         logits = torch.cat([_processed(part, block) for part, block in zip(parts, blocks, strict=True)])
     if sampling.greedy:
-        return _match(blocks, logits.max(dim=-1).indices, None)  # argmax takes four times as long in bfloat16
+        return _match(blocks, logits.max(dim=-1).indices, finite, None)
     restricted = restrict(logits.to(torch.float32), sampling, thorough)
     if blocks[0].rule is Acceptance.RATIO:
-        return _accept_by_ratio(blocks, restricted)
+        return _accept_by_ratio(blocks, restricted, finite)
     keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
-    return _match(blocks, own, restricted.sure)
+    return _match(blocks, own, finite, restricted.sure)
 
 
 def _processed(logits: Tensor, block: PendingBlock) -> Tensor:
@@ -140,17 +147,22 @@ def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
     return gumbel_argmaxes_among(scores, keys, candidates)
 
 
-def _match(blocks: Sequence[PendingBlock], own: Tensor, sure: Tensor | None) -> _OnDevice:
+def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Tensor | None) -> _OnDevice:
     """The target's own tokens decide, (positions,): the drafts stand as far as they have them."""
     total = len(own)
+    own = torch.where(finite, own, NOT_FINITE)
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
         found: list[BlockDecision | None] = []
         begin = 0
         for block in blocks:
             end = begin + block.positions
+            tokens = numbers[begin:end]
             is_sure = all(numbers[total + begin : total + end])  # of nothing, where all are
-            found.append(match(numbers[begin:end], block.draft) if is_sure else None)
+            if NOT_FINITE in tokens:
+                found.append(NOT_DECIDED)
+            else:
+                found.append(match(tokens, block.draft) if is_sure else None)
             begin = end
         return found
 
@@ -173,7 +185,7 @@ class _Grid:
         self.tokens = [token for b in blocks for token in (*b.draft.tokens, *[0] * (self.drafts - len(b.draft)))]
 
 
-def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted) -> _OnDevice:
+def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite: Tensor) -> _OnDevice:
     """Accepts with min(1, target_probs / draft_probs); only the one position that decides is drawn at."""
     assert all(block.draft.is_chain for block in blocks), "the ratio rule decides about chains"
     device = target.logits.device
@@ -195,12 +207,18 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted) -> _OnD
     left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
+    token = torch.where(finite[places].all(dim=1), token, NOT_FINITE)
     sure = target.sure[places].all(dim=1)
+
+    def decision(stood: int, token: int, sure: int) -> BlockDecision | None:
+        if token == NOT_FINITE:
+            return NOT_DECIDED
+        return BlockDecision(tuple(range(stood)), token) if sure else None
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
         count = grid.rows
         columns = zip(numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True)
-        return [BlockDecision(tuple(range(stood)), token) if sure else None for stood, token, sure in columns]
+        return [decision(*column) for column in columns]
 
     return _OnDevice(torch.cat([accepted, token, sure]), read)
 

@@ -162,6 +162,8 @@ def proposals(drafts: Sequence[BlockDraft]) -> list[Proposal]:
 def _outcomes(root: BlockDraft) -> list[Outcome]:
     """What the verdict may bring of which the root has told just now."""
     block = root.unverified or ()
+    if len(root.choices) <= len(block):
+        return []  # its logits were not finite somewhere
     (*there, after) = root.choices
     if root.main is not None:
         known = root.main.choices[: len(block)]

@@ -55,7 +55,7 @@ class BlockDraft:
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
     is_guessed: bool = False  # whether a draft head was asked
-    is_cut: bool = False  # what would come next is too unlikely
+    is_cut: bool = False  # what would come next is too unlikely, or its logits are not finite
     ratio: bool = field(init=False)  # the target decides by draft_probs
 
     def __post_init__(self) -> None:

@@ -43,6 +43,8 @@ class SessionMemory(Protocol):
 
     def publish(self, session: str, tokens: Sequence[int], length: int) -> None: ...
 
+    def withdraw(self, session: str) -> None: ...
+
     def close(self, session: str) -> None: ...
 
     def held(self, session: str, length: int) -> int:
@@ -110,6 +112,9 @@ class EnginePages:
 
     def publish(self, session: str, tokens: Sequence[int], length: int) -> None:
         pass
+
+    def withdraw(self, session: str) -> None:
+        """The engine shares pages by itself."""
 
     def close(self, session: str) -> None:
         pass

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from cluster.errors import RequestError, SlipstreamError, TargetLostError
+from cluster.errors import NonFiniteLogitsError, RequestError, SlipstreamError, TargetLostError
 from cluster.trust.tickets import issue
 from protos.messages import (
     NO_RULES,
@@ -300,14 +300,16 @@ class Session:
         return [ToTarget(source, Close(self.generation.session, attempt)), *self.on_target_gone(source)]
 
     def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
-        """The target will not serve the session: a fault of the request fails it, a full target is left."""
+        """The target will not serve the session: a full target is left; any other reason fails the session at once."""
         if source != self.target or refusal.attempt != self.attempt:
             return []
         self.target = None
         if refusal.reason is RefusalReason.OVERLOADED:
             self.phase = Phase.SEEKING  # no failure: another, or the same one later, takes it
             return []
-        return [*self._release(), Failed(RequestError(refusal.message))]
+        is_nonfinite = refusal.reason is RefusalReason.NONFINITE_LOGITS
+        error = NonFiniteLogitsError(refusal.message) if is_nonfinite else RequestError(refusal.message)
+        return [*self._release(), Failed(error)]
 
     def cancel(self) -> list[Command]:
         """Nobody wants the session any more."""

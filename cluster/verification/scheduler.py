@@ -32,9 +32,15 @@ from cluster.verification.sequence import Decision, TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
 from cluster.verification.step_timing import StepTiming
 from cluster.verification.target_reporter import TargetReporter
-from protos.messages import Collapse, Finish, Message, Open, Resync, Verdict
+from protos.messages import Collapse, Finish, Message, Open, Refusal, RefusalReason, Resync, Verdict
 
 log = logging.getLogger(__name__)
+
+NONFINITE_LOG_PERIOD_S = 60.0
+NONFINITE_MESSAGE = (
+    "the model computed NaN or infinite logits for this request, and would again: its weights overflow in model.dtype,"
+    " or a device is faulty; ask the operator, whose log names the replica"
+)
 
 
 class VerificationScheduler:
@@ -71,6 +77,8 @@ class VerificationScheduler:
         self._free_since = 0.0  # since when sessions could have been in a step and were in none
         self.known_tokens = 0  # fed though they were decided before: each once, unless its place in the cache was lost
         self.step_s = 0.0  # in steps
+        self.nonfinite = 0  # sessions that ended because their logits were NaN or infinite
+        self._nonfinite_log_due = -math.inf
         self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
 
     # ------------------------------------------------------------ what peers say
@@ -135,6 +143,9 @@ class VerificationScheduler:
                 continue  # closed or replaced while the engine computed
             session.fed(row)
             session.waiting_since = now
+            if row.decide and not decided[name].is_finite:
+                to_routers.append(self._end_nonfinite(session, now))
+                continue
             if not session.open.audit:
                 # Before the verdict: a session may end with it, and what it was fed stays useful.
                 self._pages.publish(name, session.prefix.tokens, min(session.cached_len, session.prefix.length))
@@ -148,7 +159,7 @@ class VerificationScheduler:
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
         if self._in_step:  # else the engine was only told who has come and gone
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
-            committed = sum(outcome.accepted + 1 for outcome in decoded)
+            committed = sum(outcome.token_count for outcome in decoded)
             self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
         self._in_step = []
         self.step_s += seconds
@@ -287,6 +298,27 @@ class VerificationScheduler:
         if is_over:
             self._intake.forget(request.session)
         return sends, (session.router, session.for_router(verdict, row, outcome))
+
+    def _end_nonfinite(self, session: TargetSession, now: float) -> Send:
+        """Ends a session whose logits are NaN or infinite; its drafter is released by its router.
+
+        Nobody else may read what it cached. With the same weights another replica would compute the same.
+        """
+        request = session.open
+        self.nonfinite += 1
+        if now >= self._nonfinite_log_due:
+            self._nonfinite_log_due = now + NONFINITE_LOG_PERIOD_S
+            log.error(
+                "ended session %r after %d tokens: its logits are NaN or infinite (%d sessions so far);"
+                " docs/troubleshooting.md says what to do",
+                request.session,
+                session.prefix.length,
+                self.nonfinite,
+            )
+        self._pages.withdraw(request.session)
+        self._intake.forget(request.session)
+        reason = RefusalReason.NONFINITE_LOGITS
+        return session.router, Refusal(request.session, request.attempt, reason, NONFINITE_MESSAGE)
 
 
 def _verdict(

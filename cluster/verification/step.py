@@ -117,7 +117,10 @@ class StateRead:
 
 @value
 class Outcome:
-    """The engine's answer for one deciding row: the draft's nodes on `path` stand, then comes `next_token`."""
+    """The engine's answer for one deciding row: the draft's nodes on `path` stand, then comes `next_token`.
+
+    Where `is_finite` is false, the row's logits were NaN or infinite: nothing is decided, and the session must end.
+    """
 
     session: str
     path: tuple[int, ...]
@@ -126,6 +129,12 @@ class Outcome:
     states: bytes = b""  # of the places that the row names, but for nodes off the path
     scores: tuple[TokenScore, ...] = ()  # of what was decided, where the session's Open asks for them
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens, from the second on, with the first decision
+    is_finite: bool = True
+
+    @property
+    def token_count(self) -> int:
+        """Decided tokens."""
+        return len(self.path) + 1 if self.is_finite else 0
 
     @property
     def accepted(self) -> int:

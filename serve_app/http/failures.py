@@ -4,6 +4,7 @@ RequestError         400     UnknownModelError  404     BodyTooLargeError  413  
 CapacityError        429     TargetLostError    503     ClientDisconnect   499
 DrainingError        503     with Retry-After, as with CapacityError
 RequestTimeoutError  408     with a word to OpenAI's clients that another try would take as long
+NonFiniteLogitsError 500     likewise
 routing errors       as Starlette has them              anything else      500, logged
 """
 
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
+from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
 from serve_app.http.limits.bodies import BodyTimeoutError, BodyTooLargeError
 from serve_app.http.limits.deadline import RequestTimeoutError
 from serve_app.http.plain.served_model import UnknownModelError
@@ -63,6 +64,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(408, _detail(error, "server_error", "request_timeout"), {SHOULD_RETRY: "false"})
         case TargetLostError():
             return Failure(503, _detail(error, "server_error", "target_lost"))
+        case NonFiniteLogitsError():
+            return Failure(500, _detail(error, "server_error", "non_finite_logits"), {SHOULD_RETRY: "false"})
         case ClientDisconnect():
             return Failure(CLIENT_LEFT, _detail(error, "client_left"))
         case HTTPException():

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import validated
-from cluster.errors import CapacityError, DrainingError, RequestError, TargetLostError
+from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
 from cluster.routing.session import Emit, Ended
 from protos.messages import Acceptance, Finish, TokenRules
 from protos.scores import Scoring, TokenScore
@@ -583,6 +583,7 @@ async def test_wrong_routes_answer_in_the_same_format(front: Front, method: str,
         (CapacityError("full"), openai.RateLimitError, 429),
         (TargetLostError("lost"), openai.InternalServerError, 503),
         (DrainingError("stopping"), openai.InternalServerError, 503),
+        (NonFiniteLogitsError("NaN"), openai.InternalServerError, 500),
         (RequestError("bad", "prompt"), openai.BadRequestError, 400),
         (ValueError("secret"), openai.InternalServerError, 500),
     ],
@@ -645,6 +646,18 @@ async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> 
     assert json.loads(last)["error"]["code"] == "target_lost"
     await front.is_idle()
     assert front.count("requests_total", endpoint="chat", status="503") == 2
+
+
+async def test_nonfinite_logits_are_an_error_that_clients_do_not_try_again(front: Front) -> None:
+    front.plays([NonFiniteLogitsError("NaN")])
+    whole = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": "hi"})
+    assert whole.status_code == 500
+    assert whole.headers["x-should-retry"] == "false"
+    error = {"message": "NaN", "type": "server_error", "param": None, "code": "non_finite_logits"}
+    assert whole.json() == {"error": error}
+    front.plays([front.emit("a"), NonFiniteLogitsError("NaN")])
+    events = await front.events(COMPLETIONS, prompt="hi")
+    assert [json.loads(event) for event in events if "error" in event] == [{"error": error}]
 
 
 async def test_an_unexpected_failure_is_logged_once(front: Front, caplog: pytest.LogCaptureFixture) -> None:

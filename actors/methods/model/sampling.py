@@ -1,9 +1,10 @@
 """From a draft model's logits to draft tokens: those likeliest to be the target's, or drawn for ratio."""
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,13 @@ from cluster.drafting.candidates.outcomes import Choices
 from cluster.drafting.session_texts import SessionText
 from protos.messages import Sampling
 
+log = logging.getLogger(__name__)
+
 # Tokens of a position that may be drafted. Of 2048 the first choice is right no more often, a third one by 0.02 at 1.
 CONSIDERED = 64
 CHOICES = 16  # of them, that are thought of as outcomes
 LEAST_LOG_PROB = -30.0
+LEAST_LOGIT = torch.finfo(torch.float32).min
 
 
 Read = tuple[BlockDraft, Tensor, Tensor | None]
@@ -40,7 +44,11 @@ class _Place(NamedTuple):
 
 
 class DraftSampler:
-    """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of that size."""
+    """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of that size.
+
+    A block ends before a place whose logits are NaN or infinite. That is exact under ratio too, for whether a token is
+    drawn there depends on the tokens before it alone.
+    """
 
     def __init__(
         self,
@@ -55,6 +63,7 @@ class DraftSampler:
         self._vocabulary = vocabulary
         self._limits = limits
         self._calibration = calibration
+        self._has_warned = False
 
     def extend(self, read: Sequence[Read]) -> None:
         """Adds a token for each place, or ends the block."""
@@ -86,10 +95,13 @@ class DraftSampler:
 
     def _offer(self, places: Sequence[_Place]) -> None:
         """The tokens likeliest to be the target's: with the noise that decides, at the address of its draw."""
-        log_probs, ids, noise = self._considered(places)
-        for place, *said in zip(places, log_probs, ids, noise, strict=True):
+        finite, log_probs, ids, noise = self._considered(places)
+        for place, is_finite, *said in zip(places, finite, log_probs, ids, noise, strict=True):
             draft = place.draft
             if draft.is_complete:
+                continue
+            if not is_finite:
+                self._end(draft)
                 continue
             sampling = draft.text.open.sampling
             candidates = _candidates(sampling, *said)
@@ -98,10 +110,11 @@ class DraftSampler:
             choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
             draft.append(choices.tokens[0], choices, place.state)
 
-    def _considered(self, places: Sequence[_Place]) -> tuple[NDArray[np.float64], ...]:
-        """Log probabilities, falling, tokens, and noise: (places, considered) each."""
+    def _considered(self, places: Sequence[_Place]) -> tuple[NDArray[Any], ...]:
+        """Whether the logits are finite, (places,); log probabilities, falling, tokens, noise: (places, considered)."""
         logits = torch.stack([place.logits for place in places]).float()
-        logits = logits.masked_fill(~torch.isfinite(logits), torch.finfo(torch.float32).min)
+        finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask
+        logits = logits.masked_fill(~torch.isfinite(logits), LEAST_LOGIT)
         requests = [place.draft.text.open for place in places]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
         scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
@@ -113,7 +126,7 @@ class DraftSampler:
         if sampled:
             keys = torch.tensor([_draw_key(places[row]) for row in sampled], device=ids.device)
             noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
-        return log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
+        return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
     def _offer_processed(self, place: _Place, chain: ProcessorChain) -> None:
         """As the request's processors have it after what was generated so far, the block's own tokens among it.
@@ -122,12 +135,23 @@ class DraftSampler:
         """
         draft = place.draft
         whole = self._whole(place.logits).unsqueeze(0)
+        if not draft.is_complete and not bool(torch.isfinite(whole.max())):
+            self._end(draft)
+            return
         processed = chain.apply(whole, [chain.path(draft.whole_text)])[0]
         left = torch.isfinite(processed).nonzero().flatten()
         if len(left) == 1:
             draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), place.state)
         else:
-            self._offer([place._replace(logits=processed[self._token_ids[: len(place.logits)]])])
+            offered = processed[self._token_ids[: len(place.logits)]]
+            self._offer([place._replace(logits=offered.masked_fill(offered.isneginf(), LEAST_LOGIT))])
+
+    def _end(self, draft: BlockDraft) -> None:
+        """Ends a block whose next logits are NaN or infinite."""
+        draft.is_cut = True
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("the draft computed NaN or infinite logits, and blocks end before them; this is logged once")
 
     # ------------------------------------------------------------ draws of its own, for ratio
 
@@ -136,6 +160,9 @@ class DraftSampler:
             if draft.is_complete:
                 continue
             whole = self._whole(logits).unsqueeze(0)
+            if not bool(torch.isfinite(whole.max())):
+                self._end(draft)
+                continue
             if (chain := self._processors.of(draft.text)) is not None:
                 whole = chain.apply(whole, [chain.path(draft.whole_text)])
             row = filtered(whole, draft.text.open.sampling)[0]
@@ -150,7 +177,7 @@ class DraftSampler:
         """
         top_k = self._limits.top_k
         logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
-        if bool(logits.isneginf().all()):  # a model that computes nonsense still gives a token
+        if bool(logits.isneginf().all()):  # the head has none of the tokens that the request allows
             logits[self._token_ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()

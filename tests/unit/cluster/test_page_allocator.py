@@ -175,6 +175,29 @@ def test_published_pages_outlive_their_session_and_are_there_for_others_to_take(
     allocator.check()
 
 
+def test_withdrawn_pages_are_found_by_nobody_until_a_holder_publishes_them_again():
+    """With them go the pages that others published after them; who holds any keeps it."""
+    allocator = a_book()
+    longer = (*PROMPT, 12, 13, 14, 15)
+    a_computed(allocator, "first", PROMPT)
+    assert allocator.open("second", longer) == 12
+    allocator.reserve("second", 12, 16)
+    allocator.publish("second", longer, 16)
+    assert allocator.cached_pages == 4
+    table = allocator.table("second")
+    allocator.withdraw("first")
+    allocator.close("first")
+    allocator.check()
+    assert allocator.cached_pages == 0
+    assert allocator.open("third", PROMPT) == 0
+    allocator.publish("second", longer, 16)
+    assert allocator.open("fourth", (*longer, 0)) == 16
+    assert allocator.table("fourth") == allocator.table("second") == table
+    for name in ("second", "third", "fourth"):
+        allocator.close(name)
+    allocator.check()
+
+
 def test_what_two_sessions_computed_at_the_same_time_is_kept_once():
     allocator = a_book()
     for session in ("first", "second"):
@@ -475,6 +498,13 @@ class Pool:
         self.allocator.fork(name, child, length)
         self.sessions[child] = self.sessions[name][:length]
 
+    def withdraw(self, name: str) -> None:
+        """Nobody finds its pages from now on."""
+        before = self.allocator.cached_pages
+        self.allocator.withdraw(name)
+        self.seen["withdrawn"] += before > self.allocator.cached_pages
+        assert not set(self.allocator.table(name)) & self.allocator._published.keys()
+
     def close(self, name: str) -> None:
         self.allocator.close(name)
         del self.sessions[name]
@@ -484,8 +514,11 @@ class Pool:
         if not self.sessions or (len(self.sessions) < 8 and self.random.random() < 0.15):
             return self.open()
         act = self.random.choices(
-            (self.extend, self.rewrite, self.reserve_ahead, self.roll_back, self.publish, self.fork, self.close),
-            (30, 5, 5, 10, 20, 10 if len(self.sessions) < 8 else 0, 10),
+            (
+                *(self.extend, self.rewrite, self.reserve_ahead, self.roll_back, self.publish),
+                *(self.fork, self.withdraw, self.close),
+            ),
+            (30, 5, 5, 10, 20, 10 if len(self.sessions) < 8 else 0, 2, 10),
         )[0]
         return act(self.random.choice([*self.sessions]))
 
@@ -577,7 +610,7 @@ def test_ten_thousand_random_operations_lose_no_page_and_share_none_wrongly(seed
     allocator = pool.allocator
     allocator.check()
     assert allocator.available == pages
-    assert all(pool.seen[event] > 100 for event in ("hits", "refused", "copies", "evicted")), pool.seen
+    assert all(pool.seen[event] > 100 for event in ("hits", "refused", "copies", "evicted", "withdrawn")), pool.seen
     allocator.open("all", ())
     assert allocator.reserve("all", 0, pages * page_size) == []
     assert (sorted(allocator.table("all")), allocator.cached_pages) == (list(range(pages)), 0)

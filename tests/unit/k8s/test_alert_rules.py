@@ -23,6 +23,7 @@ EQUAL = 'ray_slipstream_audits_total{cause="equal"}'
 IN_10_S = 'ray_slipstream_time_to_first_token_seconds_bucket{le="10"}'
 IN_30_S = 'ray_slipstream_time_to_first_token_seconds_bucket{le="30"}'
 EVER = 'ray_slipstream_time_to_first_token_seconds_bucket{le="+Inf"}'
+NONFINITE = 'ray_slipstream_nonfinite_logits_total{cause="ended", replica="r"}'
 FALLBACKS = 'ray_slipstream_attention_fallbacks_total{cause="gathered", replica="r"}'
 WASTED = 'ray_slipstream_received_draft_tokens_total{cause="wasted"}'
 ACCEPTED = 'ray_slipstream_received_draft_tokens_total{cause="accepted"}'
@@ -45,6 +46,7 @@ CASES: list[tuple[str, dict[str, str], dict[str, str], list[str], list[str]]] = 
     ("SlipstreamErrors", {SERVED: "0+30x120", FAILED: "0+1x120", TURNED_AWAY: "0+9x120"}, {}, [], ["40m", "90m"]),
     ("SlipstreamAuditDiffers", {EQUAL: "0+1x60", DIFFERS: "_x10 1x50"}, {}, ["12m", "50m"], ["5m"]),
     ("SlipstreamAuditDiffers", {EQUAL: "0+1x60"}, {}, [], ["12m", "50m"]),
+    ("SlipstreamNonfiniteLogits", {NONFINITE: "_x10 1x200"}, {"replica": "r"}, ["12m", "60m"], ["5m", "80m"]),
     ("SlipstreamTurnsAway", {SERVED: "0+10x120", TURNED_AWAY: "0x20 1+1x40 41x60"}, {}, ["40m"], ["25m", "90m"]),
     ("SlipstreamTurnsAway", {SERVED: "0+30x120", TURNED_AWAY: "0+1x120", FAILED: "0+9x120"}, {}, [], ["40m", "90m"]),
     ("SlipstreamSlowFirstToken", {IN_10_S: "0+9x60", IN_30_S: "0+10x60", EVER: "0+10x60"}, {}, ["30m"], ["5m"]),

@@ -112,11 +112,13 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
     assert scheduler.plan(now=2.0) is not None
     target.refused["Block"] += 1
     scheduler.feeds.rows["apart"] += 3
+    scheduler.nonfinite += 2
     counts = target_counts(target, "m")
     assert counts["slipstream_dropped_blocks"] == {"too_long": 1}
     assert counts["slipstream_received_draft_tokens"] == {"accepted": 0, "wasted": 5}
     assert counts["slipstream_target_seconds"] == {"step": 0.0, "idle": 2.0}
     assert counts["slipstream_target_events"] == {"rebased": 0, "desync": 0, "preempted": 0, "states_lost": 0}
+    assert counts["slipstream_nonfinite_logits"] == {"ended": 2}
     assert counts["slipstream_state_rows"] == {"verdict": 0, "apart": 3, "again": 0}
     assert counts["slipstream_refused_messages"] == {"Block": 1}
 

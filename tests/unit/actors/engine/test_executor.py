@@ -273,3 +273,62 @@ def test_a_session_that_goes_on_elsewhere_does_not_tell_of_its_prompt_again():
     request = an_open("s", tokens=(1, 2, 3), prompt_len=2, scoring=Scoring(None, 1))
     (outcome,) = an_executor().step(StepPlan((), (request,), (a_row("s", (1, 2, 3), 0),)))
     assert outcome == Outcome("s", (), NEXT[3])
+
+
+class BrokenAfter(SpyRunner):
+    """Has logits that are not finite after one token."""
+
+    def __init__(self, token: int, value: float) -> None:
+        super().__init__()
+        self._table[token, 2] = value
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(), Sampling(temperature=0.5, top_p=0.8)])
+def test_nonfinite_logits_fail_their_own_session_and_no_other(value: float, sampling: Sampling) -> None:
+    right = NEXT[4]
+    rows = (
+        a_row("before", (6,), 0),
+        a_row("plain", (5,), 0),
+        a_row("block", (4, right, 5), 0, draft=DraftTree.chain((right, 5))),
+        a_row("chunk", (5,), 0, decide=False),
+        a_row("scored", (3,), 0),
+        a_row("after", (7,), 0),
+    )
+    scoring = {"scored": Scoring(1), "plain": Scoring(1)}
+    opens = tuple(
+        an_open(row.session, tokens=(1, 2), sampling=sampling, scoring=scoring.get(row.session, Scoring()))
+        for row in rows
+    )
+    expected = an_executor().step(StepPlan((), opens, rows))
+    executor = StepExecutor(BrokenAfter(5, value), VOCABULARY)
+    found = executor.step(StepPlan((), opens, rows))
+    assert [outcome.is_finite for outcome in found] == [True, False, False, True, True]
+    assert [outcome for outcome in found if outcome.is_finite] == [expected[0], *expected[3:]]
+    assert [outcome.token_count for outcome in found if not outcome.is_finite] == [0, 0]
+    executor.step(StepPlan(tuple(row.session for row in rows), (), ()))
+    assert executor.is_idle
+
+
+def test_the_executor_checks_logits_before_rules_mask_them() -> None:
+    """A rule that forbids the broken token does not hide that the model is broken."""
+    rules = TokenRules(allowed=(1, 3))
+    request = an_open("s", tokens=(5,), rules=rules)
+    (outcome,) = StepExecutor(BrokenAfter(5, torch.nan), VOCABULARY).step(
+        StepPlan((), (request,), (a_row("s", (5,), 0),))
+    )
+    assert not outcome.is_finite
+
+
+def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
+    """Of an earlier chunk too: its scores go out with the first decision."""
+    executor = StepExecutor(BrokenAfter(5, torch.inf), VOCABULARY)
+    opens = (
+        an_open("s", tokens=(1, 5, 2, 3), scoring=Scoring(None, 1)),
+        an_open("fine", tokens=(1, 4, 2, 3), scoring=Scoring(None, 1)),
+    )
+    executor.step(StepPlan((), opens, (a_row("s", (1, 5), 0, False), a_row("fine", (1, 4), 0, False))))
+    bad, fine = executor.step(StepPlan((), (), (a_row("s", (2, 3), 2), a_row("fine", (2, 3), 2))))
+    assert bad == Outcome("s", (), 0, is_finite=False)
+    assert fine.is_finite
+    assert len(fine.prompt_scores) == 3

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from actors.attention.batch import Interrupted
@@ -508,3 +509,21 @@ def test_the_block_for_a_right_guess_after_a_token_beside_the_first_is_what_woul
         method.close(["s"])
         assert method.is_idle
     assert seen > 3
+
+
+@RULES
+@pytest.mark.parametrize("token", range(VOCABULARY))
+def test_nonfinite_logits_after_any_token_end_blocks_ahead_there_and_nothing_else(acceptance, sampling, token):
+    """Whichever place of the step under way they are at, or of a block that is drafted for what comes of it."""
+    table = LOGITS.clone()
+    table[token, 3] = torch.nan
+    for shape in Shape if acceptance is COUPLED else (Shape.CHAIN,):
+        want = replace(a_want((1, 2), 3, sampling=sampling, acceptance=acceptance), shape=shape)
+        (block,) = propose(a_method(SpyRunner()), [want], never)
+        for guess in propose(a_method(SpyRunner(table)), [ahead_of(want, block)], never):
+            assert guess.tokens
+            before = (*want.tokens, *guess.outcome)
+            assert before[-1] != token
+            assert all(guess.tree.tokens[parent] != token for parent in guess.tree.parents if parent >= 0), (
+                "nothing is known of what follows it"
+            )

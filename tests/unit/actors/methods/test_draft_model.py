@@ -1,7 +1,6 @@
 """Drafting with a model: what is fed, what is proposed, and what a proposal may depend on."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +8,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from actors.compute.kv_cache import FeedRow
 from actors.methods.model import calibration
-from actors.models.forward_output import ForwardOutput
 from actors.sampling.processors import process
 from actors.sampling.reference import DrawAddress, draw
-from cluster.page_allocator import PageCopy
 from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import Acceptance, Sampling, Shape
+from protos.messages import Acceptance, Sampling, Shape, TokenRules
 from tests.unit.actors.methods.asking import propose
 from tests.unit.actors.methods.drafting import (
     DRAWN,
@@ -330,19 +326,42 @@ def test_a_long_prompt_is_read_over_several_passes_and_keeps_nobody_waiting():
     assert max(sum(len(row.tokens) for row in rows) for rows in runner.fed) <= 8
 
 
-def test_a_model_that_computes_nonsense_still_gives_tokens():
-    class Nonsense(SpyRunner):
-        def forward(
-            self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-        ) -> ForwardOutput:
-            output = super().forward(rows, copies)
-            return output._replace(logits=torch.full_like(output.logits, torch.nan))
+def broken_after(token: int, value: float = torch.nan) -> SpyRunner:
+    """Its logits after one token are not finite."""
+    table = LOGITS.clone()
+    table[token, 3] = value
+    return SpyRunner(table)
 
-    for acceptance in (COUPLED, RATIO):
-        want = a_want((1, 2), sampling=DRAWN, acceptance=acceptance)
-        (proposal,) = propose(a_method(Nonsense()), [want], never)
-        assert len(proposal.tokens) == 3
-        assert all(0 <= token < VOCABULARY for token in proposal.tokens)
+
+RULES = [(COUPLED, GREEDY), (COUPLED, DRAWN), (RATIO, DRAWN)]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("acceptance", "sampling"), RULES)
+def test_nothing_is_proposed_after_nonfinite_logits(acceptance, sampling, value, caplog):
+    """Not even by a session whose rules allow tokens that the model has logits for; others go on, also in its pass."""
+    method = a_method(broken_after(2, value))
+    rules = TokenRules(allowed=(0, 1))
+    wants = [
+        a_want((1, 2), session="bad", sampling=sampling, acceptance=acceptance),
+        a_want((1, 2), session="ruled", sampling=sampling, acceptance=acceptance, rules=rules),
+        a_want((1, 2), session="tree", sampling=GREEDY),
+        a_want((5,), 1, session="good", sampling=sampling, acceptance=acceptance),
+    ]
+    wants[2] = replace(wants[2], shape=Shape.TREE)
+    *bad, good = propose(method, wants, never)
+    assert [proposal.tree for proposal in bad] == [NO_TREE] * 3
+    assert good == propose(a_method(SpyRunner()), wants[3:], never)[0]
+    assert caplog.text.count("NaN or infinite") == 1
+
+
+@pytest.mark.parametrize(("acceptance", "sampling"), RULES)
+def test_a_block_ends_where_its_logits_are_not_finite(acceptance, sampling):
+    want = a_want((1,), 3, sampling=sampling, acceptance=acceptance)
+    (whole,) = propose(a_method(SpyRunner()), [want], never)
+    first = whole.tokens[0]
+    (cut,) = propose(a_method(broken_after(first)), [want], never)
+    assert cut.tree == whole.tree.first(1)
 
 
 # ---------------------------------------------------------------- trees

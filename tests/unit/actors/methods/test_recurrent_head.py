@@ -388,3 +388,25 @@ def after(want: Want, *tokens: int) -> Want:
     """The want for a block once the verdict has brought these."""
     whole = (*want.tokens, *tokens)
     return replace(want, tokens=whole, prefix_hash=Prefix(KEY, whole).hash, unverified=None)
+
+
+class BrokenFurther(Following):
+    """Predicts nothing finite."""
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
+        output = super().predict_next(states, tokens)
+        return output._replace(logits=torch.full_like(output.logits, torch.nan))
+
+
+@pytest.mark.parametrize("shape", Shape)
+def test_a_head_whose_logits_are_not_finite_leaves_what_the_model_drafted(shape):
+    want = replace(a_want((1, 2), 3), shape=shape)
+    method = with_head(SpyRunner(), BrokenFurther())
+    (block,) = propose(method, [want], never)
+    (alone,) = propose(a_method(SpyRunner(), None), [want], never)
+    assert block.tokens[:1] == alone.tokens[:1]
+    ahead = replace(want, max_tokens=want.open.max_draft_tokens, unverified=block.tree)
+    assert all(guess.tokens for guess in propose(method, [ahead], never))
+    after = (*want.tokens, block.tokens[0], 4)
+    (next_block,) = propose(method, [replace(want, tokens=after, prefix_hash=Prefix(KEY, after).hash)], never)
+    assert next_block.tokens

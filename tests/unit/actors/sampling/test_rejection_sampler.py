@@ -11,7 +11,7 @@ from torch import Tensor
 from actors.sampling.logits.makers import chain_of
 from actors.sampling.logits.processor import ProcessorChain, paths_of
 from actors.sampling.processors import filtered
-from actors.sampling.reference import BlockDecision, DrawAddress, accept
+from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, accept
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling, TokenRules
@@ -187,3 +187,41 @@ def test_what_is_worked_on_in_parts_is_decided_the_same(monkeypatch):
     monkeypatch.setattr("actors.sampling.rejection_sampler.AT_ONCE", {"cpu": 6 * VOCABULARY})
     monkeypatch.setattr("actors.sampling.noise.NOISE_AT_ONCE", {"cpu": 2 * VOCABULARY + 1})
     assert decide(step, logits) == whole
+
+
+@given(st.lists(blocks(), min_size=1, max_size=6), st.integers(0, 2**16), st.data())
+def test_nonfinite_logits_leave_only_their_own_block_undecided(step, seed, data):
+    """NaN or +inf at any place of any of its rows, whatever rules would make of that token, or a row of -inf alone."""
+    logits = some_logits(step, seed)
+    expected = one_by_one(step, logits)
+    bad = data.draw(st.integers(0, len(step) - 1))
+    begin = sum(block.positions for block in step[:bad])
+    row = begin + data.draw(st.integers(0, step[bad].positions - 1))
+    value = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+    logits[row, slice(None) if value == -torch.inf else data.draw(tokens)] = value
+    expected[bad] = NOT_DECIDED
+    assert decide(step, logits) == expected
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_masked_logits_are_decided(sampling):
+    """Some models put -inf on tokens that they never generate."""
+    chain = a_chain(sampling, [], TokenRules())
+    block = PendingBlock(Acceptance.COUPLED, sampling, DraftTree.chain(()), chain, DrawAddress(1, 0, 2))
+    logits = torch.full((1, VOCABULARY), -torch.inf)
+    logits[0, 9] = 0.5
+    assert decide([block], logits) == [BlockDecision((), 9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()], ids=["greedy", "drawn"])
+def test_a_nonfinite_logit_is_found_anywhere_in_a_large_vocabulary(dtype, value, sampling):
+    """In every lane of a vectorised maximum, and in its remainder."""
+    vocabulary = 1031
+    block = PendingBlock(Acceptance.COUPLED, sampling, DraftTree.chain(()), None, DrawAddress(1, 0, 2))
+    for at in (0, 1, 15, 16, 513, vocabulary - 1):
+        logits = torch.zeros(2, vocabulary, dtype=dtype)
+        logits[0, at] = value
+        bad, good = decide([block, block], logits)
+        assert (bad, good.is_finite) == (NOT_DECIDED, True)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.errors import CapacityError, RequestError, TargetLostError
+from cluster.errors import CapacityError, NonFiniteLogitsError, RequestError, TargetLostError
 from cluster.routing.session import (
     GETS_ON,
     MAX_REOPENS,
@@ -274,6 +274,20 @@ def test_a_request_that_the_target_refuses_fails_at_once_with_its_reason():
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, RequestError)
     assert "token 99" in str(failed.error)
+
+
+def test_nonfinite_logits_fail_a_request_once_and_no_other_target_is_sought():
+    session = a_session()
+    session.on_verdict("t1", a_verdict(session, 4))
+    refusal = Refusal("s", 1, RefusalReason.NONFINITE_LOGITS, "NaN")
+    assert session.on_target_refusal("t1", replace(refusal, attempt=0)) == [], "of an older attempt"
+    *closes, failed = session.on_target_refusal("t1", refusal)
+    assert closes == [ToDrafter("d1", Close("s", 1))]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, NonFiniteLogitsError)
+    assert (session.phase, session.attempt, session.committed) == (Phase.DONE, 1, (4,))
+    assert (session.failures, session.failed_targets) == (0, frozenset())
+    assert session.on_target_refusal("t1", refusal) == []
 
 
 def test_a_full_target_is_left_for_another():

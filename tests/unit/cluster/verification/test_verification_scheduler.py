@@ -1846,3 +1846,68 @@ def test_a_verdict_says_what_the_engine_found_of_the_rival():
     assert plan is not None
     outcomes = [replace(outcome, margin=0.25) for outcome in desk.compute(plan)]
     assert only_verdict(desk.scheduler.apply(outcomes, 0.1, desk.now)).margin == 0.25
+
+
+# ---------------------------------------------------------------- logits that are not finite
+
+
+def broken(outcomes: list[Outcome], *sessions: str) -> list[Outcome]:
+    return [Outcome(one.session, (), 0, is_finite=False) if one.session in sessions else one for one in outcomes]
+
+
+def test_nonfinite_logits_end_their_session_with_the_reason_and_no_token(caplog):
+    """The others are decided as without; its drafter has nothing more to say, and nobody finds its pages."""
+    desk = Desk()
+    prompts = {"a": (1, 2, 3, 4, 5), "bad": (6, 7, 8, 9, 10), "b": (3, 2, 1)}
+    for name, prompt in prompts.items():
+        desk.open(name, tokens=prompt, max_len=12)
+    desk.step()
+    first = (*prompts["bad"], next_token(prompts["bad"]))
+    desk.attach(first, "bad")
+    desk.block(first, text(first, 2), "bad")
+    plan = desk.scheduler.plan(desk.now)
+    sends = desk.scheduler.apply(broken(desk.compute(plan), "bad"), 0.1, desk.now)
+    (refusal,) = [message for _, message in sends if isinstance(message, Refusal)]
+    assert (refusal.session, refusal.attempt, refusal.reason) == ("bad", 1, RefusalReason.NONFINITE_LOGITS)
+    assert {verdict.session for verdict in verdicts(sends)} == {"a", "b"}
+    assert [receiver for receiver, message in sends if message is refusal] == [ROUTER]
+    assert desk.scheduler.nonfinite == 1
+    assert desk.scheduler.router_of("bad") is None
+    assert "ended session 'bad' after 6 tokens" in caplog.text
+    desk.block(first, (1, 2), "bad")
+    desk.scheduler.receive(DRAFTER, Detach("bad"), desk.now)
+    again = desk.open("bad", attempt=2, tokens=prompts["bad"], max_len=12)
+    assert again == []
+    assert desk.scheduler.plan(desk.now).rows[-1].start == 0, "its prompt is computed anew"
+
+
+def test_sessions_beside_a_broken_one_get_the_text_that_they_would_have():
+    desk = Desk()
+    for number in range(3):
+        desk.open(str(number), tokens=(number, 2, 3, 4, 5), max_len=14)
+    desk.open("bad", tokens=(0, 2, 3, 4, 5, 6), max_len=14)
+    got: dict[str, tuple[int, ...]] = {}
+    for step in range(200):
+        plan = desk.scheduler.plan(desk.now)
+        if plan is None:
+            break
+        outcomes = desk.compute(plan)
+        for _, message in desk.scheduler.apply(broken(outcomes, "bad") if step == 2 else outcomes, 0.1, desk.now):
+            if isinstance(message, Verdict):
+                got[message.session] = got.get(message.session, ()) + message.tokens
+    assert {name: found for name, found in got.items() if name != "bad"} == {
+        str(number): text((number, 2, 3, 4, 5), 9) for number in range(3)
+    }
+    assert got["bad"] == text((0, 2, 3, 4, 5, 6), 2)
+    assert desk.scheduler.is_idle
+    assert not desk.known, "the engine still remembers a session"
+
+
+def test_nonfinite_logits_are_logged_once_a_minute(caplog):
+    desk = Desk()
+    for desk.now in (0.0, 1.0, 59.0, 61.0):
+        desk.open(str(desk.now))
+        plan = desk.scheduler.plan(desk.now)
+        desk.scheduler.apply(broken(desk.compute(plan), str(desk.now)), 0.1, desk.now)
+    assert [record.args[0] for record in caplog.records] == ["0.0", "61.0"]
+    assert desk.scheduler.nonfinite == 4

@@ -246,3 +246,15 @@ def test_an_interruption_ends_it(head: Head) -> None:
         part = asked_ahead(head.method(), request, after_checks(checks))
         known = {proposal.outcome: proposal for proposal in whole}
         assert all(each.tokens == known[each.outcome].tokens[: len(each.tokens)] for each in part)
+
+
+@pytest.mark.parametrize("changes", [{}, RATIO], ids=["greedy", "ratio"])
+@pytest.mark.parametrize("shape", Shape)
+def test_states_that_are_not_finite_bring_nothing(head: Head, changes: dict[str, object], shape: Shape) -> None:
+    method = a_method(head.name, checkpoint(head.name))
+    method.open(an_open(tokens=head.tokens, **changes))
+    method.states("s", 0, torch.full_like(head.rows, torch.nan))
+    (proposal,) = method.draft([a_request(head.tokens, MOST, shape)])
+    assert proposal.tree == NO_TREE
+    found = asked_ahead(method, ahead_of(head.tokens, DraftTree.chain((1, 2)), shape=shape))
+    assert not any(proposal.tokens for proposal in found)
