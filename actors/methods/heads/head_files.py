@@ -1,6 +1,7 @@
-"""What a draft head's folder holds, whoever published it: its configuration and its tensors, and those it borrows.
+"""Files of a draft head, whatever its publisher: its configuration, its tensors, and those it borrows.
 
-Which method a folder holds is for its loader to tell, by the keys of the configuration and the names of the tensors.
+The loader of each method decides from the configuration's keys and the tensors' names which kind of head a folder
+holds.
 """
 
 import json
@@ -31,7 +32,7 @@ EMBEDDING = (
 HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # tied heads are stored as the embedding
 
 Aliases = Sequence[tuple[str, str]]
-"""Pairs of a regular expression for the beginning of a tensor's name, and what takes its place."""
+"""Pairs of a regular expression for the beginning of a tensor's name, and its replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +41,12 @@ class HeadFiles:
 
     folder: Path
     config: dict[str, Any]
-    tensors: Mapping[str, Tensor]  # on the CPU, in the types that they were stored in
+    tensors: Mapping[str, Tensor]  # on the CPU, in their stored dtypes
 
     def renamed(self, aliases: Aliases) -> "HeadFiles":
-        """With the names that others give the same tensors replaced; each name by the first alias that fits.
+        """Returns the files with canonical tensor names; the first alias that matches a name applies.
 
-        Raises ModelError where two tensors would have one name.
+        Raises ModelError if two tensors would get the same name.
         """
         found: dict[str, Tensor] = {}
         for stored, tensor in self.tensors.items():
@@ -56,7 +57,7 @@ class HeadFiles:
         return replace(self, tensors=found)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """One tensor. Raises ModelError where there is none, or where it has another shape."""
+        """Returns a tensor. Raises ModelError if there is none, or it has another shape."""
         found = self.tensors.get(name)
         if found is None:
             raise ModelError(f"{self.folder} holds no tensor {name}; it holds {_listed(self.tensors)}")
@@ -66,13 +67,11 @@ class HeadFiles:
 
 
 def read_head(folder: Path) -> HeadFiles:
-    """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors where there are both.
+    """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors take precedence.
 
-    Files are mapped into memory, not read, except for pickles in the format of before torch 1.6: what is computed with
-    is read when it is placed.
+    Files are mapped into memory and read only when a tensor is placed, except pickles in the format before torch 1.6.
 
-    Pickles are read as tensors and nothing else, so that no code of theirs runs. Raises ModelError where the folder
-    holds no head.
+    Pickles are read as tensors only, so none of their code runs. Raises ModelError if the folder holds no head.
     """
     config = read_config(folder / "config.json")
     tensors = _read_safetensors(folder) or _read_pickles(folder)
@@ -82,9 +81,9 @@ def read_head(folder: Path) -> HeadFiles:
 
 
 def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
-    """The first of these tensors that the target's checkpoint holds, such as `EMBEDDING`; nothing else is read.
+    """Reads the first of these tensors that the target's checkpoint holds, such as `EMBEDDING`, and nothing else.
 
-    Raises ModelError where it holds none of them.
+    Raises ModelError if it holds none of them.
     """
     stored = stored_tensors(target_folder, partial=True)
     name = next((name for name in names if name in stored), None)
@@ -96,7 +95,7 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
 
 
 def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
-    """The target's folder with the first tensor of each group, such as `EMBEDDING`; no more need be fetched.
+    """Returns the target's folder, fetching only the first tensor of each group, such as `EMBEDDING`.
 
     `target` is a folder or a Hugging Face id.
     """
@@ -106,7 +105,7 @@ def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A head's `config.json`. Raises ModelError where there is none."""
+    """Reads a head's `config.json`. Raises ModelError if there is none."""
     if not path.is_file():
         raise ModelError(f"there is no {path}; a draft head's folder has a config.json")
     try:
@@ -119,7 +118,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Of the shards that an index names, or else of all files."""
+    """Reads the shards named by an index, or else all files."""
     paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
     return {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
 

@@ -1,8 +1,8 @@
-"""Loads a target's own multi-token prediction module as what it computes like: an EAGLE head with two more norms.
+"""Loads a target's multi-token prediction module as an EAGLE head with two more norms, which it computes like.
 
-(DeepSeek-V3: arXiv 2412.19437, section 2.2.) It is fed the embedding of a token and the target's final state before it,
-each normed by itself, and one decoder layer, a norm and the target's LM head make of them what comes next. What comes
-after is predicted with its own normed output in the place of the target's state.
+DeepSeek-V3: arXiv 2412.19437, section 2.2. The module is fed a token's embedding and the target's final state before
+it, each normed separately. One decoder layer, a norm and the target's LM head then predict the next token. For further
+tokens the module's own normed output takes the place of the target's state.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,13 +28,13 @@ from protos.states import StatesNeeded
 
 
 def mtp_states(target: Path) -> StatesNeeded:
-    """What the module of the target in this folder reads: its final state, after the last norm."""
+    """Returns the state that the target's module reads: the final one, after the last norm."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden)
 
 
 def folder_with_mtp(target: str) -> Path:
-    """The target's folder with its module and what that shares of it; no more need be fetched.
+    """Returns the target's folder, fetching only the module and the tensors that it shares with the target.
 
     `target` is a folder or a Hugging Face id. Raises ModelError as `load_mtp` does.
     """
@@ -54,9 +54,9 @@ def load_mtp(
     proposable: Collection[int],
     product: Product = projection,
 ) -> EagleHead:
-    """The first module of the target in this folder; of the target no tensor is read but those that it shares.
+    """Loads the first module of the target in this folder, and the target's tensors that it shares.
 
-    Raises ModelError where there is none, or none that is supported.
+    Raises ModelError if there is no module, or its kind is not supported.
     """
     shape = target_shape(target)
     layout = layout_in(stored_tensors(target, partial=True), shape.layers, str(target))
@@ -66,7 +66,7 @@ def load_mtp(
 
 
 def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
-    """What a module is, in an EAGLE head's names. Raises ModelError where it is none that is supported."""
+    """Resolves a module with tensors in EAGLE names. Raises ModelError if its kind is not supported."""
     check_layer(files.tensors, str(files.folder))
     window = files.config.get("sliding_window")
     if window and files.config.get("use_sliding_window", True):
@@ -75,7 +75,7 @@ def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
 
 
 def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) -> HeadFiles:
-    """The module's tensors under an EAGLE head's names, and the target's configuration for one layer."""
+    """Returns the module's tensors under EAGLE names, with the target's configuration reduced to one layer."""
     tensors = {layout.own_name(name): tensor for name, tensor in stored.items() if name.startswith(layout.prefix)}
     if layout.state_first:
         state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
@@ -85,7 +85,7 @@ def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) 
 
 
 def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
-    """The module's tensors and no others, as they are stored."""
+    """Reads the module's tensors and no others, as they are stored."""
     stored = {
         name: place for name, place in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
     }
