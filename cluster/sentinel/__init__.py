@@ -1,1 +1,8 @@
-"""Whether drafts are as good as they should be: when a drafter begins, and while it serves. Pure."""
+"""Checks that drafts are as good as expected, when a drafter starts and while it serves. Pure.
+
+Input: the acceptance of verified blocks, by drafter and session, and the draft's own confidence. Output: a warning at
+startup (`load_check.py`), a `Collapse` for the router when a session's blocks became bad (`collapse.py`), and counts by
+context length and position (`tally.py`).
+
+Start with `drift.py`, the statistical test, and `collapse.py`, the steps that follow it.
+"""

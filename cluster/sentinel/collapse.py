@@ -1,7 +1,8 @@
-"""What is done about blocks that have become bad, one step after the other, and which drafters are suspected.
+"""The steps taken when a session's blocks have become bad, and the drafters under suspicion.
 
-The steps are of one session: its drafter begins it anew, then another drafter takes it, then it goes on plainly. Each
-needs evidence of its own. A session that goes on plainly stays so; the next one tries the drafter again.
+The steps concern one session: its drafter opens it again, then another drafter takes it, then it continues with
+non-speculative decoding. Each step needs new evidence. A session without speculation stays so; the next session tries
+the drafter again.
 """
 
 from collections import OrderedDict
@@ -12,37 +13,41 @@ from cluster.sentinel.drift import AcceptanceDrift
 from protos.messages import Collapse
 from protos.values import value
 
-RECENT = 32  # a suspected drafter's blocks of all sessions by which it is cleared
-RECOVERED = 0.5  # of what was usual: with so much it is out of suspicion
-MOST_SUSPECTS = 64  # drafters that are remembered: those that were replaced do not come back
+RECENT = 32  # blocks of a suspected drafter, over all sessions, that may clear it
+RECOVERED = 0.5  # share of the usual acceptance that clears it
+MOST_SUSPECTS = 64  # drafters kept: those that were replaced do not come back
 
 
 @value
 class CollapseWatch:
-    """One session's blocks at its target, and how far it has come on the way."""
+    """The test of one session's blocks at its target, and the steps taken so far."""
 
     drift: AcceptanceDrift = AcceptanceDrift()
-    is_resynced: bool = False  # whether a drafter was told to begin the session anew
-    is_waiting: bool = False  # for a drafter to attach, after a collapse: until then blocks prove nothing
+    is_resynced: bool = False  # whether a drafter was sent a Resync for the session
+    is_waiting: bool = False  # whether a drafter has yet to attach after a collapse: until then blocks prove nothing
 
     def after(self, accepted: int) -> "CollapseWatch":
-        """A block was verified."""
+        """Returns the watch after a verified block."""
         return self if self.is_waiting else replace(self, drift=self.drift.after(accepted))
 
     @property
     def collapse(self) -> Collapse | None:
-        """What there is to report, if the evidence suffices."""
+        """The report to send, or None while the evidence is insufficient."""
         drift = self.drift
         if not drift.is_collapsed:
             return None
         return Collapse(drift.usual, drift.latest.value, is_resynced=self.is_resynced)
 
     def reported(self) -> "CollapseWatch":
-        """Something is being done about it."""
+        """Returns the watch after a collapse was reported and a step is under way."""
         return CollapseWatch(self.drift.anew(), is_resynced=True, is_waiting=True)
 
     def attached(self, suspected: Mean | None = None) -> "CollapseWatch":
-        """A drafter begins, or begins anew; a suspected one has `suspected` to fall short of from its first block."""
+        """Returns the watch after a drafter attached, for the first time or again.
+
+        `suspected` is what is usual for a suspected drafter. A session without a history of its own is compared with it
+        from the first block on.
+        """
         drift = self.drift.anew()
         if suspected is not None and not drift.is_proven:
             drift = AcceptanceDrift(suspected)
@@ -51,7 +56,7 @@ class CollapseWatch:
 
 @value
 class Suspicion:
-    """Of a drafter with a session that collapsed: what was usual there, and how its blocks have fared since."""
+    """A drafter with a collapsed session: what was usual there, and the results of all its blocks since."""
 
     usual: Mean
     since: Mean = Mean()
@@ -65,24 +70,24 @@ class Suspicion:
 
 
 class Suspects:
-    """Drafters with a session that collapsed, by name, until they draft well again.
+    """Drafters with a collapsed session, by name, until they draft well again.
 
-    A session that begins with a drafter that is broken has no good blocks to fall short of. So it inherits what was
-    usual of the drafter before.
+    A session that begins with a broken drafter has no good blocks to compare with. It therefore inherits what was usual
+    with that drafter before its collapse.
     """
 
     def __init__(self) -> None:
         self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # latest collapse last
 
     def collapsed(self, drafter: str, usual: Mean) -> None:
-        """One of its sessions did."""
+        """Records that one of the drafter's sessions collapsed."""
         self._suspicions[drafter] = Suspicion(usual)
         self._suspicions.move_to_end(drafter)
         if len(self._suspicions) > MOST_SUSPECTS:
             self._suspicions.popitem(last=False)
 
     def block(self, drafter: str, accepted: int) -> None:
-        """A block of it was verified, of whatever session."""
+        """Records a verified block of the drafter, from any session."""
         suspicion = self._suspicions.get(drafter)
         if suspicion is None:
             return
@@ -92,6 +97,6 @@ class Suspects:
             del self._suspicions[drafter]
 
     def usual(self, drafter: str) -> Mean | None:
-        """What is to be expected of a suspected drafter; None: it is not suspected."""
+        """Returns what is usual for a suspected drafter; None for any other."""
         suspicion = self._suspicions.get(drafter)
         return None if suspicion is None else suspicion.usual

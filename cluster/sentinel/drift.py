@@ -1,4 +1,4 @@
-"""Whether a session's blocks are as good as they were: Page's CUSUM test against the session's own history."""
+"""Detection of a drop in a session's acceptance: Page's CUSUM test against the session's own history."""
 
 import math
 from dataclasses import replace
@@ -6,47 +6,50 @@ from dataclasses import replace
 from cluster.pacing.smoothing import Mean
 from protos.values import value
 
-ALARM = 1e-4  # false alarms a block, at most: each costs reading the session again
-PROOF = 8  # blocks that must have been good before, or there is no history to fall short of
-HISTORY = 128  # blocks, about, from which it is known what is usual
-POOR = 0.25  # usual acceptance below which there is nothing to fall from: a draft that was always poor raises no alarm
-HARDER = 0.85  # of the usual acceptance: what texts that become harder are granted
-COLLAPSED = 0.15  # of that: what is left to a drafter that is out of step, for some of what it names is right by luck
+ALARM = 1e-4  # upper bound of false alarms per block: each costs reading the session again
+PROOF = 8  # good blocks before there is a history to compare with
+HISTORY = 128  # approximate number of blocks in the history
+POOR = 0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
+HARDER = 0.85  # share of the usual acceptance that texts which become harder may fall to
+COLLAPSED = 0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
 
 
 @value
 class AcceptanceDrift:
-    """A block is good if anything of it was accepted.
+    """Acceptance history of a session's blocks and the evidence that it has dropped.
 
-    `evidence` is the logarithm of how much likelier the latest blocks are if blocks are good COLLAPSED * HARDER as
-    often as usual than if HARDER as often; it never falls below 0. At -log(ALARM) a collapse is concluded. If it were
-    known exactly what is usual, there would be 1 / ALARM blocks or more on average before a false alarm, as long as
-    blocks are good at least HARDER as often (Lorden 1971). It is estimated; simulated sessions keep to that rate at
-    every constant acceptance: 0.2 comes closest, with 9e-5 alarms a block in the first hundred, and from 0.8 on there
-    is less than one in a million. A fall from 0.8 to 0.1 is found after 12 blocks, one to 0.2 after 17 (medians).
+    A block with an accepted token is good.
+
+    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED * HARDER
+    as often as usual, or HARDER as often. It never falls below 0. A collapse is concluded at -log(ALARM). If the usual
+    rate were known exactly, the mean number of blocks before a false alarm would be at least 1 / ALARM, as long as
+    blocks are good at least HARDER as often as usual (Lorden 1971). The rate is estimated; simulated sessions keep to
+    that bound at every constant acceptance. An acceptance of 0.2 comes closest, with 9e-5 alarms per block in the first
+    hundred blocks; from 0.8 on there is less than one in a million. A fall from 0.8 to 0.1 is detected after 12 blocks,
+    one to 0.2 after 17 (medians).
     """
 
     history: Mean = Mean()  # share of good blocks
     evidence: float = 0.0
-    latest: Mean = Mean()  # share of good blocks since there is evidence
+    latest: Mean = Mean()  # share of good blocks while there is evidence
 
     @property
     def is_collapsed(self) -> bool:
-        """Blocks are good so much more seldom than before that the drafter's state must be wrong."""
+        """True if blocks are good so much less often than before that the drafter's state must be wrong."""
         return self.evidence >= -math.log(ALARM)
 
     @property
     def is_proven(self) -> bool:
-        """Whether there is a history to fall short of."""
+        """True if there is a history to compare with."""
         return self._proven >= PROOF
 
     @property
     def usual(self) -> float:
-        """Share of blocks that are good as a rule."""
+        """Usual share of good blocks."""
         return (self._proven + 0.5) / (self._blocks + 1)
 
     def after(self, accepted: int) -> "AcceptanceDrift":
-        """A block was verified. While there is evidence it is no part of the history: a collapse is not usual."""
+        """Returns the drift after a verified block. While there is evidence, blocks do not enter the history."""
         good = accepted > 0
         history = self.history if self.evidence else self.history.after(good, 1 / HISTORY)
         evidence = self._evidence_after(good)
@@ -54,7 +57,7 @@ class AcceptanceDrift:
         return AcceptanceDrift(history, evidence, latest)
 
     def anew(self) -> "AcceptanceDrift":
-        """What is usual stays, and evidence begins from nothing."""
+        """Returns the drift with the history kept and the evidence reset."""
         return replace(self, evidence=0.0, latest=Mean())
 
     @property
@@ -63,7 +66,7 @@ class AcceptanceDrift:
 
     @property
     def _proven(self) -> float:
-        """Good blocks among those that are remembered."""
+        """Number of good blocks in the history."""
         return self._blocks * self.history.value
 
     def _evidence_after(self, good: bool) -> float:

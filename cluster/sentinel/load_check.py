@@ -1,14 +1,14 @@
-"""The check of a drafter that has just begun: does the target take its first tokens as often as is to be expected?
+"""The check of a drafter that has just started: does the target accept its first tokens as often as expected?
 
-What is to be expected is a figure that was published with the draft, or else the draft's own confidence: the chance
-that it gave the tokens itself. The texts are those of the first requests, of which each token is the target's own.
+The expectation is a figure published with the draft, or else the draft's own confidence: the probability that it gave
+its tokens. The check uses the first requests, in which each token is the target's own.
 """
 
 from protos.values import value
 
-TOKENS = 64  # first tokens of blocks that it takes: the error is at most 0.06, and on a quick pair a second or two
-FAR_BELOW = 0.5  # of what is expected
-LEAST = 0.2  # to be expected of any draft: one that is itself in doubt everywhere is damaged rather than modest
+TOKENS = 64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
+FAR_BELOW = 0.5  # share of the expected acceptance below which it warns
+LEAST = 0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
 
 CAUSES = (
     "usual causes: another tokenizer or chat template than the target's, a draft made for another target, "
@@ -18,12 +18,12 @@ CAUSES = (
 
 @value
 class LoadCheck:
-    """So far; over once it has seen TOKENS."""
+    """State of the check; it is over after TOKENS tokens."""
 
-    published: float | None = None  # share of first tokens to be accepted, as the draft's folder says
+    published: float | None = None  # share of accepted first tokens stated in the draft's folder
     tokens: int = 0
     accepted: int = 0
-    confidence: float = 0.0  # of all tokens together
+    confidence: float = 0.0  # sum over all tokens
 
     @property
     def is_over(self) -> bool:
@@ -31,19 +31,19 @@ class LoadCheck:
 
     @property
     def expected(self) -> float | None:
-        """Share of first tokens to be accepted; None before anything was seen or published."""
+        """Expected share of accepted first tokens; None before anything was measured or published."""
         if self.published is not None:
             return self.published
         return max(LEAST, self.confidence / self.tokens) if self.tokens else None
 
     @property
     def reached(self) -> float | None:
-        """Share of first tokens that were accepted."""
+        """Share of first tokens that were accepted; None before any."""
         return self.accepted / self.tokens if self.tokens else None
 
     @property
     def warning(self) -> str | None:
-        """What is wrong, if anything is."""
+        """Text of the warning, or None if nothing is wrong."""
         expected = self.expected
         reached = self.reached
         if not self.is_over or expected is None or reached is None or reached >= FAR_BELOW * expected:
@@ -53,7 +53,7 @@ class LoadCheck:
         return f"the target accepts {shares}; {CAUSES}"
 
     def summary(self) -> dict[str, float | str | None]:
-        """For whoever shows it."""
+        """Returns the check's state for display."""
         return {
             "expected": self.expected,
             "reached": self.reached,
@@ -63,7 +63,8 @@ class LoadCheck:
         }
 
     def after(self, confidence: float, accepted: bool) -> "LoadCheck":
-        """A first token was decided about, to which the draft gave this chance."""
+        """Returns the check after a first token that the draft gave the probability `confidence` was accepted or
+        not."""
         if self.is_over:
             return self
         return LoadCheck(self.published, self.tokens + 1, self.accepted + accepted, self.confidence + confidence)

@@ -1,7 +1,7 @@
-"""What verified blocks have brought, told apart by drafter, context length, cached prefix, and position in the block.
+"""Counts of verified blocks by drafter, context length, cached prefix, and position in the block.
 
-An average over all of them hides what is broken: a draft that loses its way at long contexts, or after a prefix that
-came from the cache.
+An average over all of them hides specific faults: a draft that fails at long contexts, or after a prefix from the
+cache.
 """
 
 from collections import OrderedDict
@@ -12,30 +12,30 @@ from typing import Any
 from cluster.pacing.acceptance import AcceptanceCounts
 from protos.values import value
 
-MOST_DRAFTERS = 64  # that are remembered, the latest ones
+MOST_DRAFTERS = 64  # most recent drafters that are kept
 
 
 @value
 class BlockKind:
-    """What blocks are told apart by, beside their drafter."""
+    """Features that blocks are counted by, besides their drafter."""
 
     context: int  # tokens before the block, rounded down to a power of two
-    is_prefix_cached: bool  # whether the session began on pages that were there already
+    is_prefix_cached: bool  # whether the session began on cached pages
 
 
 def kind_of(length: int, is_prefix_cached: bool) -> BlockKind:
-    """Of a block after so many tokens."""
+    """Returns the kind of a block after `length` tokens."""
     return BlockKind(1 << (length.bit_length() - 1), is_prefix_cached)
 
 
 class AcceptanceTally:
-    """Counts by drafter and kind. They only grow, until a drafter is forgotten for many that came after it."""
+    """Counts by drafter and kind. They only grow, until a drafter is dropped for more recent ones."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # heard of last at the end
+        self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent last
 
     def block_verified(self, drafter: str, kind: BlockKind, asked: int, accepted: int) -> None:
-        """A block of up to `asked` tokens."""
+        """Records a block of up to `asked` tokens, of which `accepted` were accepted."""
         kinds = self._counts.setdefault(drafter, {})
         self._counts.move_to_end(drafter)
         kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(asked, accepted)
@@ -43,7 +43,7 @@ class AcceptanceTally:
             self._counts.popitem(last=False)
 
     def rows(self) -> list[dict[str, Any]]:
-        """For whoever shows or adds them up."""
+        """Returns one row per drafter and kind, for display and for sums over replicas."""
         return [
             {"drafter": drafter, **asdict(kind), **asdict(counts)}
             for drafter, kinds in self._counts.items()
@@ -52,5 +52,5 @@ class AcceptanceTally:
 
     @property
     def counts(self) -> Mapping[str, Mapping[BlockKind, AcceptanceCounts]]:
-        """By drafter, then by kind."""
+        """Counts by drafter, then by kind."""
         return self._counts
