@@ -1,1 +1,9 @@
-"""What a target replica decides with: its scheduler, the sequences that it serves, the blocks that wait, and steps."""
+"""Decisions of a target replica: the sessions and draft blocks of each step, and the verdicts that follow from it.
+
+Input: Open and Close messages from routers, Attach messages and blocks from drafters, and the engine's outcomes.
+Output: a `StepPlan` for the engine, and verdicts, draft requests and hidden states to send. A block is verified only if
+its length and prefix hash match the session's own text, so a wrong or late block costs speed, never a token.
+
+Start with `scheduler.py`: `plan` and `apply` alternate around the engine's step. `step.py` defines the plan and the
+outcomes, `intake.py` handles messages, `admission.py` assigns cache pages, and `sequence.py` is one session.
+"""

@@ -1,7 +1,7 @@
-"""Which sessions have a place in a target's cache, which queue for one, and which pages each holds.
+"""Admission of sessions to a target's cache: which sessions run, which queue, and the pages of each.
 
-Knows nothing of blocks, of time or of what is computed; how long sessions waited is for others to judge. A replica that
-leaves admits nobody, and what routers have not moved in time it gives back.
+It knows nothing of blocks, time or computation; callers measure how long sessions waited. A replica that leaves admits
+no session, and refuses those that routers have not moved in time.
 """
 
 from collections import OrderedDict
@@ -17,21 +17,21 @@ LEAVES = "this target replica is stopping"
 
 
 class Admission:
-    """All sessions of a replica; what the engine is to open and close is collected for the next step."""
+    """All sessions of a replica; collects what the engine has to open and close in the next step."""
 
     def __init__(self, limit: int, pages: SessionMemory) -> None:
-        self.running: dict[str, TargetSession] = {}  # they have a place in the cache; oldest first
-        self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order
+        self.running: dict[str, TargetSession] = {}  # in the cache, oldest first
+        self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order of arrival
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
         self.pages = pages
-        self.preempted = 0  # times that a session lost its pages to older ones
-        self.prefix_tokens = 0  # of sessions as they were first let into the cache, without audits
-        self.prefix_hits = 0  # of them, whose keys and values were there
+        self.preempted = 0  # times that a session lost its pages to an older one
+        self.prefix_tokens = 0  # tokens of sessions when they were first admitted, without audits
+        self.prefix_hits = 0  # those among them that were cached already
         self._limit = limit
         self._opens: list[Open] = []  # for the engine, with the next step
         self._closes: list[str] = []
 
-    # ------------------------------------------------------------ who is there
+    # ------------------------------------------------------------ lookup
 
     def __iter__(self) -> Iterator[TargetSession]:
         return iter([*self.running.values(), *self.waiting.values()])
@@ -40,7 +40,7 @@ class Admission:
         return self.running.get(name) or self.waiting.get(name)
 
     def router_of(self, name: str) -> str | None:
-        """The stream of the router whose session this is."""
+        """Returns the stream of the session's router; None for an unknown session."""
         session = self.find(name)
         return None if session is None else session.router
 
@@ -50,21 +50,21 @@ class Admission:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held, nor due to the engine."""
+        """True if nothing is held and nothing is pending for the engine."""
         return not any((self.running, self.waiting, self.order, self._opens, self._closes))
 
-    # ------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------ opening and closing
 
     def admit(self) -> Iterator[TargetSession]:
-        """Lets queued sessions into the cache as long as there is room; names each.
+        """Admits queued sessions to the cache while they fit, and yields each.
 
-        Those of the lowest number of priority come first, and among them who came first.
+        Lower priority numbers come first, then earlier arrivals.
         """
         while self.waiting and len(self.running) < self._limit:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
             shared = session.prefix.tokens if session.may_share else ()
             session.cached_len = self.pages.open(name, shared, session.open.cache_salt.encode())
-            if not session.in_engine:  # else it was preempted, and finds its own pages
+            if not session.in_engine:  # otherwise it was preempted, and the pages are its own
                 session.prefix_cached = session.cached_len
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
@@ -86,7 +86,7 @@ class Admission:
             self.prefix_hits += session.cached_len
 
     def forget(self, name: str) -> None:
-        """Frees all that a session holds; an unknown one is left alone."""
+        """Frees everything that a session holds; ignores an unknown one."""
         session = self.find(name)
         if session is None:
             return
@@ -98,7 +98,7 @@ class Admission:
         self._opens = pending
 
     def take_changes(self) -> tuple[tuple[str, ...], tuple[Open, ...]]:
-        """Sessions that the engine is to close, then to open, since this was last asked."""
+        """Returns the sessions that the engine must close, then open, since the previous call."""
         changes = tuple(self._closes), tuple(self._opens)
         self._closes = []
         self._opens = []
@@ -107,10 +107,10 @@ class Admission:
     # ------------------------------------------------------------ pages
 
     def reserve(self, session: TargetSession, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
-        """Pages for positions `start` to `end`, at the cost of younger sessions when there are too few.
+        """Reserves pages for positions `start` to `end`; preempts younger sessions if there are too few.
 
-        None when the session is the youngest itself, or when all that are younger are in the step already, whose
-        sessions are `in_step`: in the next one it comes before them.
+        Returns None if the session is the youngest itself, or if all younger ones are in the step already (`in_step`).
+        In the next step it comes before them.
         """
         name = session.open.session
         while (copies := self.pages.reserve(name, start, end)) is None:
@@ -122,26 +122,26 @@ class Admission:
         return copies
 
     def _owed(self) -> int:
-        """Pages that running sessions have yet to take for the tokens that they have and one more; of each, one."""
+        """Returns the pages that running sessions still need for their tokens and one more, at least one each."""
         missing = self.pages.missing
         return sum([max(1, missing(name, session.prefix.length + 1)) for name, session in self.running.items()])
 
     def _preempt(self, name: str) -> None:
-        """Back to the head of the queue; what is lost of its cache is computed again from its tokens."""
+        """Moves a session back to the head of the queue; what is lost of its cache is recomputed from its tokens."""
         self.preempted += 1
         session = self.running[name]
         self._leave(name)
         self.waiting = {name: session, **self.waiting}
 
     def _leave(self, name: str) -> None:
-        """Takes a session out of the cache."""
+        """Removes a session from the cache."""
         del self.running[name]
         del self.order[name]
         self.pages.close(name)
 
 
 class Departure:
-    """How a replica leaves, as planned; `forget` frees a session."""
+    """The planned departure of a replica; `forget` frees a session."""
 
     def __init__(self, admission: Admission, forget: Callable[[str], None]) -> None:
         self.is_under_way = False
@@ -150,13 +150,13 @@ class Departure:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody is served any more."""
+        """True if the replica is leaving and no session is left."""
         return self.is_under_way and not self._admission.has_sessions
 
     def begin(self) -> list[Send]:
-        """From now on what comes is refused, and routers that have sessions here hear that they are to move them.
+        """Refuses new sessions from now on and asks the routers of existing ones to move them.
 
-        Audits are given back at once, for nobody waits for them.
+        Refuses audits at once, because no client waits for them.
         """
         self.is_under_way = True
         audits = self._give_back([session for session in self._admission if session.open.audit])
@@ -164,11 +164,14 @@ class Departure:
         return [*audits, *((router, Leaving()) for router in routers)]
 
     def end(self) -> list[Send]:
-        """Gives back all that is left."""
+        """Refuses all sessions that are left."""
         return self._give_back(list(self._admission))
 
     def refuse(self, router: str, request: Open) -> list[Send]:
-        """A session that comes too late: it is no failure, another target takes it."""
+        """Returns the refusal of a session that arrives during the departure.
+
+        No failure, since another target takes it.
+        """
         return [(router, _left(request)), (router, Leaving())] if self.is_under_way else []
 
     def _give_back(self, sessions: list[TargetSession]) -> list[Send]:

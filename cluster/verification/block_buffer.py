@@ -1,6 +1,6 @@
-"""One session's blocks, from their arrival until a step takes them or the session has passed them by.
+"""One session's draft blocks, from their arrival until a step takes them or the session has moved past them.
 
-A block waits under the length and hash that it was drafted for.
+A block waits under the length and prefix hash that it was drafted for.
 """
 
 from collections import Counter
@@ -12,15 +12,15 @@ from protos.prefix import Prefix
 
 @dataclass(slots=True)
 class BlockCounts:
-    """What became of all sessions' blocks."""
+    """Counts of what became of all sessions' blocks."""
 
-    dropped: Counter[str] = field(default_factory=Counter)  # that were not verified, by cause
-    rebased: int = 0  # that came late and were verified from where the target had got to
+    dropped: Counter[str] = field(default_factory=Counter)  # blocks that were not verified, by cause
+    rebased: int = 0  # late blocks that were verified from the target's current length
     accepted_tokens: int = 0
-    wasted_tokens: int = 0  # that came and were not accepted, once that is certain
+    wasted_tokens: int = 0  # tokens that arrived and were not accepted, once that is certain
 
     def drop(self, cause: str, block: Block) -> None:
-        """The block will not be verified."""
+        """Counts a block that will not be verified."""
         self.dropped[cause] += 1
         self.wasted_tokens += block.size
 
@@ -29,22 +29,22 @@ class BlockBuffer:
     """Blocks by (base_len, prefix_hash); at most `limit` of them."""
 
     def __init__(self, limit: int, counts: BlockCounts) -> None:
-        self.ready_since = 0.0  # when the block that is ready came
+        self.ready_since = 0.0  # arrival time of the block that is ready
         self._limit = limit
         self._counts = counts
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._unsettled = 0  # tokens of blocks that were let in, versions replaced since among them
+        self._unsettled = 0  # tokens of blocks stored so far, including replaced versions
 
     def ready(self, prefix: Prefix) -> Block | None:
-        """The block that may go into a step now."""
+        """Returns the block that may go into a step now, or None."""
         return self._blocks.get((prefix.length, prefix.hash)) if self._blocks else None
 
     def take(self, base_len: int, prefix_hash: int) -> None:
-        """The block for this prefix was verified."""
+        """Removes the block that was verified for this prefix."""
         del self._blocks[base_len, prefix_hash]
 
     def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
-        """Lets a block wait; one that can never be verified is dropped and counted."""
+        """Stores a block until its prefix is decided; drops and counts one that can never be verified."""
         if block.base_len < prefix.length:
             late = block
             block = self._rebased(block, prefix) or block
@@ -61,11 +61,12 @@ class BlockBuffer:
             self.ready_since = now
 
     def move_on(self, prefix: Prefix, accepted: int, now: float) -> bool:
-        """Keeps the block for the prefix that the session has now; the others guessed otherwise or came too late.
+        """Moves to the session's new prefix; returns True if a block for it is there already.
 
-        What a late one is still good for is kept too. Nothing here can be for a later prefix: a drafter guesses
-        at one verdict at a time. `accepted` tokens of the block that was verified, if one was, stand; of what else came
-        only what is kept may still. Returns whether there is a block for this prefix already.
+        Keeps the block for this prefix and the usable rest of a late block. Drops the others, which assumed another
+        verdict or came too late. None can be for a later prefix, because a drafter drafts ahead of one verdict at a
+        time. `accepted` is the number of tokens accepted from the block that was verified, if any; of the rest only
+        what is kept may still count.
         """
         if not self._unsettled:
             return False
@@ -77,13 +78,13 @@ class BlockBuffer:
         return kept is not None
 
     def leave(self) -> None:
-        """The session is over, or begins anew: what is here will not be verified."""
+        """Discards all blocks of a session that is over or begins again."""
         self._counts.wasted_tokens += self._unsettled
         self._blocks.clear()
         self._unsettled = 0
 
     def _keep(self, prefix: Prefix, now: float) -> Block | None:
-        """The block for this prefix, now the only one in the buffer."""
+        """Reduces the buffer to the block for this prefix and returns it, or None."""
         if not self._blocks:
             return None
         address = (prefix.length, prefix.hash)
@@ -103,26 +104,26 @@ class BlockBuffer:
         return ready
 
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
-        # A verdict brings one token more than its block: what would leave no room for it needs pages that nobody has.
+        # A verdict brings one token more than its block; a block that leaves no place for it needs pages past max_len.
         beyond_end = block.base_len + block.size >= request.max_len
         if block.size > request.max_draft_tokens or beyond_end:
             return "too_long"
         known = self._blocks.get((block.base_len, block.prefix_hash))
         if known is not None:
-            # A drafter may have thought again; but under ratio which of two is used must not depend on either.
+            # A drafter may send a better version. Under rejection sampling, the choice must not depend on either one.
             ratio = request.acceptance is Acceptance.RATIO and not request.sampling.greedy
             return "duplicate" if ratio or known == block else None
-        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # guesses never keep out what is due
+        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # drafts ahead never displace it
             return "buffer_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:
             return "other_prefix"
         return None
 
     def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
-        """What a block that comes too late is still good for: what it has after the tokens decided since.
+        """Returns the part of a late block that follows the tokens decided since, or None if nothing of it is usable.
 
-        Exact under ratio too: given the tokens decided, the rest follows the probabilities sent, and neither whether
-        nor at what length it is used depends on the rest.
+        This is exact under rejection sampling too. Given the decided tokens, the rest follows the probabilities that
+        were sent, and neither its use nor its length depends on its tokens.
         """
         if not prefix.matches(block.base_len, block.prefix_hash):
             return None
@@ -134,5 +135,5 @@ class BlockBuffer:
 
 
 def _is_for(block: Block, prefix: Prefix) -> bool:
-    """Whether the block continues just this prefix."""
+    """Returns True if the block continues exactly this prefix."""
     return block.base_len == prefix.length and block.prefix_hash == prefix.hash

@@ -1,4 +1,4 @@
-"""The bounds of a target replica, and what a request or a block has to be to fit into them."""
+"""Limits of a target replica, and the checks of requests and blocks against them."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,23 @@ from protos.states import StatesFormat
 
 @dataclass(frozen=True, slots=True)
 class VerificationLimits:
-    """Bounds of one target replica."""
+    """Limits of one target replica."""
 
     vocabulary: int  # token ids are below this
     max_context: int
-    max_sessions: int  # in the cache at once; further ones queue
+    max_sessions: int  # concurrent sessions in the cache; further ones queue
     max_step_tokens: int
-    pages: int = 4096  # of the cache
-    page_size: int = 16  # positions
-    trees: bool = True  # whether the engine attends to them
-    own_draws_only: bool = False  # whether all that the engine tells is what it draws itself
-    states: StatesFormat | None = None  # of the hidden states that the engine captures, if it does
-    keeps_states: bool = True  # whether it keeps them beside the cache
+    pages: int = 4096  # in the cache
+    page_size: int = 16  # positions per page
+    trees: bool = True  # whether the engine can verify draft trees
+    own_draws_only: bool = False  # whether the engine reports only its own draws, no probabilities
+    states: StatesFormat | None = None  # format of captured hidden states; None: not captured
+    keeps_states: bool = True  # whether the engine keeps hidden states beside the cache
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
 
     def fault_of(self, request: Open, pages: int) -> str:
-        """Why it could never be served; empty if it can. `pages` is how many it takes at its longest."""
+        """Returns why a request could never be served, or "" if it can; `pages` is its need at full length."""
         if (highest := max(max(request.tokens), request.rival or 0, request.rules.highest_id)) >= self.vocabulary:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
@@ -39,7 +39,7 @@ class VerificationLimits:
         return ""
 
     def unfit(self, block: Block) -> str | None:
-        """The cause for which a block is dropped whatever its session."""
+        """Returns the cause for which a block is dropped in any session, or None."""
         probs = block.tree.probs
         named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
         if max(map(max, named)) >= self.vocabulary:

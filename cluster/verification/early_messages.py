@@ -1,8 +1,8 @@
-"""Messages of drafters for sessions that no router has opened yet, bounded in number, bytes and age.
+"""Drafters' messages for sessions that no router has opened yet, bounded in number, bytes and age.
 
-A drafter may hear of a session before its target does. Until the session is opened, nobody can tell whose drafter it
-will be: so what drafters send is kept apart, and each has a share of its own. A message costs the same, however many
-are waiting.
+A drafter may receive a session before its target does. Until the session is opened, its assigned drafter is unknown, so
+messages are kept separately per drafter, and each drafter has its own limits. The cost of a message does not depend on
+the number that wait.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -12,43 +12,43 @@ from cluster.verification.block_buffer import BlockCounts
 from protos.codec import encoded_bytes
 from protos.messages import Attach, Block
 
-REMEMBERED = 4096  # sessions that are over and whose late blocks are dropped at sight
+REMEMBERED = 4096  # ended sessions that are kept, so that their late blocks are dropped at once
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """Bounds of what may wait."""
+    """Bounds on waiting messages."""
 
     blocks: int = 64  # per session
     age_s: float = 30.0
     sessions: int = 1024  # per drafter
     bytes: int = 16 << 20  # per drafter
-    all_bytes: int = 256 << 20  # of all drafters, whatever names they go by
+    all_bytes: int = 256 << 20  # over all drafters, since a peer may use many names
 
 
 @dataclass
 class Waiting:
-    """What one drafter sent for one session."""
+    """Messages of one drafter for one session."""
 
     since: float
     drafter: str
     attach: Attach | None = None
     blocks: list[Block] = field(default_factory=list)
-    bytes: int = 0  # of the blocks
+    bytes: int = 0  # size of the blocks
 
 
 class EarlyMessages:
-    """All that waits for an Open; what has no place or expires is counted."""
+    """All messages that wait for an Open; those that do not fit or that expire are counted."""
 
     def __init__(self, limits: BufferLimits, counts: BlockCounts) -> None:
         self._limits = limits
         self._counts = counts
         self._waiting: OrderedDict[tuple[str, str], Waiting] = OrderedDict()  # by session and drafter, oldest first
-        self._drafters: defaultdict[str, list[str]] = defaultdict(list)  # by session: who waits for it
-        self._sessions: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by drafter: what it waits for
-        self._bytes: Counter[str] = Counter()  # of blocks, by drafter
+        self._drafters: defaultdict[str, list[str]] = defaultdict(list)  # by session, in order of arrival
+        self._sessions: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by drafter
+        self._bytes: Counter[str] = Counter()  # of waiting blocks, by drafter
         self._all_bytes = 0
-        self._ended: OrderedDict[str, None] = OrderedDict()  # latest sessions that are over
+        self._ended: OrderedDict[str, None] = OrderedDict()  # most recently ended sessions
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -58,7 +58,7 @@ class EarlyMessages:
             waiting.attach = attach
 
     def detach(self, drafter: str, session: str) -> None:
-        """The drafter has left the session before it was opened here."""
+        """Drops the Attach of a drafter that left the session before it was opened here."""
         if waiting := self._waiting.get((session, drafter)):
             waiting.attach = None
 
@@ -77,12 +77,12 @@ class EarlyMessages:
         self._all_bytes += size
 
     def take(self, session: str) -> list[Waiting]:
-        """The session is open: what waited for it, by drafter, those that came first before others."""
+        """Returns the messages that waited for a session that is now open, by drafter, in order of arrival."""
         self._ended.pop(session, None)
         return [self._remove(session, drafter) for drafter in list(self._drafters.get(session, ()))]
 
     def ended(self, session: str) -> None:
-        """The session is over: blocks that come for it now are late, not early."""
+        """Records that a session is over, so that its further blocks count as late, not early."""
         self._ended[session] = None
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
@@ -92,7 +92,7 @@ class EarlyMessages:
             self._discard(self._remove(session, drafter), "drafter_gone")
 
     def next_expiry(self) -> float | None:
-        """When `expire` will have something to do."""
+        """Returns the time at which `expire` will have something to do; None if nothing waits."""
         oldest = next(iter(self._waiting.values()), None)
         return oldest.since + self._limits.age_s if oldest is not None else None
 
@@ -101,7 +101,7 @@ class EarlyMessages:
             self._discard(self._remove(*next(iter(self._waiting))), "expired")
 
     def _place_of(self, session: str, drafter: str, now: float) -> Waiting | None:
-        """Where this drafter's mail for the session waits; None when the drafter has filled its share."""
+        """Returns this drafter's queue for the session; None if the drafter has reached its limit of sessions."""
         waiting = self._waiting.get((session, drafter))
         if waiting is not None:
             return waiting
@@ -113,7 +113,7 @@ class EarlyMessages:
         return self._waiting[session, drafter]
 
     def _remove(self, session: str, drafter: str) -> Waiting:
-        """Takes it out of every index, and leaves nothing of who has nothing else here."""
+        """Removes a queue from every index, and the drafter's and session's entries if they are then empty."""
         waiting = self._waiting.pop((session, drafter))
         self._drafters[session].remove(drafter)
         if not self._drafters[session]:

@@ -1,10 +1,10 @@
-"""Hidden states that no page keeps: those of the latest step are there, and earlier ones are computed again.
+"""Hidden states without pages that keep them: those of the latest step are readable, earlier ones are recomputed.
 
-What a drafter lacks of what is cached is fed once more, from the first position that it lacks: the cache is a prefix,
-so the session is rolled back to there. A drafter that has none yet may say how late in the text it can begin: then no
-more than that is computed again. Pure.
+States that a drafter lacks of cached tokens are computed again from the first position that it lacks. The cache is a
+prefix, so the session is rolled back to that position. A drafter that has no states yet may report how late in the text
+they may begin, which bounds what is recomputed. Pure.
 
-A drafter that has no room for what is computed, twice for the same tokens, goes without until it attaches again.
+If a drafter twice has no capacity for the states of the same tokens, they are not sent to it until it attaches again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,16 +16,19 @@ MOST_TRIES = 2
 
 
 class FreshStates:
-    """Of all sessions of a target; the engine holds the rows of one step until it makes the next."""
+    """Tracks readable states of all sessions of a target.
+
+    The engine holds the rows of one step until it makes the next.
+    """
 
     def __init__(self, page_size: int) -> None:
-        self.again = 0  # tokens whose states were there before, and that were computed again for them
-        self.lost = 0  # feeds that ended because their drafter had no room for what was computed for it
+        self.again = 0  # tokens that were recomputed for their states
+        self.lost = 0  # feeds that ended because their drafter had no capacity for the states computed for it
         self._page_size = page_size
-        self._reads: dict[str, StateRead] = {}  # what of the latest step can be read, by session
+        self._reads: dict[str, StateRead] = {}  # readable states of the latest step, by session
 
     def step_made(self, rows: Sequence[tuple[TargetSession, Row]], decided: Mapping[str, Outcome]) -> None:
-        """What can be read is of this step from now on."""
+        """Replaces the readable states by those of this step."""
         self._reads = {}
         for session, row in rows:
             path = decided[row.session].path if row.decide else ()
@@ -38,7 +41,7 @@ class FreshStates:
                 feed.tries += 1
 
     def end(self, session: str, first: int) -> int:
-        """Up to which position states can be read from `first` on; `first` where there are none."""
+        """Returns the position up to which states can be read from `first` on; `first` if there are none."""
         read = self._reads.get(session)
         return max(first, read.end) if read is not None and read.first <= first else first
 
@@ -47,29 +50,32 @@ class FreshStates:
         return read.places[first - read.first : end - read.first]
 
     def begin(self, session: TargetSession, feed: StateFeed) -> None:
-        """Where a drafter may begin later than at what is lacking, it does: at what is there, or as late as it can."""
+        """Moves the beginning of a feed to the first readable state, or as late as its drafter accepts.
+
+        Does nothing if the drafter needs no later beginning or all that it lacks is readable.
+        """
         if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
             feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
 
     def rewind(self, sessions: Iterable[TargetSession]) -> None:
-        """Before a step is planned: sessions whose drafters lack what is not there are rolled back to it."""
+        """Rolls back sessions whose drafters lack states that are not readable. Call it before a step is planned."""
         for session in sessions:
             feed = session.live_feed
             if feed is None:
                 continue
             if session.paused:
-                feed.tries = 0  # nothing goes out because nothing is wanted
+                feed.tries = 0  # nothing is sent because nothing is requested
                 continue
             self.begin(session, feed)
             if not self._are_there(session, feed.sent):
                 self._roll_back(session, feed)
 
     def _are_there(self, session: TargetSession, first: int) -> bool:
-        """Whether all that is cached from a position on can be read."""
+        """Returns True if the states of all cached tokens from a position on can be read."""
         return self.end(session.open.session, first) >= session.cached_len
 
     def _first_there(self, session: TargetSession) -> int:
-        """From which position on all that is cached can be read."""
+        """Returns the first position from which the states of all cached tokens can be read."""
         read = self._reads.get(session.open.session)
         return session.cached_len if read is None or read.end < session.cached_len else read.first
 

@@ -1,6 +1,6 @@
-"""What peers say to a target: sessions open and close, drafters attach and leave, blocks arrive.
+"""A target's handling of messages: sessions open and close, drafters attach and leave, blocks arrive.
 
-Between two steps all of it happens at once; `scheduler.py` makes the steps.
+All of it takes effect between two steps; `scheduler.py` makes the steps.
 """
 
 from cluster.dispatch import Send, peer_of
@@ -34,7 +34,7 @@ from protos.prefix import Prefix
 
 
 class Intake:
-    """All sessions of one target replica, as what is said of them leaves them."""
+    """Applies peers' messages to the sessions of one target replica."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Intake:
         self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
         self.departure = Departure(admission, self.forget)
         self._early = EarlyMessages(limits.buffer, counts)
-        self.unasked = 0  # blocks for sessions that are not open, or are another drafter's
+        self.unasked = 0  # blocks for sessions that are not open, or assigned to another drafter
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Takes a message from a router's or a drafter's stream; returns what is to be sent for it."""
+        """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
         match message:
             case Block():
                 self._block(peer, message, now)
@@ -84,7 +84,11 @@ class Intake:
         return []
 
     def gone(self, peer: str, now: float) -> None:
-        """A stream broke: a router's sessions are nobody's, a drafter's go on plainly with the blocks that arrived."""
+        """Handles a broken stream.
+
+        A router's sessions are forgotten. A drafter's sessions continue without speculation, after the blocks that
+        arrived.
+        """
         self._silent.heard(peer)
         for session in self._admission:
             if session.router == peer:
@@ -97,7 +101,7 @@ class Intake:
     # ------------------------------------------------------------ routers
 
     def _hello(self, router: str, hello: Hello, now: float) -> None:
-        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
         wanted = {(item.session, item.attempt) for item in hello.live}
         peer = peer_of(router)
         for session in self._admission:
@@ -109,7 +113,7 @@ class Intake:
         self.admit(now)
 
     def _open(self, router: str, request: Open, now: float) -> list[Send]:
-        """Serves a session from its ledger; an open one is replaced unless the request is older or not its router's."""
+        """Serves a session from its ledger; replaces an open one unless the request is older or from another router."""
         name = request.session
         known = self._admission.find(name)
         if known is not None and known.router != router:
@@ -132,7 +136,7 @@ class Intake:
         self._admission.waiting[name] = session
         self.admit(now)
         if name in self._admission.waiting:
-            self.ask(session)  # so that its drafter has read the prompt when it gets its place
+            self.ask(session)  # so that its drafter has read the prompt when it is admitted
         for waiting in self._early.take(name):
             if waiting.attach is not None:
                 session.admit(waiting.drafter, waiting.attach.ticket)
@@ -142,14 +146,14 @@ class Intake:
         return sends
 
     def _end_audits(self) -> list[Send]:
-        """A request has come, and audits have no place beside requests, whichever routers' they are."""
+        """Ends all audits, of any router, because a request has arrived."""
         audits = [session for session in self._admission if session.open.audit]
         for session in audits:
             self.forget(session.open.session)
         return [(session.router, _no_time_for(session.open)) for session in audits]
 
     def _close(self, router: str, close: Close, now: float) -> None:
-        """Forgets a session; an unknown one, another router's, or a newer attempt is left alone."""
+        """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
         known = self._admission.find(close.session)
         if known is not None and known.router == router and known.open.attempt <= close.attempt:
             self.forget(close.session)
@@ -158,7 +162,8 @@ class Intake:
     # ------------------------------------------------------------ drafters
 
     def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
-        """Sends the session's verdicts to this drafter from now on; first what it missed, and what is wanted of it."""
+        """Sends the session's verdicts to this drafter from now on, beginning with what it missed and the current
+        request."""
         session = self._admission.find(attach.session)
         if session is None:
             self._early.attach(drafter, attach, now)
@@ -179,7 +184,7 @@ class Intake:
         return [(drafter, verdict), request]
 
     def _block(self, drafter: str, block: Block, now: float) -> None:
-        """Lets a block wait for its prefix; what can never be verified is dropped and counted."""
+        """Stores a block until its prefix is decided; drops and counts one that can never be verified."""
         if cause := self._limits.unfit(block):
             self._counts.drop(cause, block)
             return
@@ -190,7 +195,7 @@ class Intake:
             return
         if not session.admits(drafter):
             self.unasked += 1
-            if drafter not in session.replaced:  # else it was on its way when another drafter came
+            if drafter not in session.replaced:  # otherwise it was sent before another drafter was assigned
                 self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self._counts.drop("not_assigned", block)
             return
@@ -202,7 +207,7 @@ class Intake:
         session.buffer.place(block, session.open, session.prefix, now)
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
-        """The drafter has no block for this prefix: it is not waited for."""
+        """Records that the drafter has no block for this prefix, so that no step waits for it."""
         session = self._admission.find(no_draft.session)
         if session is None or not session.admits(drafter):
             return
@@ -210,17 +215,20 @@ class Intake:
         if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
             session.no_draft_len = no_draft.base_len
             session.has_answered = True
-            if not session.in_step:  # else it need not have been in a hurry
+            if not session.in_step:  # during a step, the answer had time and its delay means nothing
                 self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
 
     def _detach(self, drafter: str, detach: Detach) -> None:
-        """The drafter has left the session, which goes on plainly; blocks that arrived stay good."""
+        """Records that the drafter left the session, which goes on without speculation.
+
+        Blocks that arrived stay valid.
+        """
         self._early.detach(drafter, detach.session)
         session = self._admission.find(detach.session)
         if session is not None and session.drafter == drafter:
             session.drafter = None
 
-    # ------------------------------------------------------------ who is served
+    # ------------------------------------------------------------ sessions
 
     def forget(self, name: str) -> None:
         self._early.ended(name)
@@ -234,31 +242,31 @@ class Intake:
             self.ask(session)
 
     def ask(self, session: TargetSession) -> None:
-        """Decides how long a block the drafter is asked for next."""
+        """Decides the draft length of the drafter's next request."""
         limit = session.open.max_draft_tokens
         if limit > 0:
             sessions = max(1, len(self._admission.running))
             session.drafting = self._pacer.decide(session.stats, limit, sessions)
 
-    # ------------------------------------------------------------ what waits for its session
+    # ------------------------------------------------------------ early messages
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits for a session that is not open."""
+        """True if no message waits for a session that is not open."""
         return not self._early
 
     def expire(self, now: float) -> None:
-        """Drops what has waited for too long."""
+        """Drops messages that have waited too long."""
         self._early.expire(now)
 
     def next_expiry(self) -> float | None:
-        """When `expire` will have something to do."""
+        """Returns the time at which `expire` will have something to do; None if nothing waits."""
         return self._early.next_expiry()
 
     # ------------------------------------------------------------ helpers
 
     def _block_shape(self, request: Open) -> Shape:
-        """What blocks for a session may look like."""
+        """Returns the shape of blocks that a session accepts."""
         return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
 
     def _refuse(self, request: Open) -> Refusal | None:
@@ -272,7 +280,8 @@ class Intake:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """How long it took; not of a block drafted ahead, nor of the first, before which a prompt was read."""
+        """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
+        prompt."""
         session.has_answered = True
         is_read = session.is_read
         session.is_read = True

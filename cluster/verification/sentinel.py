@@ -1,4 +1,4 @@
-"""A target's watch over its drafters: counts what their blocks bring, and notices blocks that have become bad."""
+"""A target's monitoring of its drafters: counts the acceptance of their blocks and detects blocks that became bad."""
 
 from cluster.dispatch import peer_of
 from cluster.sentinel.collapse import Suspects
@@ -8,21 +8,21 @@ from protos.messages import Collapse
 
 
 class AcceptanceSentinel:
-    """Of one target replica."""
+    """Monitors the drafters of one target replica."""
 
     def __init__(self) -> None:
         self.tally = AcceptanceTally()
-        self.desyncs = 0  # drafters that were told to begin a session anew because their blocks had become bad
+        self.desyncs = 0  # Resyncs sent to drafters because their blocks became bad
         self._suspects = Suspects()
 
     def attached(self, session: TargetSession, drafter: str) -> None:
-        """A drafter begins to draft for the session, or begins anew."""
+        """Records that a drafter begins to draft for the session, for the first time or again."""
         session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
 
     def block_verified(self, session: TargetSession, length: int, asked: int, accepted: int) -> Collapse | None:
-        """Of a block of up to `asked` tokens, after `length`. Returns what is wrong with its drafter."""
+        """Records a block of up to `asked` tokens after `length` tokens; returns the collapse to report, or None."""
         if session.drafter is None:
-            return None  # it has left, and what it is good for is no longer asked
+            return None  # the drafter has left
         drafter = peer_of(session.drafter)
         self.tally.block_verified(drafter, kind_of(length, session.prefix_cached > 0), asked, accepted)
         self._suspects.block(drafter, accepted)

@@ -1,4 +1,4 @@
-"""One session as its target replica has it: decided tokens, waiting blocks, and its next row."""
+"""A session as its target replica holds it: decided tokens, waiting blocks, and its next row."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -16,32 +16,32 @@ from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, O
 from protos.prefix import Prefix
 from protos.values import value
 
-# Of a prompt that is audited or scored: a request that comes meanwhile waits for the step, so it is to be a short one;
-# and the logits of all of a scored one are held at once.
+# Prompt tokens per step for audited or scored prompts. A request that arrives meanwhile waits for the step, so the step
+# must be short; and the logits of all of a scored row are held at once.
 AUDIT_STEP_TOKENS = 64
-MISSED_ROUNDS = 4  # without any block, after which one that was not waited for is missed too
+MISSED_ROUNDS = 4  # rounds without any block after which a block that was not waited for counts as missed too
 
 
 @value
 class Decision:
-    """What a step decided for a session."""
+    """Result of a step for a session."""
 
     base_len: int  # tokens before the decided ones
     base_hash: int
     tokens: tuple[int, ...]
-    accepted: int  # of them, from the block
+    accepted: int  # number of tokens from the block
     finish: Finish
 
 
 @dataclass(eq=False, slots=True)
 class StateFeed:
-    """How far the hidden states of a session have gone to a drafter that reads them. Lengths are in positions."""
+    """Progress of a session's hidden states to a drafter that reads them. Lengths are in positions."""
 
     drafter: str
     sent: int
-    acked: int  # that have arrived
-    begin_by: int = 0  # position that they may begin at, at the latest; not after `sent`: there is no choice any more
-    tries: int = 0  # times that what follows could have been read and did not go out, where pages keep none
+    acked: int  # end of the states that have arrived
+    begin_by: int = 0  # latest position that they may begin at; not after `sent`: there is no choice left
+    tries: int = 0  # times that readable states could not be sent, if pages keep none
 
     def went_out(self, end: int) -> None:
         self.sent = end
@@ -49,7 +49,7 @@ class StateFeed:
         self.tries = 0
 
     def begin(self, first: int) -> None:
-        """They may begin there, and what comes before goes to nobody."""
+        """Begins the states at position `first`; earlier ones are never sent."""
         assert self.sent <= first <= self.begin_by, "the drafter has no use for states from there on"
         self.sent = first
         self.acked = first
@@ -63,56 +63,57 @@ class TargetSession:
     router: str
     prefix: Prefix
     buffer: BlockBuffer
-    shape: Shape = Shape.CHAIN  # what blocks may look like
+    shape: Shape = Shape.CHAIN  # allowed shape of blocks
     opened_s: float = 0.0
-    cached_len: int = 0  # tokens in the engine's cache that stand
-    in_engine: bool = False  # whether the engine has heard of it
+    cached_len: int = 0  # valid tokens in the engine's cache
+    in_engine: bool = False  # whether the engine has opened it
     in_step: bool = False  # whether it is in the step under way
     drafter: str | None = None
-    sent_len: int = 0  # length that the drafter knows of
-    paused: bool = False  # whether it knows that nothing is asked of it
-    drafting: DraftingDecision = DraftingDecision()  # what the drafter was asked for
-    is_read: bool = False  # whether its drafter has answered at all: before that it had to read the prompt
-    has_answered: bool = False  # whether the drafter has answered since the latest verdict, with whatever
-    no_draft_len: int = -1  # length after which the drafter has no block to offer
-    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # what came of the block that was asked for, for the row made last
-    waiting_since: float = 0.0  # when the session could last have gone into a step, had its block been there
-    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths, and when
+    sent_len: int = 0  # length that was sent to the drafter
+    paused: bool = False  # whether its latest request was for no tokens
+    drafting: DraftingDecision = DraftingDecision()  # the current request to the drafter
+    is_read: bool = False  # whether its drafter has ever answered: the first answer includes reading the prompt
+    has_answered: bool = False  # whether the drafter has answered since the latest verdict, in any way
+    no_draft_len: int = -1  # length for which the drafter has no block
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
+    waiting_since: float = 0.0  # time since which only a missing block keeps the session out of a step
+    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths and times
     stats: SessionStats = field(default_factory=SessionStats)
-    prefix_cached: int = 0  # tokens on pages that were in the cache already when it began
+    prefix_cached: int = 0  # tokens that were cached already when it began
     watch: CollapseWatch = CollapseWatch()
-    feed: StateFeed | None = None  # of hidden states, to the drafter that attached last, if it reads them
-    ticket: Ticket | None = None  # the latest assignment's that was presented
+    feed: StateFeed | None = None  # hidden states for the drafter that attached last, if it reads them
+    ticket: Ticket | None = None  # presented ticket of the latest assignment
     presented_by: str | None = None  # the drafter that presented it
-    replaced: frozenset[str] = frozenset()  # drafters that presented an earlier one: of theirs something may still come
-    displaced_from: int | None = None  # position from which on the cache is in order only once moves are made
+    replaced: frozenset[str] = frozenset()  # drafters with earlier tickets, whose messages may still arrive
+    displaced_from: int | None = None  # position from which the cache is in order only after pending moves
 
     @property
     def live_feed(self) -> StateFeed | None:
-        """Unless its drafter has gone."""
+        """The feed of hidden states, or None if its drafter has gone."""
         return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
 
     @property
     def may_share(self) -> bool:
-        """Whether it may begin on pages that others computed.
+        """True if the session may begin on pages that others computed.
 
-        An audit is to find out whether they computed them right. For the scores of a prompt all of it is computed.
+        An audit must not, because it checks whether they were computed correctly. Scores of a prompt require that all
+        of it is computed.
         """
         return not self.open.audit and self.open.scoring.prompt_top is None
 
     @property
     def asked(self) -> int:
-        """Longest block that the drafter was asked for."""
+        """Draft length that was requested."""
         return self.drafting.tokens
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it is past its prompt."""
+        """True if the session is past its prompt."""
         return self.prefix.length - self.cached_len <= 1
 
     @property
     def awaited_drafter(self) -> str | None:
-        """Who was asked for a block for the next row and has not said that there is none."""
+        """The drafter that was asked for a block for the next row and has not answered that there is none; or None."""
         return self.drafter if self._wants_block else None
 
     @property
@@ -124,22 +125,22 @@ class TargetSession:
 
     @property
     def missed_by(self) -> str | None:
-        """The drafter whose block the row made last went without."""
+        """The drafter whose block was missing from the latest row, or None."""
         return self.drafter if self.answer is DraftAnswer.MISSED else None
 
     @property
     def has_no_draft(self) -> bool:
-        """Whether the drafter has said that it has no block for the next row."""
+        """True if the drafter has answered that it has no block for the next row."""
         return self.no_draft_len == self.prefix.length
 
     @property
     def has_nothing(self) -> bool:
-        """The same, and it is not for want of hidden states that are on their way."""
+        """True if the drafter has no block for the next row although all hidden states have reached it."""
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
 
     def fed(self, row: Row) -> None:
-        """The row was computed: an engine with pages of its own finds only in the step what it had."""
+        """Records a computed row. An engine with its own pages finds out only in the step what it had cached."""
         if row.start > self.cached_len == 0:
             self.prefix_cached = row.start
         self.cached_len = row.start + len(row.tokens)
@@ -148,7 +149,7 @@ class TargetSession:
         return self.buffer.ready(self.prefix)
 
     def delay_of(self, answer: Block | NoDraft, now: float) -> float | None:
-        """How long after its verdict it came; None for a block drafted ahead, and for a guess that proved wrong."""
+        """Returns how long after its verdict the answer came; None for a block drafted ahead and for a wrong guess."""
         if not self.prefix.matches(answer.base_len, answer.prefix_hash):
             return None
         for length, decided in reversed(self.decided_at):
@@ -157,7 +158,7 @@ class TargetSession:
         return None
 
     def admit(self, drafter: str, ticket: Ticket | None) -> bool:
-        """Whether the drafter may take part; a ticket that is valid shuts out whoever presented an earlier one."""
+        """Returns True if the drafter may take part; a valid ticket excludes drafters with earlier ones."""
         key = self.open.ticket_key
         if not key:
             return not self.open.audit
@@ -172,22 +173,22 @@ class TargetSession:
 
     @property
     def drafters_so_far(self) -> frozenset[str]:
-        """All that it was ever assigned to."""
+        """All drafters that presented a valid ticket."""
         return self.replaced if self.presented_by is None else self.replaced | {self.presented_by}
 
     def admits(self, drafter: str) -> bool:
-        """Whether what this drafter sends is heard."""
+        """Returns True if messages from this drafter are accepted."""
         return self.presented_by == drafter if self.open.ticket_key else not self.open.audit
 
     def attached(self, drafter: str) -> None:
-        """A drafter is told what it missed of the session and what is asked of it."""
+        """Records a drafter that is about to receive what it missed and the current request."""
         self.drafter = drafter
         self.sent_len = self.prefix.length
         self.is_read = False
         self.paused = not self.drafting.tokens
 
     def draft_request(self) -> DraftRequest:
-        """What is wanted of the drafter after the tokens that are decided now."""
+        """Returns the request to the drafter after the tokens decided so far."""
         return DraftRequest(
             self.open.session,
             self.open.attempt,
@@ -200,7 +201,7 @@ class TargetSession:
         )
 
     def for_drafter(self, verdict: Verdict) -> list[Verdict | DraftRequest]:
-        """What the drafter is told: all that it has not heard, and what is wanted next; nothing while paused."""
+        """Returns the messages for the drafter: all undelivered tokens and the next request; none while paused."""
         is_over = verdict.finish is not Finish.NONE
         if self.paused and not self.drafting.tokens and not is_over:
             return []
@@ -210,7 +211,7 @@ class TargetSession:
         return [news] if is_over else [news, self.draft_request()]
 
     def for_router(self, verdict: Verdict, row: Row, outcome: Outcome) -> Verdict:
-        """With what only its router is told, where the Open asks for it."""
+        """Returns the verdict with the parts that only the router receives, if the Open asks for them."""
         rejected = self._rejected(verdict, row)
         if not (rejected or outcome.scores or outcome.prompt_scores):
             return verdict
@@ -218,14 +219,14 @@ class TargetSession:
         return replace(verdict, rejected=rejected, scores=scores, prompt_scores=outcome.prompt_scores)
 
     def _rejected(self, verdict: Verdict, row: Row) -> tuple[int, ...]:
-        """What the draft had after the accepted tokens, of a row that was verified."""
-        is_cut = verdict.accepted == len(verdict.tokens)  # the session ended inside the accepted part
+        """Returns the draft tokens after the accepted ones, of a row that was verified."""
+        is_cut = verdict.accepted == len(verdict.tokens)  # the session ended within the accepted tokens
         if is_cut or not self.open.wants_rejected:
             return ()
         return row.draft.after(verdict.tokens[: verdict.accepted]).trunk
 
     def _unsent(self, verdict: Verdict) -> Verdict:
-        """The verdict, with all tokens before it that the drafter has not heard of."""
+        """Returns the verdict extended by all earlier tokens that the drafter has not received."""
         sent_len = self.sent_len
         if sent_len == verdict.base_len:
             return verdict
@@ -235,9 +236,9 @@ class TargetSession:
         return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
     def row(self, budget: int) -> Row:
-        """What to feed next, with at most `budget` tokens; a block only as a whole. The pages are left open.
+        """Returns the next row to feed, of at most `budget` tokens, with its pages left open; a block is never split.
 
-        Notes the drafter's `answer`, which a block too long for the budget is too.
+        Sets `answer`. A block that is too long for the budget counts as given.
         """
         name = self.open.session
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
@@ -251,15 +252,16 @@ class TargetSession:
         if block is not None or self.has_no_draft:
             self.answer = DraftAnswer.GIVEN
         elif self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
-            self.answer = DraftAnswer.MISSED  # of a drafter too that the router assigned and that has not attached
-        # By now fewer tokens may pay than when it was drafted; under ratio that may not depend on which they are.
+            self.answer = DraftAnswer.MISSED  # also if the assigned drafter has not attached
+        # Fewer tokens may pay now than when the block was requested. The cut depends only on the request, because under
+        # rejection sampling it must not depend on the tokens.
         draft = block.tree.first(asked) if block is not None else NO_TREE
         if len(draft.tokens) > left:
             draft = NO_TREE
         return Row(name, tail + draft.tokens, self.cached_len, decide=True, pages=(), draft=draft)
 
     def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
-        """Takes over what the engine computed for `row`."""
+        """Applies the engine's outcome for `row`."""
         request = self.open
         prefix = self.prefix
         stats = self.stats
@@ -286,7 +288,10 @@ class TargetSession:
         return Decision(base_len, base_hash, tokens, accepted, finish)
 
     def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[PlaceMove]:
-        """What brings the accepted nodes of a row into order; until it is done, the cache ends before them."""
+        """Returns the cache moves that bring a row's accepted nodes into order.
+
+        Until they are made, the cache ends before them.
+        """
         moves = row.kept(path, page_size)
         self.displaced_from = row.base_len if moves else None
         return moves
@@ -297,7 +302,7 @@ def settle(
 ) -> tuple[tuple[int, ...], int, Finish]:
     """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
 
-    Returns the tokens that stand, how many of them were drafted, and whether the session ended.
+    Returns the tokens that stand, how many of them were drafted, and why the session ended, if it did.
     """
     room = max_len - base_len
     for count, token in enumerate(tokens, 1):

@@ -1,8 +1,8 @@
-"""Hidden states for drafters: what each lacks, what rides with its verdict, and what is read from pages and sent apart.
+"""Hidden states for drafters: what each lacks, what is sent with a verdict, and what is read from pages and sent apart.
 
-A page is its own queue: states are read from it only when there is room for them on their way, so nothing waits in
-memory, and what nobody could send yet is still there. Where pages keep none, what a step computed goes out before the
-next step, and `FreshStates` sees to what is lacking then. Pure; the engine reads.
+Pages serve as the queue. States are read from them only when a drafter's window has capacity, so nothing waits in
+memory, and unsent states stay in the pages. If pages keep no states, the states of a step are sent before the next
+step, and `FreshStates` recomputes what is missing after that. Pure; the engine reads.
 """
 
 from collections import Counter
@@ -17,14 +17,14 @@ from cluster.verification.step import Outcome, Row, StateRead, places_of
 from protos.messages import Attach, DraftRequest, States, StatesAck, Verdict
 from protos.states import StatesFormat
 
-RIDE_BYTES = 256 << 10  # of known tokens that may ride with a verdict: 2 ms at 1 Gbit/s
-WINDOW_BYTES = 4 << 20  # on their way to one drafter: 3 ms at 10 Gbit/s, more than the way there and back takes
-UNKEPT_WINDOW_BYTES = 64 << 20  # the same where no page keeps what cannot go out at once
+RIDE_BYTES = 256 << 10  # states of known tokens that may go with a verdict: 2 ms at 1 Gbit/s
+WINDOW_BYTES = 4 << 20  # unacknowledged states per drafter: 3 ms at 10 Gbit/s, more than a round trip
+UNKEPT_WINDOW_BYTES = 64 << 20  # the same if no page keeps what cannot be sent at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Lack:
-    """What a session's drafter lacks and could be sent now."""
+    """States that a session's drafter lacks and that can be read now."""
 
     session: TargetSession
     feed: StateFeed
@@ -36,13 +36,13 @@ class _Lack:
 
 
 class StateFeeds:
-    """Of all sessions of a target; with no format, nobody reads states, and nothing is ever sent.
+    """Feeds of all sessions of a target; with no format, no drafter reads states and nothing is sent.
 
-    `is_kept` says whether they lie in pages beside the cache.
+    `is_kept`: pages beside the cache keep the states.
     """
 
     def __init__(self, layout: StatesFormat | None, admission: Admission, is_kept: bool = True) -> None:
-        self.rows: Counter[str] = Counter()  # sent, by the way that they took
+        self.rows: Counter[str] = Counter()  # rows sent, with verdicts or apart
         self.fresh = None if is_kept else FreshStates(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
@@ -50,7 +50,8 @@ class StateFeeds:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows and bytes that were sent, with verdicts and apart from them, and what it costs to keep none."""
+        """Rows and bytes sent with verdicts and apart from them, and the recomputed and lost ones if pages keep
+        none."""
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
         found = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
@@ -59,20 +60,20 @@ class StateFeeds:
     # ------------------------------------------------------------ steps
 
     def before_step(self) -> None:
-        """Before one is planned; where states are kept, there is nothing to do."""
+        """Prepares feeds before a step is planned; does nothing if states are kept."""
         if self.fresh is not None:
             self.fresh.rewind(self._admission.running.values())
 
     def step_made(self, rows: Sequence[tuple[TargetSession, Row]], decided: Mapping[str, Outcome]) -> None:
-        """Of sessions whose step counts."""
+        """Makes the step's states readable for the sessions that are still open."""
         if self.fresh is not None and rows:
             running = self._admission.running
             self.fresh.step_made([each for each in rows if running.get(each[1].session) is each[0]], decided)
 
-    # ------------------------------------------------------------ what drafters say
+    # ------------------------------------------------------------ messages from drafters
 
     def attached(self, session: TargetSession, drafter: str, attach: Attach) -> None:
-        """From here on the drafter lacks everything that it does not say it has."""
+        """Starts a feed of everything that the attaching drafter does not report to have."""
         first = attach.states_from
         if first is None or self._layout is None:
             session.feed = None
@@ -80,7 +81,10 @@ class StateFeeds:
             session.feed = StateFeed(drafter, first, first, first if attach.states_by is None else attach.states_by)
 
     def acked(self, peer: str, ack: StatesAck) -> None:
-        """States have arrived; only the session's own drafter can say so, and of no more than it was sent."""
+        """Records that states have arrived.
+
+        Only the session's own drafter can acknowledge, and only what it was sent.
+        """
         session = self._admission.find(ack.session)
         feed = session.live_feed if session is not None else None
         if feed is not None and peer_of(feed.drafter) == peer_of(peer):
@@ -89,7 +93,7 @@ class StateFeeds:
     # ------------------------------------------------------------ with verdicts
 
     def to_ride(self, session: TargetSession, row: Row) -> tuple[int, ...]:
-        """Places of the states that are to come back with the row's outcome, if they are of few positions."""
+        """Returns the places of the states that are to come back with the row's outcome, if they are few enough."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.paused or not row.decide:
             return ()
@@ -101,29 +105,34 @@ class StateFeeds:
     def with_states(
         self, session: TargetSession, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
     ) -> list[Verdict | States | DraftRequest]:
-        """A verdict, the states that ride with it, and what is wanted after both; nothing rides where it is over."""
+        """Inserts the states that go with a verdict between the verdict and the next request.
+
+        None if the session is over.
+        """
         if not outcome.states or len(news) < 2:
             return [*news]
         return [news[0], *self._riding(session, row, outcome), *news[1:]]
 
     def _riding(self, session: TargetSession, row: Row, outcome: Outcome) -> list[States]:
-        """Nothing while those before them are on their way apart, which they would overtake.
+        """Returns the states to send with a verdict.
 
-        Nor if the drafter has attached anew meanwhile and lacks something else.
+        Returns none while earlier ones are under way on the states stream, which these would overtake, or if the
+        drafter has attached again meanwhile and lacks others.
         """
         feed = session.live_feed
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
         found = list(self._messages(session, feed.sent, outcome.states))
         feed.went_out(found[-1].end)
-        feed.acked = feed.sent  # the stream that they ride on tells if it breaks
+        feed.acked = feed.sent  # a broken stream is noticed, so these need no acknowledgement
         self.rows["verdict"] += feed.sent - row.states_from
         return found
 
     # ------------------------------------------------------------ apart from verdicts
 
     def next_read(self) -> StateRead | None:
-        """What to read from pages now, for the drafter that lacks least: what is decoded is not to wait for prompts."""
+        """Returns the states to read from pages now, for the drafter that lacks least, so that decoding does not wait
+        for prompts."""
         layout = self._layout
         if layout is None:
             return None
@@ -141,7 +150,7 @@ class StateFeeds:
         return StateRead(name, first, self._places(lack.session, first, end))
 
     def sent(self, asked: StateRead, rows: bytes) -> list[Send]:
-        """What was read goes out, unless whom it was for has gone meanwhile."""
+        """Returns the messages for states that were read, unless their drafter has gone or the session has changed."""
         session = self._admission.find(asked.session)
         feed = session.live_feed if session is not None else None
         if session is None or feed is None or feed.sent != asked.first or asked.end > session.cached_len:
@@ -170,7 +179,7 @@ class StateFeeds:
         return end if session.displaced_from is None else min(end, session.displaced_from)
 
     def _rows_on_way(self) -> Counter[str]:
-        """By drafter."""
+        """Returns the number of unacknowledged rows, by drafter."""
         found: Counter[str] = Counter()
         for session in self._admission:
             if (feed := session.live_feed) is not None:

@@ -1,6 +1,6 @@
-"""When the next step begins, and who is due for it: sessions that skip steps, and the hold for blocks.
+"""Start of the next step, and when each session is due: sessions that skip steps, and the hold for blocks.
 
-Pure; the durations are pacing's.
+Pure; pacing decides the durations.
 """
 
 import math
@@ -13,17 +13,17 @@ from cluster.verification.sequence import TargetSession
 
 
 class StepTiming:
-    """Nobody waits for blocks of silent drafters."""
+    """Computes due times. Blocks of silent drafters are not waited for, except as a probe."""
 
     def __init__(self, pacing: Pacing, silent: SilentDrafters) -> None:
         self._pacing = pacing
         self._silent = silent
 
     def dues(self, sessions: Mapping[str, TargetSession], load: Load) -> tuple[dict[str, float], float]:
-        """When each session goes into a step, and when the next step begins if no further block comes.
+        """Returns when each session goes into a step, and when the next step begins if no further block arrives.
 
-        A session is due at once, unless it had better stay out until its block is there. The step is held for blocks
-        that are awaited; where there is no session it never begins.
+        A session is due at once, unless it should skip steps until its block arrives. The step is held for awaited
+        blocks. Without sessions it never begins (infinity).
         """
         dues: dict[str, float] = {}
         awaited: list[TargetSession] = []
@@ -49,6 +49,6 @@ class StepTiming:
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
     def _probe_s(self, session: TargetSession, drafter: str, load: Load) -> float:
-        """How long it stays out of steps for the block of a silent drafter."""
+        """Returns how long the session skips steps for the block of a silent drafter."""
         is_probed = session.drafting.hold_step and self._silent.is_probed(drafter)
         return load.step.plain_s(load.sessions) if is_probed else 0.0

@@ -1,4 +1,4 @@
-"""What a target replica reports: for the size of its pool and of the draft pool, and to whoever watches it."""
+"""Reports of a target replica: for the size of its pool and of the draft pool, and for monitoring."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,40 +12,44 @@ from cluster.verification.sequence import TargetSession
 
 @dataclass(frozen=True, slots=True)
 class TargetActivity:
-    """What is so now, and what was counted since the beginning."""
+    """Current state, and counts since startup."""
 
     running: int
     queued: int
     cache: float  # share of the pages that sessions hold
-    plain_rate: float  # tokens a second of plain decoding, as measured
-    gain: float  # by speculation over that
+    plain_rate: float  # measured tokens per second of non-speculative decoding
+    gain: float  # throughput of speculation over that
     speculates: bool
-    chosen: Mapping[int, int]  # how often a block of so many tokens was asked for
-    blocks_timed: int  # that came after they were asked for
-    block_delay_s: float  # of them together, from the verdict before
-    prefix_tokens: int  # of sessions as they were let into the cache
-    prefix_hits: int  # of them, whose keys and values were there
+    chosen: Mapping[int, int]  # number of requests by draft length
+    blocks_timed: int  # blocks that arrived after they were requested
+    block_delay_s: float  # sum of their delays, each from the verdict before
+    prefix_tokens: int  # tokens of sessions when they were admitted to the cache
+    prefix_hits: int  # those among them that were cached already
 
 
 class TargetReporter:
-    """Of one replica's sessions; audits are no reason for more replicas."""
+    """Reports on one replica's sessions. Audits are left out of autoscaling reports, as no reason for more replicas."""
 
     def __init__(self, limits: VerificationLimits, admission: Admission, pacer: Pacer) -> None:
         self._limits = limits
         self._admission = admission
         self._pacer = pacer
         self._growth = Growth()
-        self._first_tokens = 0  # sessions that have had theirs
-        self._first_token_s = 0.0  # that they waited for it, all together
+        self._first_tokens = 0  # sessions that have had their first token
+        self._first_token_s = 0.0  # sum of the times that they waited for it
 
     def deciding(self, session: TargetSession, now: float) -> None:
-        """Tokens are decided for it, the first ones perhaps since it was opened here."""
+        """Records that tokens are decided for a session, to measure the time to its first token since it was opened
+        here."""
         if not session.decided_at and not session.open.audit:
             self._first_tokens += 1
             self._first_token_s += now - session.opened_s
 
     def report(self, step_s: float, idle_s: float, now: float) -> TargetReport:
-        """Of the time since it was last asked for, with the seconds in steps and idle so far."""
+        """Returns the report on the time since the previous one.
+
+        `step_s` and `idle_s` are the total seconds so far, in steps and idle; `now` is in seconds.
+        """
         grown = self._growth.of(step=step_s, idle=idle_s, first=self._first_tokens, first_s=self._first_token_s)
         running = [session for session in self._admission.running.values() if not session.open.audit]
         queued = [session for session in self._admission.waiting.values() if not session.open.audit]
@@ -68,7 +72,7 @@ class TargetReporter:
         )
 
     def activity(self) -> TargetActivity:
-        """For whoever watches the replica; audits are work, too."""
+        """Returns the replica's activity for monitoring, audits included."""
         load = self._pacer.load
         return TargetActivity(
             running=len(self._admission.running),
@@ -85,7 +89,7 @@ class TargetReporter:
         )
 
     def _backlog_s(self, unread: list[TargetSession]) -> float:
-        """That steps full of these prompts would take."""
+        """Returns the seconds that full steps would take to feed the prompts of these sessions."""
         tokens = sum(session.prefix.length - session.cached_len for session in unread)
         step_tokens = self._limits.max_step_tokens
         return tokens / step_tokens * self._pacer.load.step.drafts_s(1, step_tokens)
