@@ -1,4 +1,4 @@
-"""From a draft model's logits to draft tokens: those likeliest to be the target's, or drawn for ratio."""
+"""Turns a draft model's logits into draft tokens: the target's likeliest tokens, or draws for rejection sampling."""
 
 import logging
 import math
@@ -24,15 +24,15 @@ from protos.messages import Sampling
 
 log = logging.getLogger(__name__)
 
-# Tokens of a position that may be drafted. Of 2048 the first choice is right no more often, a third one by 0.02 at 1.
+# Candidates per position. With 2048 the first choice is right no more often, a third one by 0.02 at temperature 1.
 CONSIDERED = 64
-CHOICES = 16  # of them, that are thought of as outcomes
+CHOICES = 16  # candidates that are considered as outcomes
 LEAST_LOG_PROB = -30.0
 LEAST_LOGIT = torch.finfo(torch.float32).min
 
 
 Read = tuple[BlockDraft, Tensor, Tensor | None]
-"""A block, and what its next places are predicted by: logits, (places, columns), and states, (places, hidden)."""
+"""A block, and the model's output for its next places: logits, (places, columns), and states, (places, hidden)."""
 
 
 class _Place(NamedTuple):
@@ -44,10 +44,10 @@ class _Place(NamedTuple):
 
 
 class DraftSampler:
-    """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of that size.
+    """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of size `vocabulary`.
 
-    A block ends before a place whose logits are NaN or infinite. That is exact under ratio too, for whether a token is
-    drawn there depends on the tokens before it alone.
+    A block ends before a place with NaN or infinite logits. This is exact under rejection sampling too, because whether
+    a token is drawn there depends only on the tokens before it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DraftSampler:
             if draft.ratio:
                 self._draw(places)
             elif (chain := self._processors.of(draft.text)) is not None:
-                for place in places:  # each goes on from the one before it
+                for place in places:  # each place depends on the one before it
                     self._offer_processed(place, chain)
             else:
                 together += places
@@ -84,17 +84,17 @@ class DraftSampler:
             self._offer(together)
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """The session's text is known up to here: what was thought of it is compared with it."""
+        """Updates the calibration with the session's decided text."""
         self._calibration.decided(session, tokens)
 
     def close(self, session: str) -> None:
         self._calibration.close(session)
         self._processors.close(session)
 
-    # ------------------------------------------------------------ the target's own draw, foreseen
+    # ------------------------------------------------------------ prediction of the target's draw
 
     def _offer(self, places: Sequence[_Place]) -> None:
-        """The tokens likeliest to be the target's: with the noise that decides, at the address of its draw."""
+        """Adds the tokens likeliest to be the target's, using the noise of the target's own draw."""
         finite, log_probs, ids, noise = self._considered(places)
         for place, is_finite, *said in zip(places, finite, log_probs, ids, noise, strict=True):
             draft = place.draft
@@ -111,9 +111,12 @@ class DraftSampler:
             draft.append(choices.tokens[0], choices, place.state)
 
     def _considered(self, places: Sequence[_Place]) -> tuple[NDArray[Any], ...]:
-        """Whether the logits are finite, (places,); log probabilities, falling, tokens, noise: (places, considered)."""
+        """Returns whether the logits are finite, (places,), and the candidates, (places, considered) each.
+
+        Candidates are log probabilities, falling, then token ids, then noise.
+        """
         logits = torch.stack([place.logits for place in places]).float()
-        finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask
+        finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask tokens
         logits = logits.masked_fill(~torch.isfinite(logits), LEAST_LOGIT)
         requests = [place.draft.text.open for place in places]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
@@ -129,9 +132,9 @@ class DraftSampler:
         return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
     def _offer_processed(self, place: _Place, chain: ProcessorChain) -> None:
-        """As the request's processors have it after what was generated so far, the block's own tokens among it.
+        """Applies the request's logits processors after the text so far, the block's own tokens included.
 
-        The one token that a grammar leaves is certain, though the draft's head may not have it.
+        If a grammar allows exactly one token, it is certain, even if the draft's head lacks its column.
         """
         draft = place.draft
         whole = self._whole(place.logits).unsqueeze(0)
@@ -153,7 +156,7 @@ class DraftSampler:
             self._has_warned = True
             log.warning("the draft computed NaN or infinite logits, and blocks end before them; this is logged once")
 
-    # ------------------------------------------------------------ draws of its own, for ratio
+    # ------------------------------------------------------------ own draws, for rejection sampling
 
     def _draw(self, places: Sequence[_Place]) -> None:
         for draft, logits, state, *_ in places:
@@ -170,10 +173,10 @@ class DraftSampler:
             draft.append(token, _choices(row), state, ids, weights)
 
     def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """A token from the truncated and rounded distribution that goes on the wire, and that distribution.
+        """Draws a token from the truncated and rounded distribution that is sent, and returns both.
 
-        The noise is a function of seed and prefix: however often and at whatever length a prefix is drafted for,
-        its continuation is the same.
+        The noise is a function of seed and prefix: a prefix has the same continuation however often and at whatever
+        length it is drafted for.
         """
         top_k = self._limits.top_k
         logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
@@ -188,24 +191,24 @@ class DraftSampler:
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Over the whole vocabulary, float32; a draft head may choose among fewer tokens."""
+        """Scatters logits to the whole vocabulary, float32; a draft head may choose among fewer tokens."""
         whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
         whole[self._token_ids[: len(logits)]] = logits.float()
         return whole
 
 
 class SessionProcessors:
-    """The logits processors of a drafter's sessions, made when a session is first drafted for."""
+    """Logits processors of a drafter's sessions, created when a session is first drafted for."""
 
     def __init__(self, makers: tuple[Maker, ...]) -> None:
         self._makers = makers
         self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
 
     def of(self, text: SessionText) -> ProcessorChain | None:
-        """The session's, who know all of its decided text; None for a plain request."""
+        """Returns the session's processors, advanced over its decided text; None for a plain request."""
         name = text.open.session
         known, chain = self._all.get(name, (None, None))
-        if known is not text:  # new, or opened anew
+        if known is not text:  # new or reopened
             chain = chain_of(text.open, self._makers)
             self._all[name] = text, chain
         if chain is not None:
@@ -217,7 +220,7 @@ class SessionProcessors:
 
 
 def _draw_key(place: _Place) -> int:
-    """Of the noise that the target draws with there."""
+    """Returns the key of the noise that the target draws with at this place."""
     request = place.draft.text.open
     return key(request.seed, request.choice, place.position, Purpose.DRAW)
 
@@ -225,7 +228,7 @@ def _draw_key(place: _Place) -> int:
 def _candidates(
     sampling: Sampling, log_probs: NDArray[np.float64], ids: NDArray[np.int64], noise: NDArray[np.float64]
 ) -> Candidates:
-    """Of those considered, the ones that top-k, top-p and min-p are likely to leave."""
+    """Keeps those candidates that top-k, top-p and min-p are likely to leave."""
     probs = np.exp(log_probs)
     kept = _kept(log_probs, probs, sampling)
     others = 1.0 - float(probs.sum()) if kept == len(ids) else 0.0
@@ -235,7 +238,7 @@ def _candidates(
 
 
 def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
-    """How many of the likeliest tokens the request's filters leave; at least one."""
+    """Counts the likeliest tokens that the request's filters leave; at least one."""
     kept = len(probs)
     if sampling.greedy:
         return kept
@@ -251,17 +254,17 @@ def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: 
 
 
 def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
-    """Likeliest first."""
+    """Sorts the candidates, likeliest first."""
     order = np.argsort(-chances[:-1], kind="stable")[:CHOICES]
     return Choices(candidates.ids[order].tolist(), chances[order].tolist())
 
 
 def _choices(logits: Tensor) -> Choices:
-    """The likeliest tokens by the draft model alone, likeliest first."""
+    """Returns the likeliest tokens by the draft model alone, likeliest first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
     return Choices(ids.tolist(), chances.tolist())
 
 
 def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
-    """Of every token, (hidden,)."""
+    """Returns the state of each token, (hidden,)."""
     return repeat(None, tokens) if states is None else states

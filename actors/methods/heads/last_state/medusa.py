@@ -70,7 +70,7 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """One head."""
+    """Weights of one head."""
 
     blocks: tuple[Projection, ...]
     lm_head: Projection
