@@ -1,6 +1,7 @@
-"""Domain messages: what peers say to each other, as frozen values.
+"""Domain messages: what peers send to each other, as frozen values.
 
-`speculation.proto` documents every field; `codec.py` is the only translation. Knows nothing of protobuf.
+`speculation.proto` documents every field. `to_pb` and `from_pb` translate to and from protobuf, of which this module
+knows nothing.
 """
 
 from collections.abc import Sequence
@@ -14,18 +15,18 @@ from protos.values import value
 PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_GRAMMAR_BYTES = 1 << 16
-PROOF_BYTES = 16  # of a ticket
+PROOF_BYTES = 16  # size of a ticket's proof
 
 
 class Acceptance(IntEnum):
-    """The two exact ways to accept a draft token."""
+    """The two exact acceptance rules for draft tokens: Gumbel coupling, and rejection sampling (RATIO)."""
 
     COUPLED = 1
     RATIO = 2
 
 
 class Finish(IntEnum):
-    """Why a session ended, or that it did not."""
+    """Reason why a session ended; NONE if it continues."""
 
     NONE = 0
     STOP = 1
@@ -33,11 +34,11 @@ class Finish(IntEnum):
 
 
 class DraftAnswer(IntEnum):
-    """What came of the block that a drafter was asked for."""
+    """Outcome of the request for a block."""
 
     NOT_ASKED = 0
-    GIVEN = 1  # a block was there in time, or the drafter said that it has none
-    MISSED = 2  # the step went on without
+    GIVEN = 1  # a block arrived in time, or the drafter reported that it has none
+    MISSED = 2  # the step ran without a block
 
 
 class Shape(IntEnum):
@@ -76,7 +77,7 @@ class Welcome:
 
 @value
 class Sampling:
-    """How tokens are drawn; the neutral values draw from the model's own distribution at temperature 1."""
+    """Sampling parameters; the neutral values sample from the model's own distribution at temperature 1."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -97,18 +98,18 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[float, int, float, float]:
-        """What restricts a distribution once penalties are in it."""
+        """Parameters that restrict a distribution after penalties."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 @value
 class TokenRules:
-    """Which tokens a request allows, and how much it likes them; the neutral values allow all alike."""
+    """Token constraints and biases of a request; the neutral values change nothing."""
 
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token and what is added to its logit, each token once
-    allowed: tuple[int, ...] = ()  # none: all are
-    bad_words: tuple[tuple[int, ...], ...] = ()  # of which the last token is forbidden after those before it
-    min_len: int = 0  # tokens before which no stop id may come, prompt included
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias added to its logit), each token once
+    allowed: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences whose last token is forbidden after the others
+    min_len: int = 0  # least number of tokens before a stop id, prompt included
 
     @property
     def highest_id(self) -> int:
@@ -121,7 +122,7 @@ NO_RULES = TokenRules()
 
 @value
 class Ticket:
-    """What a drafter shows to a target: that its session's router assigned it, as which one of how many so far."""
+    """Proof for a target that the session's router assigned the drafter, with the number of the assignment."""
 
     assignment: int
     proof: bytes
@@ -142,21 +143,24 @@ class Open:
     acceptance: Acceptance
     max_draft_tokens: int
     target_address: str = ""
-    audit: bool = False  # decides an ended request again; yields to every session that does not
-    rival: int | None = None  # of an audit of one token: whose margin is asked for
-    ticket_key: bytes = b""  # to a target: what drafters' tickets are proved by; empty: any drafter may take part
-    ticket: Ticket | None = None  # to a drafter: what it is to show
+    audit: bool = False  # decides an ended request again; yields to every session that is not an audit
+    rival: int | None = None  # for an audit of one token: token whose margin is requested
+    ticket_key: bytes = b""  # to a target: verifies drafters' tickets; empty: any drafter may take part
+    ticket: Ticket | None = None  # to a drafter: ticket to present to the target
     traceparent: str = ""  # W3C trace context of the router's span; empty: not traced
-    grammar: str = ""  # in llguidance's notation: what all that is generated is; empty: any text
+    grammar: str = ""  # of the generated text, in llguidance's notation; empty: any text
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0  # lower numbers are admitted first
     cache_salt: str = ""
-    wants_rejected: bool = False  # to a target: whether verdicts are to hold the draft tokens that were rejected
+    wants_rejected: bool = False  # to a target: whether verdicts include rejected draft tokens
 
     @property
     def takes_trees(self) -> bool:
-        """Whether the target's own draws decide, and so about any tree: the ratio rule decides about chains."""
+        """True if blocks may be trees: the target's own draws can decide about any tree.
+
+        Rejection sampling decides only about chains.
+        """
         return self.sampling.greedy or self.acceptance is Acceptance.COUPLED
 
 
@@ -175,7 +179,7 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Draft tokens in all."""
+        """Number of draft tokens."""
         return len(self.tree.tokens)
 
 
@@ -184,9 +188,9 @@ class Attach:
     session: str
     have_len: int
     have_hash: int
-    states_from: int | None = None  # first position whose states are lacking, of a drafter that reads them
+    states_from: int | None = None  # first position whose hidden states the drafter lacks, if it reads them
     ticket: Ticket | None = None
-    states_by: int | None = None  # last one that they may begin at where earlier ones would be computed again
+    states_by: int | None = None  # last position at which they may begin, if earlier ones would be recomputed
 
 
 @value
@@ -203,7 +207,7 @@ class NoDraft:
 
 @value
 class Collapse:
-    """Blocks of a session's drafter are accepted far more seldom than they were."""
+    """Reports that the acceptance of a drafter's blocks has dropped far below what was usual for the session."""
 
     usual: float
     latest: float
@@ -222,24 +226,24 @@ class Verdict:
     finish: Finish = Finish.NONE
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
-    margin: float | None = None  # by which the token was ahead of the rival that the Open names
-    scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open asks for them
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
-    prefix_cached: int = 0  # tokens of the Open that were in the target's cache when it came
-    rejected: tuple[int, ...] = ()  # to a router that asked for it: what the draft had after the accepted tokens
+    margin: float | None = None  # of the decided token over the rival named in the Open
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open requests them
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt from its second token on; only with the first tokens
+    prefix_cached: int = 0  # tokens of the Open that were in the target's cache at admission
+    rejected: tuple[int, ...] = ()  # to a router that requested it: draft tokens after the accepted ones
 
 
 @value
 class DraftRequest:
-    """What a target wants of a session's drafter after a prefix; it stands until the next one."""
+    """A target's request to a session's drafter after a prefix, valid until the next request."""
 
     session: str
     attempt: int
     base_len: int
     prefix_hash: int
     max_tokens: int = MAX_BLOCK_TOKENS
-    hold_step: bool = True  # whether the next step is held for the block
-    least_chance: float = 0.0  # of a token to be accepted, for which it is worth its verification
+    hold_step: bool = True  # whether the target holds its next step for the block
+    least_chance: float = 0.0  # least cumulative acceptance probability of a token worth verifying
     shape: Shape = Shape.CHAIN
 
 
@@ -260,13 +264,13 @@ class States:
 
     @property
     def end(self) -> int:
-        """Position after the last row's."""
+        """Position after the last row."""
         return self.first + len(self.rows) // self.format.row_bytes
 
 
 @value
 class StatesAck:
-    """A drafter has the states of a session's first `have_len` positions."""
+    """Acknowledges the states of a session's first `have_len` positions."""
 
     session: str
     have_len: int
@@ -289,7 +293,7 @@ class Refusal:
 
 @value
 class Leaving:
-    """The sender ends soon, as planned: it takes no new sessions, and those that it has are to be given to others."""
+    """The sender shuts down soon, as planned: it accepts no new sessions, and its sessions must move to other peers."""
 
 
 Message = (
