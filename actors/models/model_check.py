@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from actors.attention.batch import RaggedBatch
@@ -24,6 +24,7 @@ from actors.attention.gathered import Gathered
 from actors.attention.shape import attention_shape
 from actors.compute.collectives import Alone, Group, ThreadGroup
 from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.models.config_reader import read_config
 from actors.models.decoder import decoder_for
 from actors.models.rotary import check_positions
 from actors.models.sharding import shard
@@ -52,7 +53,7 @@ def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None)
 
     With several `ranks`, also split over two. `max_context` is the longest session, where it is known.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise ModelError(
@@ -85,6 +86,8 @@ class _Case:
 def _prove(case: _Case) -> None:
     """Raises ModelError where it fails, with every seed; an error is not remembered."""
     text = case.config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        raise ModelError(f"{case.kind.__name__} has layers of different sizes (per_layer_config); {FIX}")
     if not getattr(text, "num_attention_heads", None):
         raise ModelError(f"{case.kind.__name__} has no attention heads by its config, so nothing to cache; {FIX}")
     check_positions(case.config, case.context)

@@ -11,11 +11,20 @@ from transformers import PretrainedConfig
 
 from actors.methods.heads.head_files import PICKLES
 from actors.methods.registry import states_needed
-from actors.models.checkpoint import check_draft, check_tensor_parallel, empty_model, local_folder, vocabulary
+from actors.models.checkpoint import (
+    check_draft,
+    check_files,
+    check_tensor_parallel,
+    checkpoint_fingerprint,
+    empty_model,
+    local_folder,
+    vocabulary,
+)
 from actors.models.config_reader import CONFIG, read_config, read_json
 from actors.models.decoder import is_llama_kind
 from actors.models.end_of_text import end_of_text
 from actors.models.layer_subset import check_layers
+from actors.models.model_check import check_model
 from actors.models.positions import context_length, uses_rope
 from cluster.config import SlipstreamConfig
 from cluster.draft_options import HEADS
@@ -51,6 +60,7 @@ def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
         )
     if config.target.engine != "vllm":
         check_tensor_parallel(target, config.target.tensor_parallel)
+        check_model(target, ranks=config.target.tensor_parallel, max_context=config.model.max_context)
     return target
 
 
@@ -67,6 +77,11 @@ def read_target_config(config: SlipstreamConfig, target: Path) -> PretrainedConf
 
 def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> Mapping[int, str]:
     """Checks the target's other files: tokenizer, end of text, tensors. Returns its tokens by id."""
+    is_whole = has_weights(config.model.target, with_weights)
+    if config.target.engine != "vllm":
+        check_files(target, is_whole)
+    elif is_whole:
+        checkpoint_fingerprint(target)  # vLLM quantises and fuses in ways of its own
     return vocabulary(target)
 
 
@@ -84,13 +99,16 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
         return
     folder = local_folder(draft.model, with_weights=with_weights)
     check_draft(vocabulary(target), folder)
-    check_draft_positions(folder, config.model.max_context)
+    longest = check_draft_positions(folder, config.model.max_context)
+    check_files(folder, has_weights(draft.model, with_weights))
+    check_model(folder, max_context=longest)
 
 
-def check_draft_positions(draft: Path, max_context: int) -> None:
-    """Raises ModelError for a draft whose table of positions is shorter than the longest session.
+def check_draft_positions(draft: Path, max_context: int) -> int:
+    """Returns how many tokens of a session the draft reads at most.
 
-    A draft with rotary positions drafts up to its own length; longer sessions go on without it.
+    A draft with rotary positions drafts up to its own length; longer sessions go on without it. Raises ModelError for a
+    table of learned positions that is shorter than the longest session.
     """
     config = read_config(draft)
     context = context_length(config)
@@ -99,6 +117,7 @@ def check_draft_positions(draft: Path, max_context: int) -> None:
             f"draft {draft} has {context} learned positions, but model.max_context is {max_context}; lower"
             " model.max_context, or use a draft model with as many positions"
         )
+    return max_context if context is None else min(context, max_context)
 
 
 def has_weights(name: str, with_weights: bool) -> bool:

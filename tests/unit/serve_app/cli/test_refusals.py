@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli.main import main
-from tests.broken_checkpoints import DESCRIPTIONS, Form, config_lines, edit_config, good_checkpoint
+from tests.broken_checkpoints import DESCRIPTIONS, FILES, Form, config_lines, edit_config, good_checkpoint
 
-FORMS = DESCRIPTIONS
+FORMS = DESCRIPTIONS | FILES
 
 
 @pytest.fixture(scope="module")
