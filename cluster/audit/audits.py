@@ -1,8 +1,8 @@
-"""All audits of a router: which ended requests are audited, what waits, and where and when one of them is decided.
+"""All audits of a router: the ended requests that are audited, the queue, and the target and time of each audit.
 
-One at a time, on a target that has no other session of this router; the target itself refuses it while it has any of
-other routers, and ends it as soon as a request comes. Then it waits, and goes on from where it was. The time is handed
-in, and what is to be sent is handed out.
+One audit runs at a time, on a target without other sessions of this router. The target refuses it while it serves other
+routers' sessions, and ends it as soon as a request arrives. The audit then waits and continues where it stopped.
+Callers pass the time in and send the returned messages.
 """
 
 from collections import Counter, deque
@@ -16,34 +16,35 @@ from cluster.routing.balancing import Peers
 from cluster.routing.session import MAX_REOPENS, Session
 from protos.messages import Close, Message, Refusal, RefusalReason, Verdict
 
-PAUSE_S = 1.0  # after a target had requests to serve
+PAUSE_S = 1.0  # after a target refused because it had requests to serve
 OUTCOMES = ("equal", "near_tie", "differs", "ratio", "dropped", "failed")
-"""What becomes of the requests that are chosen.
+"""Outcomes of the chosen requests.
 
 equal, near_tie: the committed text is the target's, without or with near-ties. differs: it is not. ratio: not audited,
-for the text depends on the drafts. dropped: too many were waiting. failed: no target could decide it.
+because under rejection sampling the text depends on the drafts. dropped: too many were waiting. failed: no target could
+decide it.
 """
 
 
 def is_chosen(session: str, share: float) -> bool:
-    """Whether this session is one of the share that is audited: as its name has it."""
+    """Returns True for a share of all sessions, chosen by a hash of the name."""
     drawn = int.from_bytes(blake2b(session.encode(), digest_size=8).digest())
     return drawn < share * 2**64
 
 
 class Audits:
-    """What is to be audited, and what came of it; `alarm` hears of every difference."""
+    """Queue and results of audits; calls `alarm` for every difference."""
 
     def __init__(self, config: AuditConfig, dtype: str, alarm: Callable[[Difference], None]) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
-        self.widest_near_tie = 0.0  # margin
+        self.widest_near_tie = 0.0  # largest margin of a near-tie, in logits
         self._config = config
         self._near_tie = NEAR_TIES[dtype] if config.near_tie is None else config.near_tie
         self._alarm = alarm
         self._waiting: deque[Replay] = deque()
         self._running: Replay | None = None
-        self._target = ""  # where it is
-        self._not_before = 0.0  # when a target may be asked again
+        self._target = ""  # of the running audit
+        self._not_before = 0.0  # earliest time of the next try
 
     @property
     def waiting(self) -> int:
@@ -51,15 +52,15 @@ class Audits:
 
     @property
     def state(self) -> str:
-        """In a word: `off`, `ok` or `differs`."""
+        """Summary of the results: `off`, `ok` or `differs`."""
         if self.counts["differs"]:
             return "differs"
         return "ok" if self._config.share else "off"
 
-    # ------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------ starting and ending
 
     def ended(self, session: Session, served_by: frozenset[str]) -> None:
-        """A request is over, for whatever reason; it is audited if its turn has come and there is room."""
+        """Queues an ended request if it is chosen, repeatable, and fits the queue."""
         generation = session.generation
         if not is_chosen(generation.session, self._config.share):
             return
@@ -77,7 +78,7 @@ class Audits:
         self._waiting.append(replay)
 
     def tick(self, targets: Peers, now: float) -> list[Send]:
-        """Begins, or goes on with, the first for which a target has nothing else to do."""
+        """Starts or continues the first audit for which a target has nothing else to do."""
         if self._running is not None or now < self._not_before:
             return []
         for replay in self._waiting:
@@ -89,7 +90,7 @@ class Audits:
         return []
 
     def stop(self) -> list[Send]:
-        """The router serves no more requests: nothing is audited any more."""
+        """Ends all audits, because the router serves no more requests."""
         self.counts["dropped"] += len(self._waiting)
         self._waiting.clear()
         if (replay := self._running) is None:
@@ -97,10 +98,10 @@ class Audits:
         self._give_up(replay, "dropped")
         return [(self._target, Close(replay.name, replay.attempt))]
 
-    # ------------------------------------------------------------ what targets say
+    # ------------------------------------------------------------ messages from targets
 
     def receive(self, target: str, message: Message, now: float) -> list[Send]:
-        """Takes a message from a target's address, if it is about the audit that is there."""
+        """Handles a message from a target's address if it is about the running audit."""
         replay = self._running
         if replay is None or target != self._target or getattr(message, "session", "") != replay.name:
             return []
@@ -115,7 +116,10 @@ class Audits:
         return []
 
     def gone(self, target: str) -> None:
-        """The stream to a target broke; an audit that ends targets must not end them all."""
+        """Handles a target's broken stream.
+
+        Gives an audit up after several, so that it cannot bring all targets down.
+        """
         replay = self._running
         if replay is None or target != self._target:
             return
@@ -126,7 +130,7 @@ class Audits:
             self._give_up(replay, "failed")
 
     def unreadable(self, target: str, session: str) -> list[Send]:
-        """What a target said of a session is malformed."""
+        """Handles a malformed message from a target about a session."""
         replay = self._running
         if replay is None or target != self._target or session != replay.name:
             return []
@@ -155,12 +159,12 @@ class Audits:
             self.counts["near_tie" if replay.near_ties else "equal"] += 1
 
     def _put_back(self, replay: Replay) -> None:
-        """It waits, before those that have not begun."""
+        """Returns an audit to the head of the queue."""
         self._running = None
         self._waiting.appendleft(replay)
 
     def _give_up(self, replay: Replay, outcome: str) -> None:
-        """What it has found is found, though it was not to end."""
+        """Ends an audit early; a difference found so far is still reported."""
         self._running = None
         if replay.differs:
             self._note(replay)

@@ -1,9 +1,9 @@
-"""One audit: a request that has ended is decided again, one token a step, and compared with what was committed.
+"""One audit: decides an ended request again, one token per step, and compares the result with the committed tokens.
 
-It needs no ledger of its own. Until plain decoding says another token, what it has decided is the beginning of what
-was committed; so an audit that had to leave its target goes on elsewhere from there. Where it says another token, it
-asks by how much: a near-tie is passed on the committed side, for only there do both go on alike. Anything else is a
-difference, and the audit ends with what plain decoding says next.
+It needs no ledger of its own. Until non-speculative decoding gives another token, its text is a prefix of the committed
+one, so an audit that had to leave its target continues elsewhere from there. At another token the audit asks for its
+margin. After a near-tie it continues with the committed token, because only then do both texts go on alike. Any other
+margin is a difference, and the audit ends after recording how non-speculative decoding continues.
 """
 
 from collections.abc import Mapping
@@ -15,32 +15,32 @@ from cluster.routing.session import Generation
 from protos.messages import Acceptance, Finish, Open, Sampling, Verdict
 from protos.prefix import Prefix
 
-RECORDED_TOKENS = 32  # of each continuation, from the difference on
+RECORDED_TOKENS = 32  # recorded tokens of each continuation, from the difference on
 NEAR_TIES: Mapping[str, float] = MappingProxyType({"float32": 2e-3, "float16": 0.06, "bfloat16": 0.5})
-"""By dtype: margins of logits below which another order of additions may decide."""
+"""Logit margins, by dtype, below which a different order of additions may change the choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What an audit found that no near-tie explains."""
+    """A difference between committed and replayed tokens that no near-tie explains."""
 
     session: str
     prompt_len: int
-    position: int  # of the first token that differs, in the answer
-    margin: float | None  # by which plain decoding's token was ahead, in logits
-    committed: tuple[int, ...]  # the tokens from there on
+    position: int  # index in the answer of the first token that differs
+    margin: float | None  # lead of the token of non-speculative decoding, in logits
+    committed: tuple[int, ...]  # tokens from that position on, as are `plain`
     plain: tuple[int, ...]
     sampling: Sampling
     seed: int
     choice: int
     acceptance: Acceptance
     max_draft_tokens: int
-    served_by: tuple[str, ...]  # addresses of the targets that the request was on
+    served_by: tuple[str, ...]  # addresses of the targets that served the request
     audited_by: str
 
 
 class Progress(Enum):
-    """What a verdict means for the audit."""
+    """State of the audit after a verdict."""
 
     GOES_ON = "goes on"
     OPENS_ANEW = "opens anew"
@@ -48,12 +48,15 @@ class Progress(Enum):
 
 
 def is_repeatable(generation: Generation) -> bool:
-    """Whether its text is a function of prompt, parameters and seed alone: under ratio, it is of the drafts too."""
+    """Returns True if the text depends only on prompt, parameters and seed.
+
+    Under rejection sampling it depends on drafts.
+    """
     return generation.sampling.greedy or generation.acceptance is Acceptance.COUPLED
 
 
 class Replay:
-    """An audit from its beginning to its end, wherever it is decided."""
+    """An audit from beginning to end, on one or more targets."""
 
     def __init__(
         self, generation: Generation, committed: tuple[int, ...], served_by: frozenset[str], near_tie: float
@@ -66,24 +69,24 @@ class Replay:
         self._generation = generation
         self._committed = committed
         self._near_tie = near_tie
-        self._agreed = 0  # committed tokens that stand
-        self._plain: tuple[int, ...] = ()  # what plain decoding says from there on, where it is another token
-        self._rival: int | None = None  # the token whose margin is asked for
+        self._agreed = 0  # committed tokens confirmed so far
+        self._plain: tuple[int, ...] = ()  # tokens of non-speculative decoding from there on, if they differ
+        self._rival: int | None = None  # the token that the next verdict's margin is measured against
         self._margin: float | None = None
-        self._prefix = Prefix(generation.hash_key)  # what the target has
+        self._prefix = Prefix(generation.hash_key)  # tokens that the target has
 
     @property
     def tokens(self) -> int:
-        """How many it remembers, prompt included."""
+        """Number of tokens held, prompt included."""
         return len(self._generation.prompt) + len(self._committed)
 
     @property
     def differs(self) -> bool:
-        """Whether there is a difference, though its continuation may not be known yet."""
+        """True if a difference was found, even if its continuation is not recorded yet."""
         return bool(self._plain) and self._rival is None
 
     def open(self) -> Open:
-        """Has a target go on with it, under a new attempt."""
+        """Returns the message that has a target continue the audit, under a new attempt."""
         generation = self._generation
         self.attempt += 1
         tokens = (*generation.prompt, *self._committed[: self._agreed])
@@ -114,7 +117,7 @@ class Replay:
         )
 
     def receive(self, verdict: Verdict) -> Progress:
-        """Takes what its target decided; what is not of this attempt, or not for these tokens, is void."""
+        """Applies a target's verdict; ignores one of another attempt or for other tokens."""
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if verdict.attempt != self.attempt or not here:
             return Progress.GOES_ON
@@ -127,7 +130,7 @@ class Replay:
         return self._compare(verdict.tokens)
 
     def difference(self, audited_by: str) -> Difference:
-        """What was found; only where it `differs`."""
+        """Returns the difference that was found; call it only if `differs`."""
         generation = self._generation
         return Difference(
             session=generation.session,
@@ -162,10 +165,10 @@ class Replay:
         return self._ended_or(Progress.GOES_ON)
 
     def _weigh(self, verdict: Verdict, rival: int) -> Progress:
-        """How near it was, by a target that has computed the text before it anew, and as one piece."""
+        """Judges the margin, as computed by a target that has recomputed the preceding text as one piece."""
         (token,) = verdict.tokens
         plain = self._plain[0]
-        if token == rival and token != plain:  # it is plain decoding that stands alone: how far off is that?
+        if token == rival and token != plain:  # it agrees with the committed token: measure the other one
             self._rival = plain
             return Progress.OPENS_ANEW
         self._rival = None
