@@ -1,7 +1,11 @@
-"""How many replicas each pool should have: pure, from what replicas report of themselves.
+"""Sizes of the target pool and the draft pool: pure, from the replicas' reports.
 
-Serve's controller pickles what is named here by value, with all of this folder, and calls it ten times a second. So
-nothing here imports anything of ours from outside, and nothing waits.
+Input: `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the settings that target
+replicas report. Output: a size for each pool, with the reason for it.
+
+Start with `serve_policy.py`, which Ray Serve calls. `pools.py` combines the needs (`needs.py`) with delays against
+noise (`steadiness.py`). Serve's controller pickles the exported names by value, with this whole folder, and calls them
+ten times a second. So no module here imports project code from other folders, and nothing here waits.
 """
 
 from cluster.autoscaling.serve_policy import PoolAlone, PoolsPolicy

@@ -1,6 +1,6 @@
-"""What each pool needs by what is asked of it: pure arithmetic, and a reason to show.
+"""Replicas that each pool needs for its load: pure arithmetic, with a reason for display.
 
-A need is in replicas, and may be a fraction. The largest one counts.
+A need is a number of replicas and may be fractional. The largest need counts.
 """
 
 import math
@@ -9,49 +9,49 @@ from dataclasses import dataclass
 
 from cluster.autoscaling.reports import DraftReport, TargetReport
 
-ROOM = 0.5  # how full a pool is to be, by default: twice the load finds places while further replicas start
-CACHE_FULL = 0.8  # share of the pages that sessions may hold: beyond it the next long one has others preempted
-IN_TIME = 0.125  # share of blocks, or of a target's time, that may be lost: below it drafters themselves take more
-# More than is needed that a smaller pool must do for: fewer replicas are slower, so sessions stay longer and are more.
+ROOM = 0.5  # default utilisation: a pool can take twice its load while further replicas start
+CACHE_FULL = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
+IN_TIME = 0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
+# Margin over the need before a pool shrinks: fewer replicas are slower, so sessions last longer and more run at once.
 SPARE = 0.25
 
 
 @dataclass(frozen=True)
 class TargetScaling:
-    """How the target pool follows its load."""
+    """Rules by which the target pool follows its load."""
 
-    sessions_per_replica: float  # of a replica without speculation
-    max_sessions: float  # that a replica has places for
-    first_token_s: float  # beyond which a replica more is to be had for prompts that wait for one another
+    sessions_per_replica: float  # per replica without speculation
+    max_sessions: float  # capacity of a replica
+    first_token_s: float  # time to first token beyond which waiting prompts call for another replica
     up_delay_s: float
     down_delay_s: float
 
 
 @dataclass(frozen=True)
 class DraftScaling:
-    """How the draft pool follows what is asked of it, or the target pool."""
+    """Rules by which the draft pool follows the demand for drafts, or the size of the target pool."""
 
     sessions_per_replica: float
     up_delay_s: float
     down_delay_s: float
-    per_target: float | None = None  # drafters for each target replica, whatever is asked of them; None: by need
+    per_target: float | None = None  # drafters per target replica, independent of demand; None: by need
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of one pool."""
+    """The need of one pool."""
 
     replicas: float
     why: str
 
     def size(self, present: int) -> int:
-        """As many as are needed, but fewer than at present only if those are enough with some to spare."""
+        """Returns the replicas needed; fewer than at present only if those suffice with a margin."""
         enough = math.ceil(self.replicas)
         return enough if enough > present else min(present, math.ceil(self.replicas * (1 + SPARE)))
 
 
 def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
-    """Of the target pool with `present` replicas; None while none of them has reported."""
+    """Returns the need of the target pool with `present` replicas; None until one of them has reported."""
     if not reports:
         return None
     return _largest(_places(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
@@ -60,10 +60,10 @@ def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present
 def draft_need(
     targets: Sequence[TargetReport], drafters: Sequence[DraftReport], scaling: DraftScaling, present: int
 ) -> Need | None:
-    """Of the draft pool with `present` replicas; None while no target has reported: what is asked is not known.
+    """Returns the need of the draft pool with `present` replicas; None until a target has reported the demand.
 
-    What a session lacks a drafter for, because there is none or because drafters turned it away, counts as what is
-    drafted for, so that a pool can come back from nothing, and one that sheds sessions grows.
+    Sessions without a drafter, because there is none or because drafters refused them, count like those with one. So a
+    pool can grow from zero, and one that sheds sessions grows.
     """
     if not targets:
         return None
@@ -80,12 +80,12 @@ def draft_need(
     work = min(wanted, shared / ROOM * (wanted / drafted if drafted else 1.0))  # a session has one drafter at most
     felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= IN_TIME:
-        work = min(work, present)  # they follow
+        work = min(work, present)  # drafters keep up, so no more are needed
     return _largest(places, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
 
 
 def coupled_need(targets: int | None, per_target: float) -> Need | None:
-    """Of a draft pool that follows the target pool's size alone; None while that is not known."""
+    """Returns the need of a draft pool that follows only the size of the target pool; None while that is unknown."""
     if targets is None:
         return None
     return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas")
@@ -96,7 +96,7 @@ def _largest(*needs: Need) -> Need:
 
 
 def _places(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
-    """By sessions. With speculation a replica serves more of them at the same speed, as far as it has places."""
+    """Returns the need by sessions; speculation lets a replica serve more at the same speed, up to `max_sessions`."""
     load = 0.0
     for report in reports:
         aim = min(scaling.max_sessions, scaling.sessions_per_replica * max(1.0, report.gain))
@@ -114,9 +114,9 @@ def _cache(reports: Sequence[TargetReport]) -> Need:
 
 
 def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
-    """By the time to first token; a replica for each prompt that waits at once is enough, whatever one of them takes.
+    """Returns the need by the time to first token, at most one replica for each prompt that waits at the same time.
 
-    Replicas that are no longer needed are given back once the time is so short that fewer keep it within bounds.
+    Replicas are given back once the time is so short that fewer keep it within bounds.
     """
     unread = sum(report.unread for report in reports)
     wait_s = max(max(report.first_token_s, report.backlog_s) for report in reports)

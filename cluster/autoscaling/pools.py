@@ -1,4 +1,4 @@
-"""The two pools together: what each needs, within its bounds, once it has needed it for long enough."""
+"""Sizes of both pools: each one's need, within its bounds, once the need has lasted long enough."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,26 +10,26 @@ from cluster.autoscaling.steadiness import Wishes
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as it is: its size, counting replicas that start, its bounds, and what was wished of it before."""
+    """A pool's current state: its size including starting replicas, its bounds, and its earlier needs."""
 
     size: int
     least: int
     most: int
-    wishes: Wishes | None = None  # None: nothing is remembered
+    wishes: Wishes | None = None  # None: no history
 
 
 @dataclass(frozen=True)
 class PoolDecision:
-    """What a pool is to have."""
+    """The size that a pool should have."""
 
     size: int  # now
-    wished: int  # once it has been for long enough
+    wished: int  # size to have once the need has lasted long enough
     why: str
     wishes: Wishes = field(default_factory=Wishes)
 
 
 def decide_targets(pool: Pool, reports: Sequence[TargetReport], scaling: TargetScaling, now: float) -> PoolDecision:
-    """The target pool's size."""
+    """Decides the size of the target pool."""
     need = target_need(reports, scaling, pool.size)
     return _decide(pool, need, now, scaling.up_delay_s, scaling.down_delay_s)
 
@@ -42,7 +42,8 @@ def decide_drafters(
     target_size: int | None,
     now: float,
 ) -> PoolDecision:
-    """The draft pool's size, once the target pool's is decided; None: the target pool is not seen."""
+    """Decides the size of the draft pool after that of the target pool; `target_size` is None if that pool is not
+    visible."""
     if scaling.per_target is None:
         need = draft_need(targets, reports, scaling, pool.size)
     else:
@@ -51,12 +52,12 @@ def decide_drafters(
 
 
 def stay(pool: Pool, now: float) -> PoolDecision:
-    """While nobody has told how it is to scale: within its bounds, as it is."""
+    """Keeps a pool at its size, within its bounds, while no replica has reported how it should scale."""
     return _decide(pool, None, now, 0.0, 0.0)
 
 
 def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_delay_s: float) -> PoolDecision:
-    """A pool that nothing is heard of stays: who has lost the reports must not shrink it."""
+    """Decides a pool's size. Without reports the size stays, because losing the reports must not shrink the pool."""
     need = need or Need(pool.size, "no target replica has reported")
     wished = min(max(need.size(pool.size), pool.least), pool.most)
     wishes = (pool.wishes or Wishes.at_start(pool.size, now)).after(wished, now)

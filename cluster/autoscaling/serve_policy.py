@@ -1,6 +1,6 @@
-"""The policy as Ray Serve calls it: for the whole application, or for a pool alone where Serve was told no more.
+"""The policy that Ray Serve calls: for the whole application, or for a single deployment.
 
-Knows of Serve's types only the attributes that it reads. Serve's own delays and factors are left at nothing.
+It knows only those attributes of Serve's types that it reads. Serve's own delays and factors are left neutral.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ POOLS = {"Target": TARGET, "Drafter": DRAFT}  # by deployment
 
 
 class Observed(Protocol):
-    """The part of Serve's AutoscalingContext that is read here."""
+    """The attributes of Serve's AutoscalingContext that are read here."""
 
     deployment_name: str
     aggregated_metrics: Mapping[str, Mapping[Any, float]]  # by name and replica
@@ -33,10 +33,10 @@ Decisions = tuple[dict[Any, int], dict[Any, dict[str, Any]]]
 
 
 class PoolsPolicy:
-    """Of the application: sees both pools. How each is to scale, target replicas tell."""
+    """Policy of the application, with both pools visible. Target replicas report how the pools should scale."""
 
     def __call__(self, observed: Mapping[Any, Observed]) -> Decisions:
-        """Sizes, and what is remembered, by deployment; of those that are no pools, nothing."""
+        """Returns sizes and policy states by deployment; none for deployments that are not pools."""
         named = {one.deployment_name: (key, one) for key, one in observed.items()}
         pools = {POOLS[name]: found for name, found in named.items() if name in POOLS}
         decided: dict[Any, PoolDecision] = {}
@@ -59,10 +59,10 @@ class PoolsPolicy:
 
 
 class PoolAlone:
-    """Of one deployment, where Serve was not told of `PoolsPolicy`: targets scale all the same, drafters stay."""
+    """Policy of a single deployment where Serve does not use `PoolsPolicy`: targets still scale, drafters stay."""
 
     def __call__(self, observed: Observed) -> tuple[int, dict[str, Any]]:
-        """The size wanted, and what is remembered."""
+        """Returns the wanted size and the policy state."""
         assert observed.deployment_name in POOLS, f"a policy for {observed.deployment_name}, expected {set(POOLS)}"
         sizes, states = PoolsPolicy()({"": observed})
         return sizes[""], states[""]

@@ -1,7 +1,7 @@
-"""How the pools are to scale, as target replicas tell it among their reports.
+"""Scaling settings of the pools, which target replicas send among their reports.
 
-Arguments of a policy are part of what Serve takes for an application's version: other ones would replace every replica.
-A replica that is told other settings goes on, and its next report has them.
+Serve counts a policy's arguments as part of the application's version, so changing them would replace every replica. A
+replica that receives new settings keeps running, and its next report contains them.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,16 @@ Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
 
 
 def as_numbers(settings: Settings) -> dict[str, float]:
-    """What a replica reports of them; a setting that is None is not among them."""
+    """Returns the settings as metrics; leaves out those that are None."""
     named = {_name(pool, name): value for pool, one in settings.items() for name, value in one.items()}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
-    """Of one pool, by values by name and replica; None while no replica has told all that are not None by default.
+    """Returns the settings of one pool from metrics by name and replica.
 
-    While an update runs, replicas tell different ones, of which one's are as good as another's.
+    None until a replica has reported all settings that are not None by default. While an update runs, replicas report
+    different settings, and any of them will do.
     """
     names = {field.name: _name(pool, field.name) for field in fields(kind)}
     always = [names[field.name] for field in fields(kind) if field.default is not None]
