@@ -1,6 +1,6 @@
-"""Which of vLLM's own arguments a target takes from `target.vllm`, and which it refuses, and why.
+"""Checks of `target.vllm`: the arguments of vLLM that a target refuses, and why.
 
-Pure, and vLLM need not be installed: names that it does not know are refused when it starts.
+Pure; vLLM need not be installed. vLLM itself refuses unknown names when it starts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ BREAKS: Mapping[str, str] = MappingProxyType(
         "runner": "a target generates",
     }
 )
-"""Arguments that would break a guarantee, or that carry one."""
+"""Arguments that would break a guarantee or that implement one, with the reason."""
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
@@ -39,11 +39,11 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "kv_cache_memory_bytes": "target.cache_per_rank.gib",
     }
 )
-"""Arguments that the configuration has a key for."""
+"""Arguments that have a configuration key of their own."""
 
 
 def faults_of(arguments: Iterable[str]) -> list[str]:
-    """One line for each argument that a target does not take."""
+    """Returns one message for each argument that a target does not accept."""
     found = []
     for name in arguments:
         if name in BREAKS:
