@@ -1,4 +1,4 @@
-"""What happens in the rounds of one session, as one process sees it: bounded, counted, and free of tokens and texts."""
+"""Events in the rounds of one session, as one process sees them: bounded, counted, and without tokens or texts."""
 
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from cluster.tracing.session_tracer import Fact
 from protos.messages import Attach, Block, DraftAnswer, DraftRequest, Message, NoDraft, Refusal, Resync, Verdict
 
-MOST_EVENTS = 1024  # of a session, the latest; an answer of a thousand tokens has some three hundred rounds
+MOST_EVENTS = 1024  # latest events kept per session; an answer of a thousand tokens has about three hundred rounds
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEvent:
+    """An event in a round; `at_ns` is in nanoseconds."""
+
     at_ns: int
     name: str
     facts: Mapping[str, Fact]
 
 
 def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
-    """What a message says of a round; None where it says nothing of one."""
+    """Returns the event name and facts of a message, or None if it is not part of a round."""
     match message:
         case Verdict():
             return "verdict", {
@@ -43,7 +45,7 @@ def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
 
 
 class SessionEvents:
-    """The latest events of a session, and the sums over all of them."""
+    """The latest events of a session, and totals over all of them."""
 
     def __init__(self, most: int = MOST_EVENTS) -> None:
         self.latest: deque[RoundEvent] = deque(maxlen=most)
@@ -55,7 +57,7 @@ class SessionEvents:
         self.latest.append(RoundEvent(at_ns, name, facts))
 
     def message(self, at_ns: int, message: Message) -> None:
-        """A message of the session came or went."""
+        """Records a message of the session, received or sent."""
         if isinstance(message, Verdict):
             self._count(message)
         if (found := described(message)) is not None:

@@ -1,4 +1,4 @@
-"""What actors tell whoever traces sessions. Without tracing they tell it to nobody."""
+"""Tracing hooks that processes call; no-ops when tracing is disabled."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -6,39 +6,39 @@ from typing import Protocol
 from protos.messages import Message
 
 Fact = str | bool | int | float
-"""Of a span or an event: a count, a name, an address; never a token or a text."""
+"""Attribute of a span or an event: a count, a name or an address, never a token or a text."""
 
 
 class SessionTracer(Protocol):
-    """One process's part in the sessions that are traced; it ignores all others."""
+    """One process's spans of traced sessions; other sessions are ignored."""
 
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
-        """The process begins its part, for the peer `by`. Returns the context to hand on; empty: it is not traced."""
+        """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
         ...
 
     def heard(self, peer: str, message: Message) -> None:
-        """A message came."""
+        """Records a received message."""
         ...
 
     def said(self, peer: str, message: Message) -> None:
-        """A message goes out to this peer."""
+        """Records a message sent to this peer."""
         ...
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
-        """Something happened to these sessions."""
+        """Records an event of these sessions."""
         ...
 
     def ended(self, session: str, why: str) -> None:
-        """The process's part is over."""
+        """Ends the process's span of a session."""
         ...
 
     def gone(self, peer: str) -> None:
-        """What was begun for this peer is over: its stream broke."""
+        """Ends everything started for this peer, because its stream broke."""
         ...
 
 
 class NoTracing:
-    """Nothing is traced."""
+    """Tracer that does nothing."""
 
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""What a deployment is told of tracing: where spans go, of how many requests, and which of them in detail."""
+"""Tracing settings of a deployment: where spans are sent, for which share of requests, and which in detail."""
 
 from typing import Annotated
 
