@@ -1,4 +1,4 @@
-"""What a deployment is told of the keys that clients show: by their digest, with bounds of their own."""
+"""API key settings of a deployment: the digest of each client key, with limits of its own."""
 
 from typing import Annotated
 
@@ -8,7 +8,10 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class ApiKey(BaseModel):
-    """One client's key. The key itself is in no configuration; `slipstream key` makes one and its digest."""
+    """One client's key, as its digest.
+
+    No configuration holds the key itself; `slipstream key` makes a key and its digest.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,6 +1,6 @@
-"""What is refused for who sent it: counted by cause, and logged once a peer and cause.
+"""Requests that are refused because of their sender: counted by cause, and logged once per peer and cause.
 
-A peer that is refused tries again, and one that means harm does so at full speed: neither may fill the log.
+A refused peer retries, and a hostile one does so at full speed; neither may fill the log.
 """
 
 import logging
@@ -8,11 +8,11 @@ from collections import Counter, OrderedDict
 
 from protos.messages import Open, Refusal, RefusalReason
 
-REMEMBERED = 1024  # latest pairs of peer and cause; one that is forgotten is logged once more
+REMEMBERED = 1024  # latest pairs of peer and cause that are kept; a dropped one is logged again
 
 
 class Refusals:
-    """Of one process, as long as it lives."""
+    """Refusals of one process over its lifetime."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.counts: Counter[str] = Counter()  # by cause
@@ -20,7 +20,7 @@ class Refusals:
         self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def note(self, peer: str, cause: str, why: str = "") -> None:
-        """`why` is for the log only."""
+        """Counts a refusal and logs the first one of the peer and cause; `why` is only logged."""
         self.counts[cause] += 1
         self.log_once(peer, cause, why)
 
@@ -34,5 +34,5 @@ class Refusals:
 
 
 def not_permitted(request: Open) -> Refusal:
-    """The answer to a request that the sender has no right to: it says that alone."""
+    """Returns the refusal of a request that the sender may not make; its message gives no other reason."""
     return Refusal(request.session, request.attempt, RefusalReason.INVALID, "not permitted")

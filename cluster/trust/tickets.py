@@ -1,8 +1,8 @@
-"""How a drafter proves to a target that a session's router gave it the session.
+"""Proof by which a drafter shows a target that the session's router assigned the session to it.
 
-The router tells the target a key with the session's Open, and each drafter that it assigns a ticket: the number of the
-assignment, and a code over it that only who has the key can make. So a target need not hear of assignments, which
-would come by another stream than the drafter does, and a drafter that was assigned later shuts out those before it.
+The router sends the target a key with the session's Open. It sends each drafter that it assigns a ticket: the number of
+the assignment, and a code over it that only a holder of the key can compute. So a target need not be informed of
+assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
 """
 
 import hmac
@@ -14,12 +14,12 @@ KEY_BYTES = 16
 
 
 def issue(key: bytes, session: str, assignment: int) -> Ticket:
-    """For the drafter that the session is assigned to, the first one by 1."""
+    """Returns the ticket for the drafter of the session's `assignment`-th assignment, counted from 1."""
     return Ticket(assignment, _proof(key, session, assignment))
 
 
 def is_valid(ticket: Ticket, key: bytes, session: str) -> bool:
-    """Whether who has the key issued it for this session."""
+    """Returns True if a holder of the key issued the ticket for this session."""
     return hmac.compare_digest(ticket.proof, _proof(key, session, ticket.assignment))
 
 

@@ -1,4 +1,4 @@
-"""What a deployment is told of trust between its processes: certificates, a shared token, or neither."""
+"""Trust settings between a deployment's processes: certificates, a shared token, or neither."""
 
 from typing import Annotated, Self
 
@@ -8,9 +8,9 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class TrustConfig(BaseModel):
-    """How router, drafters and targets know each other on their gRPC streams: `certificates`, `token_file` or neither.
+    """Authentication of routers, drafters and targets on their gRPC streams: `certificates`, `token_file` or neither.
 
-    With neither, servers listen on loopback only, unless `insecure` says that the network is trusted.
+    With neither, servers listen on loopback only, unless `insecure` is set because the network is trusted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,5 +45,5 @@ class TrustConfig(BaseModel):
 
     @property
     def is_off(self) -> bool:
-        """Whether nobody has said whom to trust."""
+        """True if nothing is configured."""
         return self.certificates is None and self.token_file is None and not self.insecure
