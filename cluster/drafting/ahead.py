@@ -1,8 +1,8 @@
 """Drafting ahead: a block for each likely outcome of the verification under way, until its verdict is due.
 
 The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). The search is pure: a
-method extends branches, and whoever drives the search tells it the time, so that drafters of any method and the
-simulator run the same one.
+method extends branches, and the caller passes the time in, so drafters of any method and the simulator run the same
+search.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,43 +14,46 @@ from cluster.drafting.method import Early
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.timing.forward_time import ForwardTime
 
-AHEAD_ROWS = 8  # most branches of a forward: this many, or ROWS_EACH for each session
+AHEAD_ROWS = 8  # most rows of a forward pass: this many, or ROWS_EACH for each session
 ROWS_EACH = 2
-OUTCOMES = 8  # that are drafted for after a rejection; as many where there is none
-SIBLING_FIRST = 0.5  # how urgent it is to read a token beside the trunk under verification; to read that is 1
-SIBLINGS_READ = 4  # tokens beside the trunk whose continuations are drafted ahead
-LEAST_CHANCE = 0.01  # an outcome less likely is not drafted for
+OUTCOMES = 8  # outcomes drafted for after a rejection, and as many after full acceptance
+SIBLING_FIRST = 0.5  # urgency of reading a token beside the main path under verification; that of the main path is 1
+SIBLINGS_READ = 4  # tokens beside the main path whose continuations are drafted ahead
+LEAST_CHANCE = 0.01  # least probability of an outcome that is drafted for
 
 D = TypeVar("D", bound=BlockDraft)
 
 
 class BranchingMethod(Protocol[D]):
-    """What a method gives the search."""
+    """Interface of a method to the search."""
 
     @property
     def outcomes(self) -> int:
-        """Most outcomes that are drafted for each time that a root tells of some."""
+        """Most outcomes to draft for each time a root reveals some."""
         ...
 
     def roots(self, request: AheadRequest) -> list[D]:
-        """What is to be read of the step under way: its block first."""
+        """Returns what to read of the step under way, its block first."""
         ...
 
     def fork(self, root: D, outcome: tuple[int, ...], chance: float, max_tokens: int) -> D | None:
-        """A block of up to `max_tokens` after an outcome; None if the root has not read all before its last token."""
+        """Returns a block of up to `max_tokens` after an outcome.
+
+        None if the root has not read all tokens before the outcome's last one.
+        """
         ...
 
     def preview(self, drafts: Sequence[D], interrupted: Callable[[], bool]) -> None:
-        """Drafts what can be had at once, without a forward."""
+        """Drafts what is available at once, without a forward pass."""
         ...
 
     def extend(self, drafts: Sequence[D], interrupted: Callable[[], bool]) -> list[D]:
-        """One forward for all of them; returns those that have more tokens for it, or are done."""
+        """Runs one forward pass for all of them; returns those that gained tokens or are done."""
         ...
 
 
 class AheadSearch(Generic[D]):
-    """One pass over some sessions: `choose` and `extended` take turns until nothing is chosen."""
+    """One pass over some sessions: `choose` and `extended` alternate until nothing is chosen."""
 
     def __init__(
         self,
@@ -63,13 +66,13 @@ class AheadSearch(Generic[D]):
         self._forward_time = forward_time
         self._interrupted = interrupted
         self._most_rows = max(AHEAD_ROWS, ROWS_EACH * len(requests))
-        self._took_s = 0.0  # the latest forward, and the next one will take as long
+        self._took_s = 0.0  # duration of the latest forward pass, taken as the estimate for the next
         self._begun = [draft for request in requests for draft in self._begin(request)]
         self._open = list(self._begun)
         method.preview(self._begun, interrupted)
 
     def choose(self, now: float) -> list[D]:
-        """What the next forward extends: what is likeliest to be of use, of what it would reach in time."""
+        """Returns the drafts that the next forward pass extends: the most urgent of those that it reaches in time."""
         due = now + self._took_s
         in_time = [draft for draft in self._open if due <= draft.ahead.until]
         self._open = sorted(in_time, key=lambda draft: -draft.urgency)
@@ -81,7 +84,7 @@ class AheadSearch(Generic[D]):
         return chosen
 
     def extended(self, chosen: Sequence[D], advanced: Sequence[D], seconds: float) -> None:
-        """A forward was made for those that were chosen, and these got on by it: roots branch out."""
+        """Records a forward pass over `chosen` that extended `advanced`; roots among them branch out."""
         self._took_s = seconds
         if advanced:
             self._forward_time.learn(len(chosen), seconds)
@@ -99,16 +102,22 @@ class AheadSearch(Generic[D]):
 
     @property
     def may_leave(self) -> list[D]:
-        """Those to send before the pass ends: not what is incomplete under ratio, where one version must do."""
+        """Blocks that may be sent before the pass ends.
+
+        Under rejection sampling an incomplete block must wait, because only one version of it may be sent.
+        """
         return [draft for draft in self.drafts if draft.is_done or not draft.ratio]
 
     def _rows(self, left_s: float) -> int:
-        """Two forwards of few rows bring the likeliest blocks sooner, and further, than one of many."""
+        """Returns the rows of the next forward pass: few enough for two passes in the time left, if possible.
+
+        Two forward passes of few rows bring the likeliest blocks sooner, and further, than one of many rows.
+        """
         twice = self._forward_time.most_rows(self._most_rows, left_s / 2)
         return twice or self._forward_time.most_rows(self._most_rows, left_s) or 1
 
     def _begin(self, request: AheadRequest) -> list[D]:
-        """Roots, and blocks for a rejection if what may follow the tokens before it is known already."""
+        """Returns the roots, and blocks for rejections if the alternatives to the block's tokens are known already."""
         roots = self._method.roots(request)
         root = roots[0]
         if root.tells_all:
@@ -117,10 +126,10 @@ class AheadSearch(Generic[D]):
         return [*roots, *self._branch_out(root, known)]
 
     def _branch_out(self, root: D, outcomes: list[Outcome]) -> list[D]:
-        """A block for each of the likeliest outcomes."""
+        """Returns a block for each of the likeliest outcomes."""
         request = root.request
         session = root.text.open
-        stops = frozenset(session.stop_ids)  # no block follows the end
+        stops = frozenset(session.stop_ids)  # no block follows a stop id
         found = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
             longest = min(request.max_tokens, max_block_len(session, request.base_len + len(outcome)))
@@ -140,7 +149,7 @@ def draft_ahead(
     interrupted: Callable[[], bool],
     early: Early,
 ) -> list[D]:
-    """Blocks for what the verdicts may bring. `early` is told of what there is after each forward."""
+    """Drafts blocks for possible verdicts; calls `early` after each forward pass with the blocks that may be sent."""
     search = AheadSearch(method, requests, forward_time, interrupted)
     while not interrupted():
         began = clock()
@@ -154,16 +163,16 @@ def draft_ahead(
 
 
 def proposals(drafts: Sequence[BlockDraft]) -> list[Proposal]:
-    """What there is to offer, the likeliest outcomes first."""
+    """Returns the proposals of non-empty drafts, likeliest outcomes first."""
     offered = [draft for draft in drafts if draft.drafted]
     return [draft.proposal() for draft in sorted(offered, key=lambda draft: -draft.chance)]
 
 
 def _outcomes(root: BlockDraft) -> list[Outcome]:
-    """What the verdict may bring of which the root has told just now."""
+    """Returns the outcomes that the root's latest forward pass revealed."""
     block = root.unverified or ()
     if len(root.choices) <= len(block):
-        return []  # its logits were not finite somewhere
+        return []  # some of its logits were not finite
     (*there, after) = root.choices
     if root.main is not None:
         known = root.main.choices[: len(block)]

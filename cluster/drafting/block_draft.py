@@ -1,4 +1,4 @@
-"""One block while it is being drafted: which tokens are final, which may be replaced, what a forward is worth."""
+"""A block while it is being drafted: its final and its replaceable tokens, and the value of another forward pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -14,49 +14,49 @@ from protos.messages import Acceptance, DraftRequest, Shape
 from protos.prefix import hashes_after
 from protos.values import value
 
-SECOND_THOUGHT = 0.25  # of a block's worth: what it gains by a forward in the place of a recurrent head's guess
+SECOND_THOUGHT = 0.25  # share of a block's value gained by a forward pass that replaces a recurrent head's prediction
 
 
 @value
 class DraftedToken:
-    """One drafted token."""
+    """A drafted token with the alternatives considered at its position."""
 
     token: int
-    choices: Choices  # at its place
-    p_accepted: float  # chance that it is accepted, and all before it, by the draft model's own probabilities
-    ids: tuple[int, ...] = ()  # draft_probs, under ratio
+    choices: Choices  # at its position
+    p_accepted: float  # cumulative acceptance probability, by the draft model's own estimates
+    ids: tuple[int, ...] = ()  # of draft_probs, under rejection sampling; `weights` likewise
     weights: tuple[int, ...] = ()
-    by_head: bool = False  # a draft head predicted it, without a forward of the model
-    state: Any = None  # the method's own: what the token was drawn from, if a draft head may go on from there
+    by_head: bool = False  # a draft head predicted it, without a forward pass of the model
+    state: Any = None  # private to the method: what the token was drawn from, if a draft head may go on from there
 
 
 @dataclass(kw_only=True, eq=False)
 class BlockDraft:
-    """One block while it is being drafted.
+    """A block while it is being drafted.
 
-    A *root* is a block under verification that is read, token by token, for what may come of it. A block may have
-    *limbs*, which go on from tokens beside its own; each is drafted like a block of its own.
+    A *root* is a block under verification that is read token by token to predict its outcomes. A block may have
+    *limbs*, branches that go on from tokens beside its own; each is drafted like a block of its own.
     """
 
     request: DraftRequest | AheadRequest
-    text: SessionText  # of the session; it does not change while a block is drafted
-    base_hash: int  # of the tokens that the block comes after
+    text: SessionText  # the session's; it does not change while a block is drafted
+    base_hash: int  # hash of the tokens before the block
     max_tokens: int
-    outcome: tuple[int, ...] = ()  # guessed verdict that the block comes after
-    chance: float = 1.0  # that the outcome comes
-    state: Any = None  # the method's own: as a drafted token's, of the place just before the block
-    unverified: tuple[int, ...] | None = None  # a root's tokens
-    tells_all: bool = False  # a root's: what replaces its tokens is not known before it is read
-    main: "BlockDraft | None" = None  # a root's that reads a token beside the trunk: the one that reads the trunk
-    stem: tuple[int, ...] = ()  # a limb's: the block's tokens that it comes after, the last of them beside the trunk
+    outcome: tuple[int, ...] = ()  # assumed verdict before the block
+    chance: float = 1.0  # probability of the outcome
+    state: Any = None  # private to the method: like a drafted token's, for the position just before the block
+    unverified: tuple[int, ...] | None = None  # tokens of a root
+    tells_all: bool = False  # of a root: alternatives to its tokens are unknown until it is read
+    main: "BlockDraft | None" = None  # of a root that reads a token beside the main path: the root of the main path
+    stem: tuple[int, ...] = ()  # of a limb: the tokens before it, the last of them beside the main path
     limbs: list["BlockDraft"] = field(default_factory=list)
-    grown: list[Limb] = field(default_factory=list)  # limbs that nothing more is to be drafted for
-    min_confidence: float = 0.0  # of the tokens so far to stand, to go on from there
+    grown: list[Limb] = field(default_factory=list)  # limbs that are finished
+    min_confidence: float = 0.0  # cumulative probability below which the block ends
     drafted: list[DraftedToken] = field(default_factory=list)
-    settled: int = 0  # of them, the first, are settled; what a draft head predicted after them may change
-    is_guessed: bool = False  # whether a draft head was asked
-    is_cut: bool = False  # what would come next is too unlikely, or its logits are not finite
-    ratio: bool = field(init=False)  # the target decides by draft_probs
+    settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
+    is_guessed: bool = False  # whether a draft head predicted tokens
+    is_cut: bool = False  # the next token is too unlikely, or its logits are not finite
+    ratio: bool = field(init=False)  # rejection sampling: the target decides by draft_probs
 
     def __post_init__(self) -> None:
         self.ratio = self.text.open.acceptance is Acceptance.RATIO and not self.text.open.sampling.greedy
@@ -73,7 +73,7 @@ class BlockDraft:
 
     @property
     def last(self) -> tuple[Any, int]:
-        """The last token so far, the outcome's if none was drafted, and the state that it was taken after."""
+        """The last token so far (the outcome's if none was drafted), and the state that it was drawn from."""
         if self.drafted:
             return self.drafted[-1].state, self.drafted[-1].token
         return self.state, (self.outcome or self.text.tokens)[-1]
@@ -84,7 +84,7 @@ class BlockDraft:
 
     @property
     def by_model(self) -> list[DraftedToken]:
-        """The first tokens that are offered, as far as the model itself predicted them."""
+        """The first offered tokens, as far as the model itself predicted them."""
         return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.trunk)]))
 
     @property
@@ -93,44 +93,46 @@ class BlockDraft:
 
     @property
     def p_accepted(self) -> float:
-        """Chance that all tokens so far are accepted."""
+        """Probability that all tokens so far are accepted."""
         return self.drafted[-1].p_accepted if self.drafted else 1.0
 
     @property
     def prefix_hash(self) -> int:
-        """Of all tokens so far, drafted ones included."""
+        """Hash of all tokens so far, drafted ones included."""
         return hashes_after(self.base_hash, self.tokens)[-1] if self.drafted else self.base_hash
 
     @property
     def missing(self) -> int:
-        """Tokens that forwards may still predict."""
+        """Number of tokens that forward passes may still predict."""
         return self.max_tokens - self.settled
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing to add."""
+        """True if no token can be added."""
         return self.is_cut or len(self.drafted) == self.max_tokens
 
     def is_further(self, place: int) -> bool:
-        """Whether the token so many places on is predicted after another one, without a forward in between."""
+        """Returns True if the token `place` tokens on is predicted after another, without a forward pass in between."""
         return self.is_guessed or (place > 0 and not self.is_root)
 
     @property
     def is_done(self) -> bool:
-        """Whether another forward would bring nothing better either."""
+        """True if another forward pass cannot improve the block either."""
         return self.is_complete and (self.ratio or not self.is_guessed)
 
     @property
     def least_chance(self) -> float:
-        """Of the tokens so far to stand, to be worth sending."""
+        """Cumulative probability that a token needs to be worth sending; relative to its stem in a limb."""
         if self.ratio or self.is_root:
             return 0.0
         return self.request.least_chance / self.chance if self.stem else self.request.least_chance
 
     @property
     def urgency(self) -> float:
-        """How much the next forward is likely to bring; under ratio whatever was drafted so far, for use must not
-        depend on it."""
+        """Expected value of the next forward pass.
+
+        Under rejection sampling it does not depend on the tokens drafted so far, because a block's use must not.
+        """
         if self.ratio:
             return self.chance
         stands = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
@@ -138,7 +140,7 @@ class BlockDraft:
 
     @property
     def position(self) -> int:
-        """Of the token to draft next."""
+        """Position of the token to draft next."""
         return self.base_len + len(self.drafted)
 
     @property
@@ -148,22 +150,22 @@ class BlockDraft:
 
     @property
     def base_len(self) -> int:
-        """Tokens that the block comes after."""
+        """Number of tokens before the block."""
         return self.request.base_len + len(self.outcome)
 
     @property
     def place(self) -> tuple[int, tuple[int, ...]]:
-        """Of the token to draft next: tokens decided before, and those taken for granted after them."""
+        """Place of the token to draft next: the number of decided tokens, and the tokens assumed to follow them."""
         return self.request.base_len, self.outcome + self.tokens
 
     @property
     def takes_trees(self) -> bool:
-        """Whether tokens may be offered beside its own."""
+        """True if tokens may be offered beside the block's own."""
         return self.request.shape is Shape.TREE and not self.is_root and not self.ratio
 
     @property
     def tree(self) -> DraftTree:
-        """What is offered."""
+        """The tree that is offered."""
         if self.takes_trees and self.drafted:
             return tree_of(self.paths)
         probs = None
@@ -174,7 +176,7 @@ class BlockDraft:
 
     @property
     def paths(self) -> list[tuple[tuple[int, ...], float]]:
-        """To the nodes of the tree so far, with their chances, which fall."""
+        """Paths to the nodes of the tree so far with their probabilities, in falling order."""
         return likeliest_paths(self._limbs(), self.max_tokens, self.least_chance)
 
     def _limbs(self) -> list[Limb]:
@@ -189,7 +191,7 @@ class BlockDraft:
         ids: tuple[int, ...] = (),
         weights: tuple[int, ...] = (),
     ) -> None:
-        """Adds a token, or ends the block; a root goes on with its own token, whatever the method would rather have."""
+        """Adds a token, or ends the block; a root takes its own token, whatever the method predicts."""
         if self.is_complete:
             return
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
@@ -204,7 +206,10 @@ class BlockDraft:
         self.is_cut = p_accepted < self.min_confidence
 
     def recall(self, considered: Iterable[DraftedToken]) -> None:
-        """Of a root: what was thought of at its first places, up to the first token that was drafted by another."""
+        """Adds earlier predictions for the first positions of a root.
+
+        Ends with the first position whose token under verification is another than the predicted one.
+        """
         for thought, token in zip(considered, self.unverified or (), strict=False):
             there = thought.choices.including(token, self.ahead.claim((*self.tokens, token)))
             p_accepted = self.p_accepted * there.chance_of(token)
@@ -214,16 +219,16 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def forget_guesses(self) -> None:
-        """The model has read on: what the draft head made of it is drafted anew."""
+        """Drops what a draft head predicted, because the model has read on."""
         del self.drafted[self.settled :]
         self.is_guessed = self.is_cut = False
 
     def settle(self) -> None:
-        """What there is stands, and is read by the next forward."""
+        """Makes all tokens so far final; the next forward pass reads them."""
         self.settled = len(self.drafted)
 
     def after(self, outcome: tuple[int, ...], chance: float, max_tokens: int) -> "BlockDraft":
-        """The block that comes after an outcome of this root's verification."""
+        """Returns the block that comes after an outcome of this root's verification."""
         return BlockDraft(
             request=self.request,
             text=self.text,
@@ -250,7 +255,7 @@ class BlockDraft:
 
     @property
     def confidence(self) -> float | None:
-        """Chance of the first token, if it was estimated: where no other was thought of, it was not."""
+        """Probability of the first token; None if the method considered no other token, so did not estimate it."""
         if not self.drafted or len(self.drafted[0].choices.tokens) == 1:
             return None
         return self.drafted[0].choices.chance_of(self.drafted[0].token)
@@ -261,5 +266,5 @@ class BlockDraft:
 
     @property
     def _least_of_tree(self) -> float:
-        """Chance that the next token must have, or others are offered in its place."""
+        """Probability that the next token needs; below it, other tokens are offered instead."""
         return least_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0

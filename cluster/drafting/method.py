@@ -58,7 +58,7 @@ class DraftingMethod(Protocol):
         ...
 
     def close(self, sessions: Sequence[str]) -> None:
-        """Forgets sessions; unknown ones are ignored."""
+        """Forgets sessions; ignores unknown ones."""
         ...
 
 

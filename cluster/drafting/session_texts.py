@@ -99,6 +99,6 @@ class SessionTexts:
         self._all[session].tokens.extend(tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
-        """Forgets sessions; unknown ones are ignored."""
+        """Forgets sessions; ignores unknown ones."""
         for session in sessions:
             self._all.pop(session, None)

@@ -35,7 +35,7 @@ class AcceptanceTally:
         self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent last
 
     def block_verified(self, drafter: str, kind: BlockKind, asked: int, accepted: int) -> None:
-        """Records a block of up to `asked` tokens, of which `accepted` were accepted."""
+        """Records a block of up to `asked` tokens with `accepted` accepted ones."""
         kinds = self._counts.setdefault(drafter, {})
         self._counts.move_to_end(drafter)
         kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(asked, accepted)

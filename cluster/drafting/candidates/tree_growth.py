@@ -20,7 +20,10 @@ Path = tuple[int, ...]
 
 @value
 class Limb:
-    """A chain in a growing tree: `tokens`, each chosen from `choices`, after the path `stem`, which has a chance."""
+    """A branch of a growing tree: the tokens after the path `stem`, which has the probability `chance`.
+
+    Each of `tokens` was chosen from the entry of `choices` at its place.
+    """
 
     stem: Path
     chance: float
