@@ -51,9 +51,8 @@ F = TypeVar("F", bound=Assignment)
 class Assignments(Generic[F]):
     """Gives every session a target and a drafter, and replacements when they fail.
 
-    Calls `tell` with events for clients.
-
-    `targets` and `drafters` are told which replicas may be given sessions.
+    Calls `tell` with events for clients. The caller keeps `targets` and `drafters` current: the replicas that may be
+    given sessions.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""The ledger of one request: what is committed, who works on it, and what to do when they fail.
+"""The ledger of one request: its committed tokens, its target and drafter, and what to do when they fail.
 
-Events in, commands out; nothing here waits, sends or looks at a clock. The rules it keeps:
+Events in, commands out; nothing here waits, sends or reads a clock. The rules that it keeps:
 
 * only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
-* what is committed is never taken back, and is all that is needed to open the session anywhere;
-* a lost drafter costs speed; a lost target costs a new attempt, twice at most without getting on in between;
-* a target that leaves as planned is no loss: that costs a new attempt too, however often.
+* a committed token is never taken back, and the ledger suffices to open the session anywhere;
+* a lost drafter costs speed; a lost target costs a new attempt, at most twice without progress in between;
+* a target that leaves as planned is no loss: it costs a new attempt too, any number of times.
 
-Knows nothing of text, of streams, or of how a peer was chosen.
+It knows nothing of text, of streams, or of how a peer was chosen.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ from protos.prefix import Prefix
 from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.values import value
 
-MAX_REOPENS = 2  # a request that kills targets must not kill them all
-# Tokens between two losses that show that the request was not to blame for the earlier one. One that is to blame, by
-# what a step of it does or by its length, comes to its end again within a few tokens.
+MAX_REOPENS = 2  # a request that crashes targets must not crash them all
+# Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures, by
+# what a step of it does or by its length, fails again within a few tokens.
 GETS_ON = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one session is to generate; all parameters resolved."""
+    """Parameters of one session's generation, all resolved."""
 
     session: str
     prompt: tuple[int, ...]
@@ -51,23 +51,23 @@ class Generation:
     stop_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
-    draft_seed: int  # independent of `seed`; what a drafter gets under ratio
+    draft_seed: int  # independent of `seed`; sent to drafters under rejection sampling
     choice: int
     hash_key: int
     acceptance: Acceptance
     max_draft_tokens: int
-    traceparent: str = ""  # W3C trace context of what the session is part of; empty: not traced
+    traceparent: str = ""  # W3C trace context of the session's parent span; empty: not traced
     grammar: str = ""  # see `Open`
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0
     cache_salt: str = ""
-    wants_rejected: bool = False  # whether `Emit` is to hold what was rejected
+    wants_rejected: bool = False  # whether `Emit` contains rejected draft tokens
 
 
 @value
 class ToTarget:
-    """Send to the target at `address`."""
+    """A command to send a message to the target at `address`."""
 
     address: str
     message: Open | Close
@@ -75,7 +75,7 @@ class ToTarget:
 
 @value
 class ToDrafter:
-    """Send to the drafter at `address`."""
+    """A command to send a message to the drafter at `address`."""
 
     address: str
     message: Open | Close
@@ -83,15 +83,15 @@ class ToDrafter:
 
 @value
 class Emit:
-    """Give newly committed tokens to the client; the first `accepted` of them were drafted."""
+    """Newly committed tokens for the client; the first `accepted` of them were drafted."""
 
     tokens: tuple[int, ...]
     accepted: int
     drafted: int  # tokens in the block that was verified
-    scores: tuple[TokenScore, ...] = ()  # of the tokens, if they were asked for
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's, from the second on; with the first tokens alone
-    cached: int = 0  # tokens of the prompt that the target had computed before; with the first tokens alone
-    rejected: tuple[int, ...] = ()  # of a session that asks for it: what the draft had after the accepted tokens
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if requested
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens from the second on; only with the first tokens
+    cached: int = 0  # prompt tokens that the target had cached; only with the first tokens
+    rejected: tuple[int, ...] = ()  # draft tokens after the accepted ones, if requested
 
 
 @value
@@ -103,13 +103,13 @@ class Ended:
 
 @value
 class Failed:
-    """The session cannot go on."""
+    """The session cannot continue."""
 
     error: SlipstreamError
 
 
 Event = Emit | Ended | Failed
-"""What whoever waits for the session's tokens hears."""
+"""Events for the client's stream of the session."""
 
 Command = ToTarget | ToDrafter | Event
 
@@ -122,31 +122,31 @@ class Phase(Enum):
 
 @dataclass
 class Counts:
-    """What the session's verification came to."""
+    """Verification totals of a session."""
 
     verifies: int = 0  # verdicts committed
-    blocks: int = 0  # of them with a block
+    blocks: int = 0  # those with a block
     drafted: int = 0
     accepted: int = 0
-    void: int = 0  # verdicts thrown away
+    void: int = 0  # verdicts ignored
 
 
 class Session:
     """The ledger's state machine."""
 
     def __init__(self, generation: Generation, ticket_key: bytes = b"") -> None:
-        """Without `ticket_key`, which is secret, any drafter may take part in the session."""
+        """Creates a session; without `ticket_key`, which is secret, any drafter may take part in it."""
         self.generation = generation
         self._ticket_key = ticket_key
-        self._drafters = 0  # that were assigned so far
+        self._drafters = 0  # number of drafters assigned so far
         self.phase = Phase.SEEKING
         self.attempt = 0
-        self.failures = 0  # targets lost, one after the other, without getting on in between
-        self._lost_at = 0  # length of the ledger when the latest one was lost
+        self.failures = 0  # targets lost in a row without progress in between
+        self._lost_at = 0  # length of the ledger at the latest loss
         self.target: str | None = None
         self.drafter: str | None = None
-        self.has_drafted = False  # whether this drafter ever had a block in time, or said that it has none
-        self._answers: list[DraftAnswer] = []  # what came of the blocks asked of it, since that was last taken
+        self.has_drafted = False  # whether this drafter ever had a block in time, or answered that it has none
+        self._answers: list[DraftAnswer] = []  # answers to the requests for blocks since `take_answers`
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.max_draft_tokens > 0
         self.counts = Counts()
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and all that is committed."""
+        """The prompt and all committed tokens."""
         return self._prefix.tokens
 
     @property
@@ -169,7 +169,7 @@ class Session:
     # ------------------------------------------------------------ assignment
 
     def assign_target(self, address: str) -> list[Command]:
-        """Opens the session on a target under a new attempt; its drafter follows."""
+        """Opens the session on a target under a new attempt; its drafter is opened again too."""
         assert self.phase is Phase.SEEKING
         self.phase = Phase.RUNNING
         self.target = address
@@ -177,7 +177,7 @@ class Session:
         return [ToTarget(address, self._open()), *self._open_drafter()]
 
     def assign_drafter(self, address: str) -> list[Command]:
-        """Gives the session a drafter."""
+        """Assigns a drafter and opens the session there."""
         assert self.wants_drafter
         self.drafter = address
         self._drafters += 1
@@ -186,14 +186,14 @@ class Session:
         return self._open_drafter()
 
     def leave_drafter(self) -> list[Command]:
-        """Frees the drafter, which lives but does not help; another may be assigned."""
+        """Releases a drafter that is alive but does not help; another may be assigned."""
         assert self.drafter is not None
         left = self.drafter
         self.drafter = None
         return [ToDrafter(left, Close(self.generation.session, self.attempt))]
 
     def leave_target(self) -> list[Command]:
-        """Frees the target, which lives and is to end; another is to be assigned."""
+        """Releases a target that is alive and about to end; another must be assigned."""
         assert self.phase is Phase.RUNNING
         assert self.target is not None
         left = self.target
@@ -202,7 +202,7 @@ class Session:
         return [ToTarget(left, Close(self.generation.session, self.attempt))]
 
     def take_answers(self) -> list[DraftAnswer]:
-        """What came of the blocks that its drafter was asked for since this was last called."""
+        """Returns what came of the blocks requested from its drafter since the previous call."""
         answers = self._answers
         self._answers = []
         return answers
@@ -210,7 +210,7 @@ class Session:
     # ------------------------------------------------------------ events
 
     def receive(self, peer: str, message: Message) -> list[Command]:
-        """Takes what its target or its drafter says."""
+        """Handles a message from the session's target or drafter."""
         match message:
             case Verdict():
                 return self.on_verdict(peer, message)
@@ -223,7 +223,7 @@ class Session:
         raise AssertionError(f"nobody sends a router a {type(message).__name__}")
 
     def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
-        """Commits what the current attempt decided at exactly this length and hash; all else is void."""
+        """Commits what the current attempt decided at exactly this length and hash; any other verdict is void."""
         current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if not (current and here and verdict.tokens):
@@ -256,27 +256,27 @@ class Session:
         return commands
 
     def on_drafter_resync(self, source: str) -> list[Command]:
-        """The drafter cannot follow: it gets the ledger again."""
+        """Sends the ledger again to a drafter that cannot follow."""
         return self._open_drafter() if source == self.drafter else []
 
     def on_drafter_gone(self, source: str) -> list[Command]:
-        """The drafter is lost or refuses; the target goes on alone until another is assigned."""
+        """Removes a drafter that is lost; the target continues alone until another is assigned."""
         if source == self.drafter:
             self.drafter = None
         return []
 
     def on_drafter_refusal(self, source: str, refusal: Refusal) -> list[Command]:
-        """A full drafter is left for another; a request that drafters find fault with goes on without any."""
+        """Leaves a full drafter for another; continues without any if the drafter finds the request invalid."""
         if source == self.drafter and refusal.reason is RefusalReason.INVALID:
             self.drafts = False
         if source != self.drafter:
             return []
-        return self.leave_drafter()  # it may have taken a later Open, which crossed its refusal
+        return self.leave_drafter()  # it may have accepted a later Open that crossed its refusal
 
     def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
-        """The target has ended: seek another. One that was lost is avoided from now on, and too many are the end.
+        """Seeks another target. A target that was lost is avoided from now on, and too many losses fail the session.
 
-        Where machines fail one after the other, a long request may lose any number of targets, and is not to blame.
+        If machines fail one after the other, a long request may lose any number of targets without being the cause.
         """
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
@@ -294,29 +294,29 @@ class Session:
         return [*self._release(), Failed(lost)]
 
     def on_target_unreadable(self, source: str, attempt: int) -> list[Command]:
-        """What the target said of the session is malformed: it is closed there, and counts as lost with the target."""
+        """Handles a malformed message from the target: the session is closed there, and the target counts as lost."""
         if self.phase is not Phase.RUNNING or source != self.target or attempt != self.attempt:
             return []
         return [ToTarget(source, Close(self.generation.session, attempt)), *self.on_target_gone(source)]
 
     def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
-        """The target will not serve the session: a full target is left; any other reason fails the session at once."""
+        """Leaves a full target for another; any other reason fails the session at once."""
         if source != self.target or refusal.attempt != self.attempt:
             return []
         self.target = None
         if refusal.reason is RefusalReason.OVERLOADED:
-            self.phase = Phase.SEEKING  # no failure: another, or the same one later, takes it
+            self.phase = Phase.SEEKING  # no failure: another target, or this one later, accepts it
             return []
         is_nonfinite = refusal.reason is RefusalReason.NONFINITE_LOGITS
         error = NonFiniteLogitsError(refusal.message) if is_nonfinite else RequestError(refusal.message)
         return [*self._release(), Failed(error)]
 
     def cancel(self) -> list[Command]:
-        """Nobody wants the session any more."""
+        """Ends a session that is no longer wanted."""
         return self._release()
 
     def fail(self, error: SlipstreamError) -> list[Command]:
-        """The router gives the session up."""
+        """Fails the session with `error`, unless it is over."""
         return [*self._release(), Failed(error)] if self.phase is not Phase.DONE else []
 
     # ------------------------------------------------------------ helpers
@@ -365,7 +365,7 @@ class Session:
         return [ToDrafter(self.drafter, said)]
 
     def _release(self) -> list[Command]:
-        """Frees both sides; idempotent."""
+        """Closes the session at both peers; idempotent."""
         self.phase = Phase.DONE
         close = Close(self.generation.session, self.attempt)
         commands: list[Command] = []
