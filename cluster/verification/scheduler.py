@@ -1,8 +1,7 @@
-"""The target's scheduler: what the next step computes, and what it decided.
+"""The verification scheduler: plans a target's next step and turns its outcomes into verdicts.
 
-The alternation of `plan` and `apply` is the whole verification loop; between them an engine computes. A block is
-verified only at exactly the length and hash it was drafted for. Knows nothing of torch, gRPC or a clock: times
-are handed in.
+`plan` and `apply` alternate; between them an engine computes. A block is verified only at exactly the length and hash
+that it was drafted for. The scheduler knows nothing of torch, gRPC or a clock; callers pass times in.
 """
 
 import logging
@@ -44,7 +43,7 @@ NONFINITE_MESSAGE = (
 
 
 class VerificationScheduler:
-    """All sessions of one target replica; `memory` by default pages of its own."""
+    """Schedules all sessions of one target replica; `memory` defaults to pages of its own."""
 
     def __init__(
         self,
@@ -71,34 +70,38 @@ class VerificationScheduler:
         self.departure = self._intake.departure
         self.router_of = self._admission.router_of
         self._in_step: list[tuple[TargetSession, Row]] = []
-        self._moves: list[PlaceMove] = []  # of what the latest step accepted; before anything else is done to the cache
-        self._step_shape = StepShape(0, 0, 0)  # of the latest step that computed anything
-        self._start: float | None = None  # of the next step, if nothing is heard before; None: to be asked for
-        self._free_since = 0.0  # since when sessions could have been in a step and were in none
-        self.known_tokens = 0  # fed though they were decided before: each once, unless its place in the cache was lost
-        self.step_s = 0.0  # in steps
+        self._moves: list[PlaceMove] = []  # for the latest step's accepted nodes; made before other cache changes
+        self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
+        self._start: float | None = None  # next step, unless a message arrives before; None: to be computed
+        self._free_since = 0.0  # time since which sessions could have been in a step and were in none
+        self.known_tokens = 0  # decided tokens fed, each once unless it was lost from the cache
+        self.step_s = 0.0  # total time in steps
         self.nonfinite = 0  # sessions that ended because their logits were NaN or infinite
         self._nonfinite_log_due = -math.inf
-        self.idle_s = 0.0  # in no step, though there were sessions: for want of blocks, as a rule
+        self.idle_s = 0.0  # total time with sessions and no step, usually waiting for blocks
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Takes a message from a router's or a drafter's stream; returns what is to be sent for it."""
+        """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
         self._start = None
         if isinstance(message, Open) and not self._admission.has_sessions:
             self._free_since = now
         return self._intake.receive(peer, message, now)
 
     def gone(self, peer: str, now: float) -> None:
-        """A stream broke: a router's sessions are nobody's, a drafter's go on plainly with the blocks that arrived."""
+        """Handles a broken stream.
+
+        A router's sessions are forgotten. A drafter's sessions continue without speculation, after the blocks that
+        arrived.
+        """
         self._start = None
         self._intake.gone(peer, now)
 
     # ------------------------------------------------------------ the step
 
     def plan(self, now: float) -> StepPlan | None:
-        """What to compute now, or None when nothing is due (see `next_due`)."""
+        """Returns the step to compute now, or None if nothing is due (see `next_due`)."""
         assert not self._in_step, "a step is planned while another is under way"
         self._intake.expire(now)
         self.feeds.before_step()
@@ -119,7 +122,7 @@ class VerificationScheduler:
         return StepPlan(closes, opens, rows, tuple(copies), moves)
 
     def next_due(self) -> float | None:
-        """When a step or an expiry will be due if nothing else happens; None while nothing could be."""
+        """Returns the time of the next step or expiry if nothing else happens; None if there will be none."""
         if self._start is None:
             _, self._start = self._timing.dues(self._admission.running, self._pacer.load)
         expiry = self._intake.next_expiry()
@@ -127,7 +130,7 @@ class VerificationScheduler:
         return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
-        """Turns what the engine computed into verdicts, for the router and for the drafter."""
+        """Turns the engine's outcomes into verdicts for routers and drafters."""
         self._start = None
         decided = {outcome.session: outcome for outcome in outcomes}
         to_drafters: list[Send] = []
@@ -147,7 +150,7 @@ class VerificationScheduler:
                 to_routers.append(self._end_nonfinite(session, now))
                 continue
             if not session.open.audit:
-                # Before the verdict: a session may end with it, and what it was fed stays useful.
+                # Before the verdict: a session may end with it, and its cached pages stay useful.
                 self._pages.publish(name, session.prefix.tokens, min(session.cached_len, session.prefix.length))
             if row.decide:
                 news, verdict = self._decide(session, row, decided[name], now)
@@ -157,7 +160,7 @@ class VerificationScheduler:
                 self._pages.truncate(name, session.cached_len)
         self.feeds.step_made(self._in_step, decided)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
-        if self._in_step:  # else the engine was only told who has come and gone
+        if self._in_step:  # otherwise the step only opened and closed sessions
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)
             self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
@@ -167,27 +170,27 @@ class VerificationScheduler:
         self._intake.admit(now)
         if self.is_idle:
             self._pages.check()
-        return [*to_drafters, *to_routers]  # a round waits for its drafter, not for its router
+        return [*to_drafters, *to_routers]  # drafters first: a round waits for its drafter, not for its router
 
     # ------------------------------------------------------------ inspection
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing at all is held: no session, no waiting block, nothing due to the engine."""
+        """True if nothing is held: no session, no waiting block, nothing pending for the engine."""
         return self._admission.is_empty and self._intake.is_empty and not self._in_step
 
     def report(self, now: float) -> TargetReport:
-        """For autoscaling, of the time since it was last asked for."""
+        """Returns the autoscaling report on the time since the previous one."""
         return self.reporter.report(self.step_s, self.idle_s, now)
 
     def load(self) -> dict[str, float]:
-        """Sessions in the cache, without audits, and in the queue."""
+        """Returns the number of sessions in the cache, without audits, and in the queue."""
         running = sum([not session.open.audit for session in self._admission.running.values()])
         return {"sessions": float(running), "queued": float(len(self._admission.waiting))}
 
     @property
     def unasked(self) -> int:
-        """Blocks so far for sessions that are not open, or are another drafter's."""
+        """Blocks so far for sessions that are not open, or assigned to another drafter."""
         return self._intake.unasked
 
     @property
@@ -197,63 +200,63 @@ class VerificationScheduler:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens that verdicts took over from blocks."""
+        """Draft tokens that verdicts accepted."""
         return self._counts.accepted_tokens
 
     @property
     def wasted_tokens(self) -> int:
-        """Draft tokens that came in well-formed blocks and that no verdict took over.
+        """Draft tokens that arrived in well-formed blocks and that no verdict accepted.
 
-        They were rejected, or never verified: fewer tokens paid by then, their block was dropped or replaced by a
-        better version, a late block came after the target's own tokens, or their session ended.
+        They were rejected or never verified: fewer tokens paid at verification, their block was dropped or replaced by
+        a better version, a late block came after the target's own tokens, or their session ended.
         """
         return self._counts.wasted_tokens
 
     @property
     def rebased(self) -> int:
-        """Blocks that came late and were verified from where the target had got to."""
+        """Late blocks that were verified from the target's current length."""
         return self._counts.rebased
 
     @property
     def preempted(self) -> int:
-        """Times that a session lost its pages to older ones."""
+        """Times that a session lost its pages to an older one."""
         return self._admission.preempted
 
     @property
     def pages(self) -> dict[str, int]:
-        """Of the cache: `total`, and those `held` by sessions now; the others are free or may be evicted."""
+        """Pages of the cache: the `total`, and those `held` by sessions now; the others are free or evictable."""
         return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
 
     @property
     def acceptance(self) -> AcceptanceCounts:
-        """Of all blocks since the beginning, by position."""
+        """Counts of all blocks since startup, by position."""
         return self._pacer.acceptance
 
     @property
     def speculation(self) -> dict[str, float]:
-        """What pacing goes by: plain tokens a second, the gain over them, and whether drafts are asked for."""
+        """State of pacing: non-speculative tokens per second, the gain over them, and whether drafts are requested."""
         load = self._pacer.load
         return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
 
     @property
     def step_cost(self) -> StepCost:
-        """What steps cost by now."""
+        """Current cost of steps."""
         return self._pacer.load.step
 
     @property
     def is_drafted_for(self) -> bool:
-        """Whether blocks were wanted for the latest step: then drafters, where there are any, were at work."""
+        """True if blocks were requested for the latest step, so that its drafters, if any, were at work."""
         return self._step_shape.is_drafted_for
 
     # ------------------------------------------------------------ helpers
 
     def _fill_step(self, dues: Mapping[str, float], now: float) -> list[PageCopy]:
-        """Takes the sessions that are due into the step, longest unserved first, up to the token budget."""
+        """Adds the sessions that are due to the step, longest unserved first, up to the token budget."""
         budget = self._limits.max_step_tokens
         copies: list[PageCopy] = []
         in_step: set[str] = set()
         for name in list(self._admission.order):
-            session = self._admission.running.get(name)  # None: preempted by one before it
+            session = self._admission.running.get(name)  # None: preempted by an earlier one in this loop
             if session is None or budget <= 0 or dues[name] > now:
                 continue
             row = session.row(budget)
@@ -272,7 +275,7 @@ class VerificationScheduler:
         return copies
 
     def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
-        """What its drafter and its router are told."""
+        """Applies a row's outcome; returns the messages for its drafter and its router."""
         request = session.open
         drafted = row.drafted
         room = max_block_len(request, session.prefix.length)
@@ -300,9 +303,9 @@ class VerificationScheduler:
         return sends, (session.router, session.for_router(verdict, row, outcome))
 
     def _end_nonfinite(self, session: TargetSession, now: float) -> Send:
-        """Ends a session whose logits are NaN or infinite; its drafter is released by its router.
+        """Ends a session whose logits are NaN or infinite; its router releases its drafter.
 
-        Nobody else may read what it cached. With the same weights another replica would compute the same.
+        No other session may read what it cached. Another replica with the same weights would compute the same.
         """
         request = session.open
         self.nonfinite += 1
@@ -324,7 +327,7 @@ class VerificationScheduler:
 def _verdict(
     session: TargetSession, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
 ) -> Verdict:
-    """What its router and its drafter are both told."""
+    """Builds the part of a verdict that both router and drafter receive."""
     return Verdict(
         session.open.session,
         session.open.attempt,
@@ -342,14 +345,14 @@ def _verdict(
 
 
 def _as_fed(planned: list[tuple[TargetSession, Row]], memory: SessionMemory) -> list[tuple[TargetSession, Row]]:
-    """A row that was fed otherwise than planned counts as it was fed; one that was not fed is due again."""
+    """Replaces planned rows by the rows that were fed; drops those that were not fed, which are due again."""
     for session, _ in planned:
         session.in_step = False
     return [(session, row) for session, at_first in planned if (row := memory.fed(at_first)) is not None]
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:
-    """Of the step that is about to be made, for pacing to learn from its time."""
+    """Returns the shape of the step, with which pacing interprets the step's time."""
     prompts = [row for _, row in in_step if row.feeds_prompt]
     return StepShape(
         rows=len(in_step),
