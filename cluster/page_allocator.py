@@ -1,10 +1,10 @@
-"""The pages of a paged cache: which page holds which positions of which session, shared, forked, evicted.
+"""Page tables of a paged cache: the pages that hold each session's positions, with sharing, forks and eviction.
 
-A session's cache is a prefix, stored in the pages of its table. Pages are shared between sessions in two ways: a
-fork shares its parent's, and whole pages of committed tokens are published for sessions that begin with the same
-tokens. A page that anybody else may read is never written: its writer gets another. Knows nothing of tensors, nor
-of what is stored in a page: who owns the memory makes the copies asked for, in the order they were asked for,
-before anything is written.
+A session's cache is a prefix, stored in the pages of its table. Sessions share pages in two ways. A fork shares its
+parent's pages, and whole pages of committed tokens are published for sessions that begin with the same tokens. A page
+that another session may read is never written; its writer gets another page. The allocator knows nothing of tensors or
+of a page's contents. The owner of the memory makes the returned copies, in the order they were returned, before
+anything is written.
 """
 
 from array import array
@@ -18,7 +18,7 @@ PageHash = Callable[[bytes, bytes, Sequence[int]], bytes]
 
 
 def page_hash(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
-    """128 bits; keyed, so that no client can choose prompts that collide."""
+    """Returns a 128-bit hash; keyed, so that no client can choose prompts that collide."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16, key=key).digest()
 
 
@@ -40,7 +40,7 @@ class PlaceMove:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Published:
-    """What a published page holds: its tokens after those of its parents."""
+    """Contents of a published page: its tokens, which follow those of its parents."""
 
     key: bytes
     parent: "_Published | None"
@@ -49,21 +49,21 @@ class _Published:
     salt: bytes
 
     def holds(self, parent: "_Published | None", tokens: tuple[int, ...], salt: bytes) -> bool:
-        """Whether it is this very content; hashes may collide."""
+        """Returns True if this page has exactly this content, since hashes may collide."""
         return self.parent is parent and self.tokens == tokens and self.salt == salt
 
 
 @dataclass(eq=False)
 class _Holding:
     table: list[int]
-    published: int  # its first pages, each published after the one before
+    published: int  # number of its first pages that are published, in order
     salt: bytes
 
 
 class PageAllocator:
     """One pool of pages and a page table per session.
 
-    To name a session that is not open is a mistake of the caller, a KeyError.
+    Naming a session that is not open is an error of the caller and raises KeyError.
     """
 
     def __init__(self, pages: int, page_size: int, hash_key: bytes, hash_page: PageHash = page_hash) -> None:
@@ -72,13 +72,13 @@ class PageAllocator:
         self._hash_key = hash_key
         self._hash_page = hash_page
         self._sessions: dict[str, _Holding] = {}
-        self._refs = [0] * pages  # tables that a page is in
-        self._free = list(reversed(range(pages)))  # a stack: the page used last, whose memory is warm, goes first
+        self._refs = [0] * pages  # number of tables that each page is in
+        self._free = list(reversed(range(pages)))  # a stack: the last used page, whose memory is warm, is taken first
         self._published: dict[int, _Published] = {}  # by page
         self._index: dict[bytes, _Published] = {}  # the same, by hash
         self._evictable: OrderedDict[int, None] = OrderedDict()  # published and in no table, least recently used first
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ state
 
     @property
     def available(self) -> int:
@@ -91,24 +91,24 @@ class PageAllocator:
         return len(self._published)
 
     def pages_for(self, length: int) -> int:
-        """Pages that so many positions take."""
+        """Returns the number of pages that `length` positions take."""
         return -(-length // self.page_size)
 
     def table(self, session: str) -> tuple[int, ...]:
-        """Position n of the session is in page `table[n // page_size]`, at `n % page_size`."""
+        """Returns the session's pages: position n is in page `table[n // page_size]`, at `n % page_size`."""
         return tuple(self._sessions[session].table)
 
     def missing(self, session: str, length: int) -> int:
-        """Pages that a session has yet to take for so many positions; negative when it has more."""
+        """Returns the pages that a session still needs for `length` positions; negative if it has more."""
         return -(-length // self.page_size) - len(self._sessions[session].table)
 
-    # ------------------------------------------------------------ the life of a session
+    # ------------------------------------------------------------ sessions
 
     def open(self, session: str, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Adds a session; returns how many of its first positions are cached already.
 
-        The last token never is: somebody has to compute what comes after it. Pages are shared among sessions of the
-        same salt alone.
+        The last token is never among them, because a model has to compute what follows it. Pages are shared only
+        between sessions with the same salt.
         """
         assert session not in self._sessions, f"{session} is open already"
         table = self._find(tokens, salt)
@@ -128,9 +128,9 @@ class PageAllocator:
         self._sessions[child] = _Holding(table, min(origin.published, len(table)), origin.salt)
 
     def reserve(self, session: str, start: int, end: int) -> list[PageCopy] | None:
-        """Makes positions `start` to `end` writable; what is cached from `start` on counts no more.
+        """Makes positions `start` to `end` writable; cached positions from `start` on become invalid.
 
-        Returns the copies to make first, or None, with nothing changed, when there are not enough pages.
+        Returns the copies to make first, or None, with nothing changed, if there are not enough pages.
         """
         held = self._sessions[session]
         table = held.table
@@ -149,9 +149,9 @@ class PageAllocator:
         for index in shared:
             page = table[index]
             table[index] = self._allocate()
-            if index * self.page_size < start:  # what stands before `start` has to come along
+            if index * self.page_size < start:  # positions before `start` must be kept
                 copies.append(PageCopy(page, table[index]))
-            # It may become evictable here, but last in line: what is allocated below comes from those before it.
+            # It may become evictable here, but last in order: the allocations below take earlier pages.
             self._release(page)
         table.extend(self._allocate() for _ in range(missing))
         held.published = min(held.published, first)
@@ -161,14 +161,14 @@ class PageAllocator:
         """Rolls back to the first `length` positions."""
         held = self._sessions[session]
         kept = self.pages_for(length)
-        while len(held.table) > kept:  # the last page first: a chain is evicted from its end
+        while len(held.table) > kept:  # last page first, so that a chain is evicted from its end
             self._release(held.table.pop())
         held.published = min(held.published, len(held.table))
 
     def publish(self, session: str, tokens: Sequence[int], length: int) -> None:
-        """Lets others find the whole pages among the first `length` positions, which must be computed.
+        """Lets other sessions find the whole pages among the first `length` positions, which must be computed.
 
-        `tokens` are the session's, from the first on; each page is looked at once.
+        `tokens` are all of the session's tokens; each page is examined once.
         """
         held = self._sessions[session]
         assert length <= len(tokens), f"{session} has {len(tokens)} tokens, not {length}"
@@ -179,13 +179,13 @@ class PageAllocator:
             held.published += 1
 
     def withdraw(self, session: str) -> None:
-        """Stops sharing the session's pages, and those published after them: what they hold may be wrong.
+        """Stops sharing the session's pages, and those published after them, because their contents may be wrong.
 
-        Others that hold them keep them, and publish them again once they compute further tokens.
+        Other sessions that hold such pages keep them, and publish them again once they compute further tokens.
         """
         suspects = set(self._sessions[session].table)
         wrong: set[_Published] = set()
-        for page, entry in self._published.items():  # in the order of publishing: parents come first
+        for page, entry in self._published.items():  # in order of publication: parents come first
             if page in suspects or entry.parent in wrong:
                 wrong.add(entry)
         for entry in wrong:
@@ -199,7 +199,7 @@ class PageAllocator:
             held.published = next((at for at, page in enumerate(pages) if page not in self._published), len(pages))
 
     def close(self, session: str) -> None:
-        """Forgets a session; what it published stays until the room is needed."""
+        """Forgets a session; its published pages stay until they are evicted."""
         self.truncate(session, 0)
         del self._sessions[session]
 
@@ -212,7 +212,7 @@ class PageAllocator:
         return self._hash_page(self._hash_key, parent.key if parent is not None else salt, tokens)
 
     def _find(self, tokens: Sequence[int], salt: bytes) -> list[int]:
-        """Published pages that hold these tokens, as far as they go, but for the last token."""
+        """Returns the published pages that hold the longest prefix of these tokens, without the last token."""
         found: list[int] = []
         parent: _Published | None = None
         for index in range((len(tokens) - 1) // self.page_size):
@@ -225,9 +225,9 @@ class PageAllocator:
         return found
 
     def _publish_page(self, held: _Holding, index: int, tokens: tuple[int, ...]) -> bool:
-        """Publishes a page whose predecessors are published, or puts its published double in its place.
+        """Publishes a page whose predecessors are published, or replaces it by a published page with the same content.
 
-        False when other content has its hash: the page stays private, and so do those after it.
+        Returns False if other content has its hash: the page stays private, and so do those after it.
         """
         page = held.table[index]
         parent = self._published[held.table[index - 1]] if index else None
@@ -278,7 +278,7 @@ class PageAllocator:
     # ------------------------------------------------------------ integrity
 
     def check(self) -> None:
-        """Raises AssertionError unless every page is accounted for, exactly once."""
+        """Raises AssertionError unless every page is accounted for exactly once."""
         used = Counter(page for held in self._sessions.values() for page in held.table)
         assert [used[page] for page in range(self.pages)] == self._refs, "references are not what the tables hold"
         places = sorted([*self._free, *self._evictable, *used])

@@ -1,7 +1,7 @@
-"""What the verification scheduler asks of the memory behind it: pages of its own, or an engine's.
+"""The interface of cache memory to the verification scheduler: pages of the scheduler's own, or an engine's.
 
-Membership, blocks, pacing and verdicts are the scheduler's in either case. An engine with pages of its own also chooses
-how much of a prompt it feeds, and which rows have to wait for memory; what it fed is asked for after each step.
+Membership, blocks, pacing and verdicts belong to the scheduler in both cases. An engine with its own pages also decides
+how much of a prompt it feeds and which rows wait for memory; the scheduler asks what was fed after each step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from cluster.page_allocator import PageAllocator, PageCopy
 
 
 class ForSession(Protocol):
-    """A row of a step, as far as memory knows of it."""
+    """The part of a step's row that memory needs."""
 
     @property
     def session(self) -> str: ...
@@ -22,7 +22,7 @@ AnyRow = TypeVar("AnyRow", bound=ForSession)
 
 
 class SessionMemory(Protocol):
-    """Pages of sessions, by name; see `PageAllocator`, whose words these are."""
+    """Pages of sessions, by name; see `PageAllocator` for the methods that both have."""
 
     page_size: int
 
@@ -48,18 +48,18 @@ class SessionMemory(Protocol):
     def close(self, session: str) -> None: ...
 
     def held(self, session: str, length: int) -> int:
-        """How many of a session's first tokens, of which `length` were fed, it holds now."""
+        """Returns the number of a session's first tokens that are held now; `length` of them were fed."""
         ...
 
     def fed(self, planned: AnyRow) -> AnyRow | None:
-        """What a step fed of a row that was planned for it; None: nothing, it is still to come."""
+        """Returns the row that a step fed for a planned one; None if nothing was fed and the row is still to come."""
         ...
 
     def check(self) -> None: ...
 
 
 class OwnPages(PageAllocator):
-    """The scheduler's own: every row is fed as it was planned."""
+    """The scheduler's own pages; every row is fed as planned."""
 
     def held(self, session: str, length: int) -> int:
         return length
@@ -69,9 +69,9 @@ class OwnPages(PageAllocator):
 
 
 class EnginePages:
-    """An engine's: it seats, preempts and shares by itself, so nothing is ever missing here.
+    """An engine's pages. The engine admits, preempts and shares by itself, so no page is ever missing here.
 
-    The engine notes each step that it made. Wherever a session's pages lie, here they are numbered from its first one.
+    The engine records each step that it made. Pages are numbered from the session's first one, wherever they are.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -83,7 +83,8 @@ class EnginePages:
         self._computed: Mapping[str, int] = MappingProxyType({})
 
     def step_made(self, fed: Mapping[str, Any], held: int, computed: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Rows of the latest step by session, the pages that sessions hold after it, and tokens in each one's pages."""
+        """Records the latest step: its rows by session, the pages that sessions hold after it, and the tokens in each
+        one's pages."""
         self._fed = fed
         self._held = held
         self._computed = computed
@@ -114,7 +115,7 @@ class EnginePages:
         pass
 
     def withdraw(self, session: str) -> None:
-        """The engine shares pages by itself."""
+        """Does nothing: the engine shares pages by itself."""
 
     def close(self, session: str) -> None:
         pass
