@@ -1,6 +1,6 @@
-"""The configuration: one frozen pydantic model, read from YAML, overridden by environment and command line.
+"""The configuration: one frozen pydantic model, read from YAML and overridden by environment and command line.
 
-Each part of the system is given the narrow sub-model it needs.
+Each part of the system receives only the sub-model that it needs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,7 +57,7 @@ class ModelConfig(_Frozen):
 
 
 class Resources(_Frozen):
-    """What Ray reserves for one process that runs a model."""
+    """Resources that Ray reserves for one process that runs a model."""
 
     num_cpus: float = Field(1, ge=0, description="may be a fraction")
     num_gpus: float = Field(
@@ -82,7 +82,7 @@ class Resources(_Frozen):
 
     @property
     def gpu_share(self) -> float:
-        """Of the one GPU that the process computes on."""
+        """Share of its one GPU that the process may use."""
         return min(self.num_gpus, 1.0) or 1.0
 
 
@@ -99,7 +99,7 @@ class CacheConfig(_Frozen):
 
 
 class Replicas(_Frozen):
-    """Bounds of a pool, and how it moves between them; equal bounds fix its size."""
+    """Bounds of a pool and rules for scaling between them; equal bounds fix its size."""
 
     min: Annotated[int, Field(ge=0)] = Field(1, description="replicas that are always there")
     max: Positive = Field(1, description="most replicas")
@@ -117,7 +117,7 @@ class Replicas(_Frozen):
 
 
 class TargetReplicas(Replicas):
-    """Of the target pool, which is never empty."""
+    """Scaling of the target pool, which is never empty."""
 
     min: Positive = Field(1, description="replicas that are always there")
     first_token_s: Seconds = Field(
@@ -126,7 +126,10 @@ class TargetReplicas(Replicas):
 
 
 class DraftReplicas(Replicas):
-    """Of the draft pool, which may be empty: targets then decode plainly, and drafters come when they are asked for."""
+    """Scaling of the draft pool.
+
+    It may be empty; targets then decode without speculation until drafters are started.
+    """
 
     min: Annotated[int, Field(ge=0)] = Field(
         1, description="replicas that are always there; 0: none while none is needed"
@@ -143,7 +146,7 @@ class DraftReplicas(Replicas):
 
 
 def _check_places(replicas: Replicas, max_sessions: int) -> None:
-    """Raises ValueError when scaling aims at more sessions than a replica takes."""
+    """Raises ValueError if scaling aims at more sessions than a replica takes."""
     aim = replicas.sessions_per_replica
     if aim is not None and aim > max_sessions:
         raise ValueError(
@@ -205,7 +208,7 @@ class TargetPool(_Frozen):
 class DraftPool(_Frozen):
     """The pool of drafters. A method's options are in the section of its name.
 
-    `model` is none of them: whatever the method, it is the checkpoint that drafters load. A draft model is checked
+    `model` is not one of them: for every method, it is the checkpoint that drafters load. A draft model is checked
     against the target's vocabulary before anything starts, a head against its sizes when it is loaded.
     """
 
@@ -247,7 +250,8 @@ class DraftPool(_Frozen):
 
     @property
     def model_method(self) -> str:
-        """The method that drafts with `model`, and may read the target's states: `method`, or the one after it."""
+        """The method that drafts with `model` and may read the target's states: `method`, or the one that lookup_first
+        asks."""
         return self.lookup_first.then if self.method == "lookup_first" else self.method
 
     @model_validator(mode="after")
@@ -276,7 +280,7 @@ class DraftPool(_Frozen):
 
 
 class SpeculationConfig(_Frozen):
-    """How far and by which rule to speculate."""
+    """Draft length, acceptance rule and pacing of speculation."""
 
     max_draft_tokens: int = Field(
         5, ge=0, le=MAX_BLOCK_TOKENS, description="most draft tokens in a block; 0: plain decoding"
@@ -296,7 +300,7 @@ class SpeculationConfig(_Frozen):
 
 
 class AuditConfig(_Frozen):
-    """Which ended requests a router has decided again plainly, where a target is idle, and compared."""
+    """Audits of ended requests: a router has an idle target decide them again without speculation, and compares."""
 
     share: float = Field(0.0, ge=0, le=1, description="of the requests; 0: none")
     near_tie: float | None = Field(
@@ -309,7 +313,7 @@ class AuditConfig(_Frozen):
 
 
 class OperatorsConfig(_Frozen):
-    """An address of its own for `/metrics` and the live page; the API is there, too."""
+    """A separate address for `/metrics` and the live page; the API is served there, too."""
 
     host: str = Field("127.0.0.1", description="address to listen on, of each machine with a router")
     port: int = Field(
@@ -379,7 +383,7 @@ class ServerConfig(_Frozen):
 
 
 class SlipstreamConfig(_Frozen):
-    """Everything that one deployment of Slipstream is told."""
+    """The whole configuration of a deployment."""
 
     model: ModelConfig
     target: TargetPool = TargetPool()
@@ -392,12 +396,16 @@ class SlipstreamConfig(_Frozen):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """All names of the model, of which the first is its own."""
+        """All names of the model; the first one is its own."""
         return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        """A vLLM target decides by its own draws, and keeps hidden states beside its cache if anybody reads them."""
+        """Rejects settings that a vLLM target cannot meet.
+
+        Such a target decides by its own draws, and keeps hidden states beside its cache if the drafting method reads
+        them.
+        """
         if self.target.engine == "slipstream":
             return self
         if self.speculation.acceptance == "ratio":
@@ -421,16 +429,15 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "speculation.draft_ahead": "is gone; speculation.pacing: lock_step drafts nothing ahead",
     }
 )
-"""Keys of earlier releases, and what became of each."""
+"""Keys of earlier releases, and their replacements."""
 
 
 def load_config(
     path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
 ) -> SlipstreamConfig:
-    """Reads a YAML file; SLIPSTREAM__SECTION__KEY variables and then `section.key=value` overrides win.
+    """Reads a YAML file; SLIPSTREAM__SECTION__KEY variables and then `section.key=value` overrides take precedence.
 
-    Model folders and files of credentials given as relative paths are relative to the file. Raises ConfigError naming
-    the key.
+    Relative paths of model folders and credential files are relative to the file. Raises ConfigError naming the key.
     """
     try:
         data = yaml.safe_load(path.read_text())
@@ -452,7 +459,7 @@ def load_config(
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Sets each `section.key=value`, of which the value is YAML. Raises ConfigError for what is none."""
+    """Sets each `section.key=value`, where the value is YAML. Raises ConfigError for a malformed override."""
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
@@ -461,7 +468,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
 
 
 def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
-    """The config in `data`, or ConfigError with one line per wrong key."""
+    """Returns the config in `data`; raises ConfigError with one line per wrong key."""
     moved = [f"{key} {fate}" for key, fate in MOVED.items() if _has(data, key)]
     if moved:
         raise ConfigError("wrong configuration\n  " + "\n  ".join(moved))
@@ -473,7 +480,7 @@ def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
 
 
 def _has(data: Any, key: str) -> bool:
-    """Whether there is something at a dotted key."""
+    """Returns True if `data` has a value at a dotted key."""
     section, _, rest = key.partition(".")
     return isinstance(data, Mapping) and section in data and (not rest or _has(data[section], rest))
 
@@ -491,7 +498,7 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
 
 
 def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path) -> None:
-    """Makes local folders absolute; anything that is no folder stays, as a Hugging Face id."""
+    """Makes local folders absolute; keeps anything that is not a folder, as a Hugging Face id."""
     part = data.get(section)
     if not isinstance(part, dict) or not isinstance(part.get(key), str):
         return
@@ -503,7 +510,7 @@ def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path)
 
 
 def _make_absolute(data: dict[str, Any], section: str, key: str, base: Path) -> None:
-    """For paths that can be nothing else."""
+    """Makes a value absolute that can only be a path."""
     part = data.get(section)
     if isinstance(part, dict) and isinstance(part.get(key), str):
         part[key] = str(base / Path(part[key]).expanduser())

@@ -1,4 +1,4 @@
-"""What is wrong with a file that holds a frozen model, one line a key: what was found, and what was expected."""
+"""Error messages for a file that holds a frozen model, one line per key: what was found, and what was expected."""
 
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 
 def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> list[str]:
-    """Of what should have been of this kind; `whole` names it where no key is to blame."""
+    """Returns one line per error; `whole` stands for the file if no key is at fault."""
     return [f"{'.'.join(map(str, found['loc'])) or whole}: {_fault(found, model)}" for found in error.errors()]
 
 
@@ -23,17 +23,17 @@ def _fault(found: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _keys(sections: list[str], model: type[BaseModel]) -> list[str]:
-    """The keys of a section, named by those that it is in."""
+    """Returns the keys of a section, given the path of section names to it."""
     names = iter(sections)
     for name in names:
         annotation = model.model_fields[name].annotation
         model = _section(annotation)
         if get_origin(annotation) is dict:
-            next(names)  # a name of somebody's choice
+            next(names)  # a key that the user chose
     return list(model.model_fields)
 
 
 def _section(annotation: Any) -> type[BaseModel]:
-    """Of a field that holds a section, a section or nothing, or sections by name."""
+    """Returns the section type of a field annotated with a section, an optional section, or a dict of sections."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next(kind for kind in kinds if issubclass(kind, BaseModel))

@@ -1,6 +1,6 @@
-"""What forwards and messages cost in time, measured or stated: data that can be published, saved and loaded.
+"""Times of forward passes and messages, measured or given: values that can be published, saved and loaded.
 
-Replicas publish what they measured at their start; the simulator and `slipstream plan` run on it.
+Replicas publish what they measured at startup; the simulator and `slipstream plan` use it.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ class _Cost(BaseModel):
 
 
 class ForwardCost(_Cost):
-    """Seconds of one forward: a curve over its tokens, linear between points, and something for each row."""
+    """Seconds of one forward pass: a piecewise linear curve over its tokens, plus a constant for each row."""
 
     by_tokens: tuple[tuple[int, float], ...] = Field(min_length=1, description="(tokens, seconds), tokens rising")
     per_row_s: float = Field(0.0, ge=0)
@@ -38,17 +38,20 @@ class ForwardCost(_Cost):
         return cls(by_tokens=((0, base_s), (1, base_s + per_token_s)), per_row_s=per_row_s)
 
     def times(self, factor: float) -> Self:
-        """The same shape, so many times as slow."""
+        """Returns the same shape, slower by `factor`."""
         points = tuple((tokens, factor * seconds) for tokens, seconds in self.by_tokens)
         return type(self)(by_tokens=points, per_row_s=factor * self.per_row_s)
 
     def plus(self, seconds: float) -> Self:
-        """With so much more for each forward."""
+        """Returns the cost with `seconds` added to each forward pass."""
         points = tuple((tokens, at + seconds) for tokens, at in self.by_tokens)
         return type(self)(by_tokens=points, per_row_s=self.per_row_s)
 
     def seconds(self, rows: float, tokens: float) -> float:
-        """Beyond the last point the curve goes on as between the last two; below the first it is level."""
+        """Returns the seconds of a forward pass of `tokens` tokens in `rows` rows.
+
+        The curve continues linearly beyond its last point and is constant below its first.
+        """
         return self._at(tokens) + self.per_row_s * rows
 
     def _at(self, tokens: float) -> float:
@@ -62,10 +65,10 @@ class ForwardCost(_Cost):
 
 
 class DraftCost(_Cost):
-    """Seconds of one drafting pass: of its forwards, one after the other, and something for the pass.
+    """Seconds of one drafting pass: its successive forward passes, plus a constant.
 
-    A forward predicts up to `tokens_per_forward` tokens in each row, each of them after the first for `further` more.
-    Both curves are over rows.
+    A forward pass predicts up to `tokens_per_forward` tokens in each row; each one after the first costs `further`
+    more. Both curves are over rows.
     """
 
     forward: ForwardCost
@@ -74,7 +77,7 @@ class DraftCost(_Cost):
     tokens_per_forward: int = Field(1, ge=1)
 
     def times(self, factor: float) -> Self:
-        """The same shape, so many times as slow."""
+        """Returns the same shape, slower by `factor`."""
         slower = {
             "forward": self.forward.times(factor),
             "further": self.further.times(factor),
@@ -83,21 +86,22 @@ class DraftCost(_Cost):
         return self.model_copy(update=slower)
 
     def seconds(self, rows: float, tokens: int) -> float:
-        """`tokens` is the length of the longest block of the pass."""
+        """Returns the seconds of a pass over `rows` rows whose longest block has `tokens` tokens."""
         return self.per_pass_s + self.forwards(tokens) * self.forward_s(rows, tokens)
 
     def forwards(self, tokens: int) -> int:
-        """That a block of so many tokens takes."""
+        """Returns the number of forward passes for a block of `tokens` tokens."""
         return -(-tokens // self.tokens_per_forward)
 
     def forward_s(self, rows: float, tokens: int) -> float:
-        """One forward over so many rows, to name as much of blocks of so many tokens as it can."""
+        """Returns the seconds of one forward pass over `rows` rows that predicts as much of a block of `tokens` as it
+        can."""
         further = max(0, min(tokens, self.tokens_per_forward) - 1)
         return self.forward.seconds(rows, rows) + further * self.further.seconds(rows, rows)
 
 
 class CostModel(_Cost):
-    """Everything that takes time, and what drafts are good for where that was measured with it."""
+    """All costs in time, and the drafts' acceptance if it was measured with them."""
 
     target: ForwardCost
     draft: DraftCost
@@ -110,7 +114,7 @@ class CostModel(_Cost):
     )
 
     def plain_s(self, rows: float) -> float:
-        """A target's step of one token a row while nobody drafts.
+        """Returns the seconds of a target's step of one token per row while no drafter works.
 
         Drafters on the target's own machine take from its cores, caches and memory.
         """
@@ -121,7 +125,7 @@ class CostModel(_Cost):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ConfigError that names the file and the wrong keys."""
+        """Reads costs from a file; raises ConfigError that names the file and the wrong keys."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:

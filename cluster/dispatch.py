@@ -1,31 +1,31 @@
-"""One dispatch: what every scheduler does with a message, and how it names whom it answers."""
+"""Message dispatch: the interface of every scheduler, and the names of the streams that messages go to."""
 
 from typing import Protocol
 
 from protos.messages import Message
 
 Send = tuple[str, Message]
-"""A message and where it goes: a stream, which is one life of the connection to a peer, or a peer's address."""
+"""A message and its destination: a stream, which is one connection to a peer, or a peer's address."""
 
 
 class Scheduler(Protocol):
-    """Of drafts, of verification, of assignments: pure, used live and simulated alike."""
+    """Interface of the drafting, verification and assignment schedulers: pure, used live and simulated."""
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Takes a message that came from `peer` and returns what is to be sent for it; `now` is in seconds."""
+        """Handles a message from `peer`; returns the messages to send in response. `now` is in seconds."""
         ...
 
 
 def stream_name(peer_id: str, count: int) -> str:
-    """Name of a peer's stream: a peer that comes back has a new one."""
+    """Returns the name of a peer's stream; a peer that reconnects gets a new one."""
     return f"{peer_id}#{count}"
 
 
 def peer_of(stream: str) -> str:
-    """The peer whose stream this is."""
+    """Returns the peer that a stream belongs to."""
     return stream.rpartition("#")[0]
 
 
 def states_stream(peer: str) -> str:
-    """Where hidden states go apart from all else, and what is said of them; `peer` is a stream or an address."""
+    """Returns the separate stream for hidden states and their acknowledgements; `peer` is a stream or an address."""
     return f"{peer_of(peer) or peer}/states"

@@ -1,4 +1,4 @@
-"""The options of drafting methods: a section of `draft` each, and which methods take which."""
+"""Options of drafting methods, one section of `draft` each, and the sections that each method uses."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,7 +17,7 @@ class _Options(BaseModel):
 
 
 class DraftModelOptions(_Options):
-    """Of the methods that ask a draft model."""
+    """Options of the methods that run a draft model."""
 
     quantization: Literal["none", "int8"] = Field(
         "none",
@@ -34,7 +34,7 @@ class DraftModelOptions(_Options):
 
 
 class PromptLookupOptions(_Options):
-    """Of the methods that look the continuation up in the text: prompt_lookup and lookup_first."""
+    """Options of the methods that search the text for its continuation: prompt_lookup and lookup_first."""
 
     max_ngram: Positive = Field(4, description="longest suffix of the text that is searched for")
     min_ngram: Positive = Field(2, description="shortest suffix of the text that is searched for")
@@ -47,7 +47,7 @@ class PromptLookupOptions(_Options):
 
 
 class LayerSkipOptions(_Options):
-    """Of layer_skip, which drafts with some of the target's layers."""
+    """Options of layer_skip, which drafts with some of the target's layers."""
 
     layers: Positive | tuple[int, ...] = Field(
         4, description="the target's first so many layers, or the ids of its layers, from 0 and rising"
@@ -65,12 +65,12 @@ class LayerSkipOptions(_Options):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of the layers, from 0."""
+        """Layer ids, from 0."""
         return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
 
 
 class SuffixOptions(_Options):
-    """Of suffix, which looks the continuation up in the text and in answers that have ended."""
+    """Options of suffix, which searches the text and ended answers for the continuation."""
 
     max_ngram: Positive = Field(16, description="most tokens of the text's end that are compared")
     min_ngram: Positive = Field(2, description="fewest tokens of the text's end that must be alike")
@@ -86,7 +86,7 @@ class SuffixOptions(_Options):
 
 
 class LookupFirstOptions(_Options):
-    """Of lookup_first; those of the method that it asks in doubt are in that one's section."""
+    """Options of lookup_first; those of the method that it asks when unsure are in that method's section."""
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
         "draft_model", description="method that is asked in doubt, with draft.model as its checkpoint, if it has one"
@@ -94,7 +94,7 @@ class LookupFirstOptions(_Options):
 
 
 class HeadOptions(_Options):
-    """Of a method that drafts with a published head, which reads the target's hidden states."""
+    """Options of a method that drafts with a published head, which reads the target's hidden states."""
 
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
     quantization: Literal["none", "int8"] = Field(
@@ -105,7 +105,10 @@ class HeadOptions(_Options):
 
 
 class EagleOptions(HeadOptions):
-    """Of eagle. All but the first correct a published head's own configuration; left out, it is as the head says."""
+    """Options of eagle.
+
+    All but the inherited ones override the published head's configuration; by default the head's apply.
+    """
 
     states: tuple[int, ...] | None = Field(
         None,
@@ -135,7 +138,7 @@ class EagleOptions(HeadOptions):
 
 
 class StatesOptions(_Options):
-    """How the target's hidden states travel, for methods that read them."""
+    """Transport of the target's hidden states to methods that read them."""
 
     project: Literal["auto", "target", "drafter"] = Field(
         "auto",
@@ -169,9 +172,9 @@ class StatesOptions(_Options):
     )
 
     def projects_at_target(self, needed: StatesNeeded) -> bool:
-        """Whether the target applies the method's projection.
+        """Returns True if the target applies the method's projection.
 
-        Raises ModelError where it is told to and there is none.
+        Raises ModelError if `project` is `target` and the head has no projection.
         """
         narrowed = needed.projected_width
         if self.project == "target" and narrowed is None:
@@ -198,16 +201,16 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "mtp": frozenset({"mtp"}),
     }
 )
-"""By method: the sections whose options it has a use for; lookup_first has one for those of the method after it too."""
+"""Sections that each method uses; lookup_first also uses those of the method that it asks."""
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
-"""The methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
+"""Methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
 
 STATE_READERS = HEADS | {"mtp"}
-"""The methods that read the target's hidden states; an MTP module lies in the target's own checkpoint."""
+"""Methods that read the target's hidden states; an MTP module is part of the target's own checkpoint."""
 
 PROJECTING_HEADS = frozenset({"dflash", "eagle"})
-"""Those of them that may begin with a projection of the states alone; whether one does, its checkpoint says."""
+"""Heads that may begin with a projection of the states alone; the checkpoint shows whether one does."""
 
 TAKING_MODELS = frozenset({"draft_model"}) | HEADS
-"""The methods that load a checkpoint of their own; lookup_first does if the method after it does."""
+"""Methods that load a checkpoint of their own; lookup_first does if the method that it asks does."""

@@ -4,18 +4,18 @@ SlipstreamError
 |- ConfigError           the configuration is wrong; nothing was started
 |- ModelError            a checkpoint cannot be used as asked
 |- RequestError          a request is wrong; carries the field at fault
-|- GrammarError          a grammar cannot be kept to; says why
-|- CapacityError         no room now; trying later may help
+|- GrammarError          a grammar cannot be met; the message gives the reason
+|- CapacityError         no capacity now; trying later may help
 |- DrainingError         this server is stopping; another may take the request
 |- TargetLostError       a session's target replicas failed too often, or none is left
-|- ProtocolError         a peer speaks another language or works for another model
+|- ProtocolError         a peer has another protocol version or another model
 |- NonFiniteLogitsError  the model computed NaN or infinite logits for a request
 `- EngineError           a model step failed; the replica that raised it must be replaced
 """
 
 
 class SlipstreamError(Exception):
-    """Base of all deliberate errors."""
+    """Base of all errors that Slipstream raises on purpose."""
 
 
 class ConfigError(SlipstreamError):
@@ -27,7 +27,7 @@ class ModelError(SlipstreamError):
 
 
 class RequestError(SlipstreamError):
-    """A request cannot be served as asked; `field` names what is wrong in it, and `code` in which way."""
+    """A request cannot be served as asked; `field` names what is wrong in it, and `code` the kind of fault."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,15 +36,15 @@ class RequestError(SlipstreamError):
 
 
 class GrammarError(SlipstreamError):
-    """A grammar is malformed, cannot be met by any text, or takes more work than is allowed."""
+    """A grammar is malformed, cannot be met by any text, or exceeds the allowed work."""
 
 
 class CapacityError(SlipstreamError):
-    """There is no room for this now."""
+    """No capacity at present; trying later may help."""
 
 
 class DrainingError(SlipstreamError):
-    """The server is stopping: it finishes what runs and takes nothing new."""
+    """The server is stopping: it finishes running requests and accepts no new ones."""
 
 
 class TargetLostError(SlipstreamError):
@@ -56,8 +56,8 @@ class NonFiniteLogitsError(SlipstreamError):
 
 
 class ProtocolError(SlipstreamError):
-    """A peer cannot be talked to."""
+    """A peer cannot be communicated with."""
 
 
 class EngineError(SlipstreamError):
-    """A model step failed."""
+    """A model step failed; the replica must be replaced."""

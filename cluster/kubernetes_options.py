@@ -13,7 +13,7 @@ class _Section(BaseModel):
 
 
 class PodOptions(_Section):
-    """One kind of pod."""
+    """Options of one kind of pod."""
 
     cpu: Quantity = Field("2", description="CPUs requested; there is no limit")
     memory: Quantity = Field("8Gi", description="memory requested, which is the limit too")
@@ -23,7 +23,7 @@ class PodOptions(_Section):
 
 
 class PoolPodOptions(PodOptions):
-    """A pool's pods. Their GPUs are not said here: they follow from what the pool's replicas reserve."""
+    """Options of a pool's pods. Their GPUs are not listed here: they follow from what the pool's replicas reserve."""
 
     replicas: int = Field(1, gt=0, description="of the pool that a pod has room for")
     idle_s: int = Field(120, gt=0, description="without replicas, after which the autoscaler removes the pod")
@@ -40,7 +40,7 @@ class VolumeOptions(_Section):
 
 
 class KubernetesOptions(_Section):
-    """What `slipstream k8s render` needs beyond the rest. Nothing else reads it."""
+    """Additional settings for `slipstream k8s render`, which nothing else reads."""
 
     image: str | None = Field(None, description="container image of all pods, built from k8s/images/Dockerfile")
     components: tuple[Component, ...] = Field((), description="folders of k8s/components to deploy too")

@@ -1,7 +1,7 @@
-"""The whole round on one screen: draft, verify, commit. What everything else must come to, token for token.
+"""The whole round on one screen: draft, verify, commit. Every other schedule must produce the same tokens.
 
-The schedulers are the real ones; they have one request, one at a time speaks, and nothing is lost or late. The lossless
-tests and the simulator compare what they commit with this.
+The schedulers are the real ones, with a single request, messages in sequence, and nothing lost or late. The lossless
+tests and the simulator compare their committed tokens with this.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,13 +16,13 @@ from cluster.verification.step import StepEngine
 ROUTER = "router#1"
 DRAFTER = "drafter#1"
 TARGET = "target:1"
-STEP_S = 0.01  # that every step takes
+STEP_S = 0.01  # duration of every step
 
 
 def lock_step(
     session: Session, drafter: DraftScheduler, method: DraftingMethod, target: VerificationScheduler, engine: StepEngine
 ) -> Iterator[Emit]:
-    """Yields what is committed of one session, round after round, until it is over."""
+    """Yields the committed tokens of one session, round after round, until it is over."""
     now = 0.0
     schedulers: dict[str, Scheduler] = {DRAFTER: drafter, TARGET: target}
 

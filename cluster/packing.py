@@ -1,4 +1,4 @@
-"""Answers of processes to each other that are small and can do nothing: JSON, compressed, and checked on arrival."""
+"""Small answers between processes, as data that cannot execute code: JSON, compressed, and validated on arrival."""
 
 import zlib
 from typing import TypeVar
@@ -6,18 +6,18 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-MOST_BYTES = 1 << 26  # of an answer once it is decompressed
+MOST_BYTES = 1 << 26  # bound of an answer's decompressed size
 
 T = TypeVar("T")
 
 
 def packed(answer: object) -> bytes:
-    """Of dataclasses, tuples, dicts and plain values."""
+    """Packs dataclasses, tuples, dicts and plain values."""
     return zlib.compress(to_json(answer, inf_nan_mode="constants"))
 
 
 def unpacked(data: bytes, shape: TypeAdapter[T]) -> T:
-    """What was packed; raises ValueError where the bytes are anything but an answer of this shape."""
+    """Returns the packed answer; raises ValueError if the bytes are not an answer of this shape."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(data, MOST_BYTES)

@@ -1,7 +1,4 @@
-"""Translates resources in the config into the options of Ray and Ray Serve.
-
-Pure translation.
-"""
+"""Translates the config's resources and replicas into options of Ray and Ray Serve. Pure."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,15 +7,15 @@ from cluster.autoscaling.needs import ROOM, DraftScaling, TargetScaling
 from cluster.autoscaling.serve_policy import DRAFT, TARGET
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
-AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application, which sees both pools
-ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # of a pool, where there is none of the application
-REPORT_S = 2.0  # between two reports of a replica; Serve's default would be ten
-LOOK_BACK_S = 10.0  # over which the policy sees their means: a session that has yet to find its drafter is none
+AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application: sees both pools
+ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # for a pool, if the application has none
+REPORT_S = 2.0  # between two reports of a replica; Serve's default is ten
+LOOK_BACK_S = 10.0  # averaging window of reports: a session briefly without a drafter then hardly counts
 COORDINATOR_CPUS = 0.1  # a target's coordinator moves messages; its ranks do the work
 
 
 def actor_options(resources: Resources) -> dict[str, Any]:
-    """Options for a Ray actor that runs a model."""
+    """Returns the options of a Ray actor that runs a model."""
     options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus}
     if resources.accelerator_type is not None:
         options["accelerator_type"] = resources.accelerator_type
@@ -30,7 +27,7 @@ def actor_options(resources: Resources) -> dict[str, Any]:
 
 
 def rank_bundle(resources: Resources) -> dict[str, float]:
-    """The placement-group bundle of one tensor-parallel rank."""
+    """Returns the placement-group bundle of one tensor-parallel rank."""
     bundle = {"CPU": resources.num_cpus, "GPU": resources.num_gpus, **resources.custom}
     if resources.accelerator_type is not None:
         bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001
@@ -38,7 +35,7 @@ def rank_bundle(resources: Resources) -> dict[str, float]:
 
 
 def target_group_options(pool: TargetPool) -> dict[str, Any]:
-    """Serve options of a target replica: one group on one node, the coordinator beside rank 0."""
+    """Returns the Serve options of a target replica: one group on one node, with the coordinator beside rank 0."""
     bundles = [rank_bundle(pool.resources_per_rank) for _ in range(pool.tensor_parallel)]
     bundles[0]["CPU"] = bundles[0].get("CPU", 0) + COORDINATOR_CPUS
     options: dict[str, Any] = {
@@ -52,7 +49,7 @@ def target_group_options(pool: TargetPool) -> dict[str, Any]:
 
 
 def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str, float | None]]:
-    """How both pools are to scale between their bounds, as target replicas are told it and tell the policy."""
+    """Returns the scaling settings of both pools, which target replicas receive and report to the policy."""
     targets = TargetScaling(
         sessions_per_replica=_sessions_aimed_at(target.replicas, target.max_sessions),
         max_sessions=target.max_sessions,
@@ -74,9 +71,10 @@ def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
 
 
 def bounds(replicas: Replicas) -> dict[str, Any]:
-    """Serve's autoscaling configuration of a pool; of one of fixed size too, for the other may scale by its reports.
+    """Returns Serve's autoscaling configuration of a pool.
 
-    Delays are the policy's, which follows sizes over them; Serve would follow the last one.
+    A pool of fixed size has one too, because the other pool may scale by its reports. The policy applies the delays to
+    the sizes needed over them; Serve would apply only the last size.
     """
     return {
         "min_replicas": replicas.min,

@@ -1,23 +1,26 @@
-"""Whether what computes makes progress: how long a piece of work may take follows what it was measured to cost."""
+"""Detection of stuck work: the time limit of a piece of work follows from the measured cost of such work."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-TIMES = 30.0  # what was measured: machines stall, and a text that is long costs more than the short rows of a profile
-LEAST_S = 10.0  # whatever was measured: to be wrong costs a replica and its sessions a prefill elsewhere
+TIMES = 30.0  # times the measured cost: machines stall, and a long text costs more than a profile's short rows
+LEAST_S = 10.0  # lower bound of the limit: a false alarm costs a replica, and a prefill elsewhere for its sessions
 MOST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """With one piece of work."""
+    """Time limits for one piece of work."""
 
     most_s: float = MOST_S
     least_s: float = LEAST_S
     times: float = TIMES
 
     def limit_s(self, expected_s: float | None) -> float:
-        """How long it may take that is expected to take so long; None: that is not known."""
+        """Returns the time limit of work that is expected to take `expected_s` seconds; None if that is unknown.
+
+        Without an expectation, the limit is `most_s`.
+        """
         if expected_s is None:
             return self.most_s
         return min(self.most_s, max(self.least_s, self.times * expected_s))
@@ -29,24 +32,24 @@ class _Work(NamedTuple):
 
 
 class ProgressWatch:
-    """Of one that takes one piece of work after the other, and rests where there is none. Any thread may ask."""
+    """Watches a worker that does one piece of work at a time and may be idle in between. Any thread may query it."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
-        self._work: _Work | None = None  # replaced as a whole
+        self._work: _Work | None = None  # replaced as a whole, for readers on other threads
 
     def works(self, expected_s: float | None, now: float) -> float:
-        """A piece of work begins; returns how long it may take."""
+        """Records that a piece of work begins; returns its time limit in seconds."""
         limit_s = self._patience.limit_s(expected_s)
         self._work = _Work(now, limit_s)
         return limit_s
 
     def rests(self) -> None:
-        """It is done."""
+        """Records that the work is done."""
         self._work = None
 
     def stuck_s(self, now: float) -> float | None:
-        """How long the work at hand has taken, where that is longer than it may take."""
+        """Returns how long the current work has taken if it exceeds its limit; None otherwise."""
         work = self._work
         if work is None or now - work.began_s <= work.limit_s:
             return None

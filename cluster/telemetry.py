@@ -1,6 +1,6 @@
-"""A ring buffer of an actor's latest events, and the spans between events of all actors.
+"""A ring buffer of an actor's latest events, and spans between the events of all actors.
 
-What lay between two events is a span; `spans` finds them in the recordings of all actors together.
+A span is the time between two events; `spans` finds them in the recordings of all actors together.
 """
 
 import time
@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter
 
 from cluster.packing import packed, unpacked
 
-# Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store, where Serve's watching of
-# an answer that its caller has already dropped ends the caller.
+# Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store. If the caller has already
+# dropped such an answer, Serve's watcher of it terminates the caller.
 MESSAGE_BYTES = 90_000
 MICRO = 1_000_000
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to some sessions at one moment."""
+    """An event of some sessions at one moment."""
 
     order: int  # rises by one per event of this actor
     at_s: float
@@ -34,9 +34,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One actor's events as they leave it; `at_s + wall_offset_s` compares with those of other actors.
+    """One actor's events for export; `at_s + wall_offset_s` is comparable with those of other actors.
 
-    On one machine monotonic clocks agree; across machines wall clocks do as far as they are set.
+    On one machine the monotonic clocks agree; across machines the wall clocks do, as far as they are synchronised.
     """
 
     wall_offset_s: float
@@ -59,11 +59,11 @@ class Timeline:
         return list(self._events)
 
     def now(self) -> float:
-        """The time by which events are recorded."""
+        """Returns the current time of the clock that stamps events."""
         return self._clock()
 
     def latest(self, seconds: float, names: Container[str], wall_clock: Callable[[], float] = time.time) -> Recording:
-        """Of the last seconds, and of events with these names."""
+        """Returns the events of the last `seconds` that have one of these names."""
         now = self._clock()
         newest = takewhile(lambda event: event.at_s >= now - seconds, reversed(self._events))
         events = [event for event in newest if event.name in names]
@@ -75,14 +75,14 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Whose recording it is."""
+    """An actor and its recording."""
 
     role: str  # router, drafter or target
     name: str
     recording: Recording
 
 
-# ---------------------------------------------------------------- on the way
+# ---------------------------------------------------------------- messages
 
 
 Index = Annotated[int, Field(ge=0)]
@@ -90,7 +90,10 @@ Index = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """An actor's events by column, which compress far better than events; names and sessions are told once."""
+    """An actor's events by column, which compress far better than a list of events.
+
+    Names and sessions are listed once.
+    """
 
     role: str
     name: str
@@ -98,7 +101,7 @@ class _Columns:
     first: int  # order of the first event
     names: list[str]
     sessions: list[str]
-    groups: list[list[Index]]  # of sessions that have had an event together
+    groups: list[list[Index]]  # sets of sessions that share an event
     passed: list[int]  # by event: microseconds since the one before
     named: list[Index]  # by event
     grouped: list[Index]  # by event
@@ -108,7 +111,7 @@ COLUMNS = TypeAdapter(_Columns)
 
 
 def pack(actor: Actor, limit: int = MESSAGE_BYTES) -> bytes:
-    """The recording as one small message; when all is more than `limit` bytes, its latest events."""
+    """Packs a recording into one message; keeps only its latest events if all of them exceed `limit` bytes."""
     events = actor.recording.events
     while len(message := packed(_columns(actor, events))) > limit:
         events = events[max(1, len(events) // 8) :]
@@ -135,12 +138,12 @@ def _columns(actor: Actor, events: Sequence[Event]) -> _Columns:
 
 
 def _numbered(values: Iterable[T]) -> dict[T, int]:
-    """Each value once, by its place."""
+    """Maps each distinct value to its index, in order of first occurrence."""
     return {value: index for index, value in enumerate(dict.fromkeys(values))}
 
 
 def unpack(message: bytes) -> Actor:
-    """What `pack` was given, to the microsecond; raises ValueError for anything else."""
+    """Returns what `pack` was given, to the microsecond; raises ValueError for anything else."""
     columns = unpacked(message, COLUMNS)
     events = []
     at = 0
@@ -160,7 +163,7 @@ def unpack(message: bytes) -> Actor:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a round: from one event of a session to the next of another kind, possibly of another actor."""
+    """A part of a round: from an event of a session to its next event of another kind, possibly of another actor."""
 
     name: str
     begins: tuple[str, str]  # role and event
@@ -182,7 +185,7 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What an actor was at for some sessions, in wall time."""
+    """An actor's activity for some sessions, in wall time."""
 
     actor: str
     role: str
@@ -200,7 +203,7 @@ class _Moment:
 
 
 def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Span]:
-    """All spans whose two ends were recorded, by beginning; sessions that went through one together share it."""
+    """Returns all spans with both ends recorded, by beginning; sessions that passed through one together share it."""
     moments = [
         _Moment(event.at_s + actor.recording.wall_offset_s, actor, event)
         for actor in actors
