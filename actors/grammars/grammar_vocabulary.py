@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 
 from actors.models.config_reader import one_line
 from actors.models.end_of_text import end_ids as end_ids
-from actors.models.tokenizer_reader import load_tokenizer
+from actors.models.tokenizer_reader import id_limit, load_tokenizer
 from cluster.errors import ModelError
 
 
@@ -33,6 +33,6 @@ def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
     backend.no_padding()
     backend.no_truncation()
     try:
-        return LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=list(ends))
+        return LLTokenizer(backend.to_str(), n_vocab=id_limit(tokenizer), eos_token=list(ends))
     except ValueError as error:
         raise ModelError(f"grammars cannot be kept to with this tokenizer: {one_line(error)}") from error

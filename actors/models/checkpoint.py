@@ -16,13 +16,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from actors.compute.collectives import Alone, Group
-from actors.models.config_reader import CONFIG, one_line, read_json
+from actors.models.config_reader import CONFIG, embedding_rows, one_line, read_json
 from actors.models.config_reader import read_config as read_config
 from actors.models.end_of_text import GENERATION_CONFIG, end_of_text
 from actors.models.end_of_text import end_ids as end_ids
 from actors.models.quantization import check_quantization, quantization_method
 from actors.models.sharding import check_plan, shard
-from actors.models.tokenizer_reader import has_tokenizer
+from actors.models.tokenizer_reader import has_tokenizer, id_limit
 from actors.models.tokenizer_reader import load_tokenizer as load_tokenizer
 from actors.models.weights import (
     INDEX,
@@ -75,9 +75,34 @@ def fetched(name: str, patterns: Sequence[str]) -> Path:
 
 
 def vocabulary(folder: Path) -> dict[int, str]:
-    """Token by id, as the tokenizer has it: without the padding rows that a model's embedding may have."""
+    """Returns the tokens that can be served, by id: those of the tokenizer that the model has an embedding for.
+
+    Rows that pad an embedding are no tokens. A tokenizer may have more tokens than the model, if some were added and
+    the embedding was not resized; those are left out.
+    """
+    rows = embedding_rows(folder)
     ids: Mapping[str, int] = load_tokenizer(folder).get_vocab()
-    return {token_id: token for token, token_id in ids.items()}
+    tokens = {token_id: token for token, token_id in ids.items() if rows is None or token_id < rows}
+    if not tokens:
+        raise ModelError(f"the model in {folder} has no embedding for any token of its tokenizer; fetch both again")
+    return tokens
+
+
+def surplus_tokens(folder: Path) -> str:
+    """Returns a warning about tokens that the model has no embedding for; empty where there are none."""
+    rows = embedding_rows(folder)
+    tokenizer = load_tokenizer(folder)
+    if rows is None or id_limit(tokenizer) <= rows:
+        return ""
+    ids: Mapping[str, int] = tokenizer.get_vocab()
+    tokens = sorted((token for token, token_id in ids.items() if token_id >= rows), key=ids.__getitem__)
+    needed = [token for token in tokens if token in str(tokenizer.chat_template or "")]
+    chats = f", and every chat, because the chat template writes {needed[0]}," if needed else ""
+    return (
+        f"the tokenizer has {len(tokens)} tokens that the model, with {rows} rows, has no embedding for"
+        f" ({', '.join(tokens[:3])}): prompts that contain them{chats} are refused; resize the model's embedding to"
+        " serve them"
+    )
 
 
 def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:

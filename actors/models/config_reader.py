@@ -37,6 +37,21 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
+def embedding_rows(folder: Path) -> int | None:
+    """Returns how many token ids a model has embeddings for; None for an architecture that only another engine knows.
+
+    Reads config.json alone where that gives the number, so that such an architecture may be one.
+    """
+    raw = read_json(Path(folder) / CONFIG)
+    text = raw.get("text_config")
+    for section in (text if isinstance(text, dict) else {}, raw):
+        if isinstance(rows := section.get("vocab_size"), int):
+            return rows
+    if raw.get("model_type") not in CONFIG_MAPPING_NAMES:
+        return None
+    return int(read_config(folder).get_text_config().vocab_size)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file of a checkpoint. Raises ModelError when it holds none."""
     try:

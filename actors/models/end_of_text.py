@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.models.config_reader import CONFIG, read_json
+from actors.models.config_reader import CONFIG, embedding_rows, read_json
 from actors.models.tokenizer_reader import has_tokenizer, load_tokenizer
 from cluster.errors import ModelError
 
@@ -30,10 +30,13 @@ class EndOfText:
 def end_of_text(folder: Path) -> EndOfText:
     """Takes the ids from generation_config.json, else from config.json, else from the tokenizer.
 
-    A file that says null or [] names none, and the next one is asked. Raises ModelError for a file that is broken.
+    A file that says null or [], or only ids that the model cannot produce, names none, and the next one is read. Raises
+    ModelError for a file that is broken.
     """
-    for source, said in _sources(Path(folder)):
-        if ids := _ids(said, source, folder):
+    folder = Path(folder)
+    rows = embedding_rows(folder) if (folder / CONFIG).is_file() else None
+    for source, said in _sources(folder):
+        if ids := tuple(token for token in _ids(said, source, folder) if rows is None or token < rows):
             return EndOfText(ids, source)
     return EndOfText((), "")
 

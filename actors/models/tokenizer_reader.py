@@ -1,6 +1,8 @@
 """Loads a checkpoint's tokenizer, and refuses one that cannot be served in one line with a remedy."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -43,6 +45,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             " tokenizer.json, as in the original checkpoint"
         )
     return tokenizer
+
+
+def id_limit(tokenizer: Any) -> int:
+    """Returns the highest token id plus 1: ids may have gaps, so that the number of tokens is no bound."""
+    ids: Mapping[str, int] = tokenizer.get_vocab()
+    return max(ids.values()) + 1
 
 
 def _reason(error: Exception) -> str:

@@ -118,7 +118,7 @@ def create_api(
         ApiEndpoint(ResponsesDialect(), service),
     ):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
-    tokenizing = Tokenizing(text.tokenizer, text.template, config, text.max_token_chars)
+    tokenizing = Tokenizing(text.tokenizer, text.template, config, text.max_token_chars, text.vocabulary)
     for plain in (
         PlainEndpoint("/tokenize", TokenizeRequest, tokenizing.tokenize, service),
         PlainEndpoint("/detokenize", DetokenizeRequest, tokenizing.detokenize, service),

@@ -27,7 +27,8 @@ def rules_of(
     request: GenerationRequest, prompt_len: int, bad_words: tuple[tuple[int, ...], ...], vocabulary: int
 ) -> TokenRules:
     """For a prompt of so many tokens."""
-    for field, token in _named(request):
+    words = max(map(max, bad_words), default=0)
+    for field, token in (*_named(request), ("bad_words", words)):
         if token >= vocabulary:
             raise RequestError(f"{field}: token id {token} is outside the vocabulary of {vocabulary} tokens", field)
     return TokenRules(

@@ -20,7 +20,7 @@ Draw = Callable[[], int]
 """Gives 64 random bits."""
 
 TOO_LONG = "context_length_exceeded"
-_SEED_MASK = (1 << 64) - 1
+_SEED_MASK = (1 << 64) - 1  # a negative seed is the unsigned one of the same bits
 
 
 @dataclass(frozen=True, slots=True)

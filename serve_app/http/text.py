@@ -15,9 +15,10 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
 from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.models.checkpoint import surplus_tokens, vocabulary
 from actors.models.config_reader import read_config
 from actors.models.end_of_text import end_of_text
-from actors.models.tokenizer_reader import load_tokenizer
+from actors.models.tokenizer_reader import id_limit, load_tokenizer
 from cluster.config import ServerConfig
 from cluster.errors import ModelError
 from serve_app.http.conversation.call_form import CallForm, find_call_form
@@ -194,11 +195,15 @@ class TextCodec:
         response_template: ResponseTemplate | None = None,
         *,
         special_tokens_in_text: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
-        """`tokenizer` is a Hugging Face tokenizer that is backed by the tokenizers library."""
+        """Takes a Hugging Face tokenizer that is backed by the tokenizers library.
+
+        Token ids from `vocabulary` on are refused; by default the tokenizer's own limit.
+        """
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        self.vocabulary = len(tokenizer)
+        self.vocabulary = vocabulary or id_limit(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
         self.template = ChatTemplate(tokenizer, special_tokens_in_text=special_tokens_in_text)
         self.readers = ResponseReaders(tokenizer, response_template)
@@ -215,7 +220,10 @@ class TextCodec:
         special = options.allow_special_tokens_in_text
         ends = end_of_text(folder)
         log.info("%s", ends)
-        return cls(tokenizer, ends.ids, response, special_tokens_in_text=special)
+        if warning := surplus_tokens(folder):
+            log.warning("%s", warning)
+        limit = max(vocabulary(folder)) + 1
+        return cls(tokenizer, ends.ids, response, special_tokens_in_text=special, vocabulary=limit)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""

@@ -20,6 +20,7 @@ class Tokenizing:
     template: ChatTemplate
     config: SlipstreamConfig
     max_token_chars: int
+    vocabulary: int  # token ids are below this
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
         """Refuses a text that cannot fit the context, before it is tokenised."""
@@ -36,9 +37,8 @@ class Tokenizing:
     def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
         """All tokens are spelled, special ones too."""
         self._check_model(request.model)
-        if max(request.tokens) >= len(self.tokenizer):
-            most = len(self.tokenizer)
-            raise RequestError(f"tokens: {max(request.tokens)} is outside the vocabulary of {most} tokens", "tokens")
+        if (highest := max(request.tokens)) >= self.vocabulary:
+            raise RequestError(f"tokens: {highest} is outside the vocabulary of {self.vocabulary} tokens", "tokens")
         return DetokenizeReply(prompt=self.tokenizer.decode(list(request.tokens)))
 
     def _tokens(self, request: TokenizeRequest) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ NULL = {"type": "null"}
 Integer = Annotated[int, Field(strict=True)]  # neither 1.0 nor "1" nor true
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**64)]  # 64 bits, with a sign or without
 Count = Annotated[Integer, Field(ge=1, lt=2**63)]
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from serve_app.http.wire.field_types import Count, Flag, Integer, Number, RequestPart, bounded, is_text, unserved
+from serve_app.http.wire.field_types import Count, Flag, Integer, Number, RequestPart, Seed, bounded, is_text, unserved
 from serve_app.http.wire.grammar_fields import StructuredOutputs, TextFormat
 from serve_app.http.wire.messages import CallId, FunctionName, NamedFunction
 from serve_app.http.wire.sampling_fields import SamplingFields
@@ -163,7 +163,7 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # told again in the answer
 
     # Extensions, as in chats, which bound them.
-    seed: Integer | None = None
+    seed: Seed | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
     frequency_penalty: Number | None = None

@@ -17,6 +17,7 @@ from serve_app.http.wire.field_types import (
     Integer,
     Number,
     RequestPart,
+    Seed,
     as_list,
     bounded,
     is_text,
@@ -92,7 +93,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # vLLM's
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    seed: Integer | None = None
+    seed: Seed | None = None
     stop: StopStrings = ()
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False

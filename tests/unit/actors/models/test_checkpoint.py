@@ -24,9 +24,11 @@ from actors.models.checkpoint import (
     check_same_vocabulary,
     check_tensor_parallel,
     checkpoint_fingerprint,
+    end_ids,
     load,
     load_model,
     local_folder,
+    surplus_tokens,
     vocabulary,
     vocabulary_fingerprint,
 )
@@ -80,6 +82,30 @@ def test_the_vocabulary_is_the_tokenizers_without_padding_rows(tmp_path):
     folder = with_tokenizer(a_checkpoint(tmp_path, vocab_size=16))
     assert vocabulary(folder) == TARGET
     assert vocabulary_fingerprint(vocabulary(folder)) == vocabulary_fingerprint(TARGET)
+
+
+def test_tokens_without_an_embedding_are_not_served_and_are_reported(tmp_path):
+    folder = with_tokenizer(a_checkpoint(tmp_path, vocab_size=3))
+    assert vocabulary(folder) == dict(enumerate(WORDS[:3]))
+    assert "1 tokens that the model, with 3 rows, has no embedding for (c)" in surplus_tokens(folder)
+    assert "every chat" not in surplus_tokens(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = "c{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    assert "every chat, because the chat template writes c, are refused" in surplus_tokens(folder)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_rows_that_pad_an_embedding_are_no_mismatch(tmp_path, rows):
+    assert surplus_tokens(with_tokenizer(a_checkpoint(tmp_path, vocab_size=rows))) == ""
+
+
+def test_an_end_that_the_model_cannot_produce_is_none(tmp_path):
+    folder = a_checkpoint(tmp_path, vocab_size=4, eos_token_id=3)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert end_ids(folder) == (3,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert end_ids(folder) == (2,)
 
 
 def test_fingerprints_of_vocabularies_differ_where_they_do():

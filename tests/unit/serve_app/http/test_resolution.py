@@ -5,12 +5,14 @@ from itertools import count
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cluster.config import ServerConfig, SlipstreamConfig, validated
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.http.plain.served_model import UnknownModelError
+from serve_app.http.request_rules import rules_of
 from serve_app.http.resolution import agree, resolve
 from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -93,11 +95,26 @@ def test_all_randomness_of_sessions_is_their_own() -> None:
     assert not {g.seed for g in generations} & {g.draft_seed for g in generations}
 
 
-@pytest.mark.parametrize(("seed", "mapped"), [(7, 7), (-1, 2**64 - 1), (2**64 + 3, 3), (0, 0)])
-def test_a_seed_is_mapped_into_64_bits_and_is_coupled(seed: int, mapped: int) -> None:
+@pytest.mark.parametrize(("seed", "mapped"), [(7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63)])
+def test_a_seed_is_64_bits_and_is_coupled(seed: int, mapped: int) -> None:
     (generation,) = resolved(completion(seed=seed), setting=config(acceptance="ratio"))
     assert generation.seed == mapped
     assert generation.acceptance is Acceptance.COUPLED
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**64 + 7, -(2**63) - 1])
+@pytest.mark.parametrize("request_of", [completion, chat])
+def test_a_seed_of_more_than_64_bits_is_refused(request_of: Callable[..., GenerationRequest], seed: int) -> None:
+    """Its upper bits would not count, so that 2**64 + 7 would be 7."""
+    with pytest.raises(ValidationError) as refused:
+        request_of(seed=seed)
+    assert [error["loc"] for error in refused.value.errors()] == [("seed",)]
+
+
+def test_bad_words_that_no_row_of_the_model_stands_for_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"bad_words: token id 100 is outside") as refused:
+        rules_of(completion(), 3, ((5, VOCABULARY),), VOCABULARY)
+    assert refused.value.field == "bad_words"
 
 
 def test_a_seed_is_shared_by_all_choices() -> None:
