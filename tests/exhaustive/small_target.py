@@ -28,6 +28,11 @@ def make_small_target(folder: Path, demo: Path) -> str:
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=SPREAD)
     model.save_pretrained(folder)
+    copy_tokenizer(demo, folder)
+    return str(folder)
+
+
+def copy_tokenizer(demo: Path, folder: Path) -> None:
+    """Copies the tokenizer, its chat template and what ends a text."""
     for name in NAMES:
         shutil.copy(demo / name, folder / name)
-    return str(folder)
