@@ -42,6 +42,7 @@ def embedding_rows(folder: Path) -> int | None:
 
     Reads config.json alone where that gives the number, so that such an architecture may be one.
     """
+    _check_has_config(Path(folder))
     raw = read_json(Path(folder) / CONFIG)
     text = raw.get("text_config")
     for section in (text if isinstance(text, dict) else {}, raw):

@@ -17,7 +17,7 @@ def quantization_method(folder: Path, config: PretrainedConfig) -> str:
     section = _section(config)
     if not section:
         return ""
-    method = section.get("quant_method")
+    method = section.get("quant_method", "no quant_method")
     if section.get("load_in_4bit") or section.get("load_in_8bit"):
         method = "bitsandbytes_4bit" if section.get("load_in_4bit") else "bitsandbytes_8bit"
     method = str(getattr(method, "value", method))

@@ -197,9 +197,10 @@ def refuse_misfits(
             remedies.append(f"restore the quantization_config in {CONFIG} that these scales belong to")
         else:
             remedies.append(f"correct {CONFIG}, or save the checkpoint without them")
+    remedy = remedies[0] if len(remedies) == 1 else f"correct {CONFIG}, or fetch the checkpoint that belongs to it"
     raise ModelError(
         f"{folder} does not hold the {type(model).__name__} that its {CONFIG} describes: {'; '.join(problems)};"
-        f" {', and '.join(remedies)}"
+        f" {remedy}"
     )
 
 
@@ -318,9 +319,9 @@ def check_finite(model: PreTrainedModel, folder: Path) -> None:
 
 def _not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelError:
     kind = str(dtype).removeprefix("torch.")
+    narrow = ", or choose model.dtype bfloat16 if they are only too large for float16" if dtype is torch.float16 else ""
     return ModelError(
-        f"{where} holds NaN or infinite weights, read as {kind}: {_listed(names)}; fetch the checkpoint again, or, if"
-        f" only {kind} is too narrow for them, choose another model.dtype"
+        f"{where} holds NaN or infinite weights, read as {kind}: {_listed(names)}; fetch the checkpoint again{narrow}"
     )
 
 

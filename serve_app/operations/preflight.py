@@ -18,6 +18,7 @@ from actors.models.checkpoint import (
     checkpoint_fingerprint,
     empty_model,
     local_folder,
+    surplus_tokens,
     vocabulary,
 )
 from actors.models.config_reader import CONFIG, read_config, read_json
@@ -40,6 +41,8 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
     found = [target_line(config, target, tokens), str(end_of_text(target))]
+    if warning := surplus_tokens(target):
+        found.append(f"warning: {warning}")
     if with_draft:
         check_draft_model(config, target, with_weights=with_weights)
         found += draft_lines(config, target)

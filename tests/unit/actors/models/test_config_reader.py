@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from actors.models.config_reader import read_config
+from actors.models.config_reader import embedding_rows, read_config
 from cluster.errors import ModelError
 
 LLAMA = {"model_type": "llama"}
@@ -82,3 +82,24 @@ def test_a_config_is_read_with_its_position_scaling(tmp_path, rope_type):
 
 def test_an_architecture_that_transformers_has_needs_no_code_of_its_own(tmp_path):
     assert read_config(a_folder(tmp_path, LLAMA | CODE)).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (LLAMA | {"vocab_size": 7}, 7),
+        (LLAMA, 32000),
+        ({"model_type": "gemma3", "text_config": {"vocab_size": 9}}, 9),
+        ({"model_type": "new", "vocab_size": 7}, 7),
+        ({"model_type": "new"}, None),
+    ],
+    ids=["named", "by the class", "of the text model", "of an architecture that is not known", "unknown"],
+)
+def test_rows_of_the_embedding(tmp_path, config, rows):
+    assert embedding_rows(a_folder(tmp_path, config)) == rows
+
+
+def test_a_folder_without_a_config_is_refused_the_same_whoever_reads_it(tmp_path):
+    for read in (read_config, embedding_rows):
+        with pytest.raises(ModelError, match=r"has no config\.json"):
+            read(tmp_path)

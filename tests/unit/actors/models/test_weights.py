@@ -299,7 +299,7 @@ def test_each_rank_checks_what_it_reads(tmp_path):
 def test_weights_beyond_a_type_are_refused_in_it(tmp_path):
     changed(a_llama(tmp_path), lambda tensors: tensors[UP][0, 0].fill_(1e6))
     load_model(tmp_path, "bfloat16", CPU)
-    with pytest.raises(ModelError, match=r"read as float16.*choose another model\.dtype"):
+    with pytest.raises(ModelError, match=r"read as float16.*choose model\.dtype bfloat16"):
         load_model(tmp_path, "float16", CPU)
 
 
