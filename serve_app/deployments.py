@@ -337,6 +337,7 @@ class RouterDeployment:
         from serve_app.http.access.operators import OperatorsAddress
         from serve_app.http.access.request_name import NamedByServe
         from serve_app.http.api import create_api
+        from serve_app.http.conversation.template_process import TemplateProcess
         from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
         from serve_app.http.text import TextCodec
@@ -355,7 +356,9 @@ class RouterDeployment:
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._model = config.model.name
-        text = TextCodec.load(folder, config.server)
+        render = TemplateProcess()
+        self._ending.push_async_callback(asyncio.to_thread, render.close)
+        text = TextCodec.load(folder, config.server, render=render, max_context=config.model.max_context)
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)

@@ -22,7 +22,8 @@ from actors.models.tokenizer_reader import id_limit, load_tokenizer
 from cluster.config import ServerConfig
 from cluster.errors import ModelError
 from serve_app.http.conversation.call_form import CallForm, find_call_form
-from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
+from serve_app.http.conversation.chat_template import MAX_CHARS, ChatTemplate, Message, TemplateOptions
+from serve_app.http.conversation.rendering import Render, render_here
 from serve_app.http.conversation.response_templates import ResponseReaders, find_template
 
 log = logging.getLogger("ray.serve")
@@ -196,23 +197,38 @@ class TextCodec:
         *,
         special_tokens_in_text: bool = False,
         vocabulary: int | None = None,
+        render: Render = render_here,
+        max_context: int | None = None,
     ) -> None:
         """Takes a Hugging Face tokenizer that is backed by the tokenizers library.
 
-        Token ids from `vocabulary` on are refused; by default the tokenizer's own limit.
+        Token ids from `vocabulary` on are refused; by default the tokenizer's own limit. `render` renders its chat
+        templates, to no more text than `max_context` tokens can spell.
         """
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.vocabulary = vocabulary or id_limit(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
-        self.template = ChatTemplate(tokenizer, special_tokens_in_text=special_tokens_in_text)
+        self.template = ChatTemplate(
+            tokenizer,
+            special_tokens_in_text=special_tokens_in_text,
+            render=render,
+            max_chars=MAX_CHARS if max_context is None else max_context * self.max_token_chars,
+        )
         self.readers = ResponseReaders(tokenizer, response_template)
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token.content: token_id for token_id, token in added.items()}
 
     @classmethod
-    def load(cls, folder: Path, server: ServerConfig | None = None) -> Self:
+    def load(
+        cls,
+        folder: Path,
+        server: ServerConfig | None = None,
+        *,
+        render: Render = render_here,
+        max_context: int | None = None,
+    ) -> Self:
         """Loads a checkpoint's codec. Raises ModelError when it has no tokenizer that can be served."""
         options = server or ServerConfig()
         tokenizer = load_tokenizer(folder)
@@ -222,8 +238,15 @@ class TextCodec:
         log.info("%s", ends)
         if warning := surplus_tokens(folder):
             log.warning("%s", warning)
-        limit = max(vocabulary(folder)) + 1
-        return cls(tokenizer, ends.ids, response, special_tokens_in_text=special, vocabulary=limit)
+        return cls(
+            tokenizer,
+            ends.ids,
+            response,
+            special_tokens_in_text=special,
+            vocabulary=max(vocabulary(folder)) + 1,
+            render=render,
+            max_context=max_context,
+        )
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the model expects around it."""

@@ -27,9 +27,11 @@ from actors.models.end_of_text import end_of_text
 from actors.models.layer_subset import check_layers
 from actors.models.model_check import check_model
 from actors.models.positions import context_length, uses_rope
+from actors.models.tokenizer_reader import load_tokenizer
 from cluster.config import SlipstreamConfig
 from cluster.draft_options import HEADS
 from cluster.errors import ModelError
+from serve_app.http.conversation.chat_template import templates_of
 
 
 def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bool = True) -> list[str]:
@@ -79,12 +81,13 @@ def read_target_config(config: SlipstreamConfig, target: Path) -> PretrainedConf
 
 
 def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> Mapping[int, str]:
-    """Checks the target's other files: tokenizer, end of text, tensors. Returns its tokens by id."""
+    """Checks the target's other files: tokenizer, chat templates, end of text, tensors. Returns its tokens by id."""
     is_whole = has_weights(config.model.target, with_weights)
     if config.target.engine != "vllm":
         check_files(target, is_whole)
     elif is_whole:
         checkpoint_fingerprint(target)  # vLLM quantises and fuses in ways of its own
+    templates_of(load_tokenizer(target))
     return vocabulary(target)
 
 

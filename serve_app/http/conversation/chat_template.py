@@ -2,16 +2,21 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from jinja2 import TemplateError
+from cluster.errors import ModelError, RequestError, SlipstreamError
+from serve_app.http.conversation.rendering import Render, Rendering, describe, render_here
 
-from cluster.errors import RequestError
+MadeT = TypeVar("MadeT")
 
 Message = Mapping[str, Any]
 """As chat templates take them: role, content, and what else there is."""
+
+DEFAULT = "default"  # the names that transformers knows
+TOOL_USE = "tool_use"
+MAX_CHARS = 1 << 25  # of a conversation's text, where nothing bounds the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,47 +29,115 @@ class TemplateOptions:
     continues_last: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """The templates of a tokenizer; both may be the same."""
+
+    plain: str
+    with_tools: str
+
+
+def templates_of(tokenizer: Any) -> Templates | None:
+    """Returns the tokenizer's templates, None if it has none.
+
+    Raises ModelError for several named templates of which none is the default.
+    """
+    found = tokenizer.chat_template
+    if not found:
+        return None
+    if isinstance(found, str):
+        return Templates(found, found)
+    plain = found.get(DEFAULT) or (next(iter(found.values())) if len(found) == 1 else None)
+    if plain is None:
+        names = ", ".join(sorted(found))
+        raise ModelError(
+            f"the tokenizer has several chat templates ({names}) and none is named '{DEFAULT}';"
+            " rename the one for ordinary chats to that"
+        )
+    return Templates(plain, found.get(TOOL_USE, plain))
+
+
 class ChatTemplate:
     """Renders and tokenises conversations."""
 
-    def __init__(self, tokenizer: Any, *, special_tokens_in_text: bool = False) -> None:
-        """`special_tokens_in_text`: whether control tokens that are spelled in a message are taken as tokens."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        special_tokens_in_text: bool = False,
+        render: Render = render_here,
+        max_chars: int = MAX_CHARS,
+    ) -> None:
+        """Raises ModelError for templates of which none is the default.
+
+        `special_tokens_in_text`: whether control tokens that are spelled in a message are taken as tokens.
+        `max_chars`: how long the text of a conversation may be.
+        """
         self._tokenizer = tokenizer
         self._special_tokens_in_text = special_tokens_in_text
+        self._render = render
+        self._max_chars = max_chars
+        self._templates = templates_of(tokenizer)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset(parameters) | {"messages"}
 
     def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
-        """Tokens of a conversation, up to where the assistant begins or goes on."""
+        """Returns the tokens of a conversation, up to where the assistant begins or goes on.
+
+        Raises RequestError, which names the messages, for whatever the template raises.
+        """
         sanitized = not self._special_tokens_in_text
-        return tuple(self._applied(messages, options, sanitize_control_tokens=sanitized, return_dict=False))
+        return self._attempt(lambda: self._tokens(self._text(messages, options, sanitized=sanitized), sanitized))
 
     def written(self, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """The same as text; the conversation is one's own."""
-        return str(self._applied(messages, options, tokenize=False))
-
-    def _applied(self, messages: Sequence[Message], options: TemplateOptions, **how: bool) -> Any:
-        if self._tokenizer.chat_template is None:
-            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
-        self._check_variables(options.variables)
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in options.tools] or None,
-                add_generation_prompt=options.begins_answer,
-                continue_final_message=options.continues_last,
-                **how,
-                **options.variables,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}", "messages") from error
+        """Returns the same as text; the conversation is one's own."""
+        return self._attempt(lambda: self._text(messages, options, sanitized=False))
 
     def takes(self, variable: str, *, with_tools: bool = False) -> bool:
-        """Whether the template looks at a variable or a role of that name."""
-        if self._tokenizer.chat_template is None:
+        """Returns whether the template mentions a variable or a role of that name."""
+        if self._templates is None:
             return False
-        text = self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+        text = self._templates.with_tools if with_tools else self._templates.plain
         return re.search(rf"\b{re.escape(variable)}\b", text) is not None
+
+    def _attempt(self, work: Callable[[], MadeT]) -> MadeT:
+        try:
+            return work()
+        except SlipstreamError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            message = f"messages: the model's chat template refuses them: {describe(error)}"
+            raise RequestError(message, "messages") from error
+
+    def _text(self, messages: Sequence[Message], options: TemplateOptions, *, sanitized: bool) -> str:
+        """Does what transformers' `apply_chat_template` does up to tokens, with a renderer of one's own."""
+        if self._templates is None:
+            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
+        self._check_variables(options.variables)
+        template = self._templates.with_tools if options.tools else self._templates.plain
+        # Templates handle what is missing, and rarely what is None.
+        chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
+        if not chat:
+            raise ValueError("there is no message")
+        if options.continues_last and options.begins_answer:
+            raise ValueError("continue_final_message continues the last one, so add_generation_prompt must be false")
+        tools = [dict(tool) for tool in options.tools] or None
+        variables: Any = dict(options.variables)
+        if sanitized:
+            (chat,), tools, _, variables = self._tokenizer._mark_chat_inputs(
+                template, [chat], tools, None, variables, tokenize=True, assistant_mask=False
+            )
+        values = {
+            **self._tokenizer.special_tokens_map,
+            **variables,
+            "tools": tools,
+            "continue_final_message": options.continues_last,
+            "add_generation_prompt": options.begins_answer,
+        }
+        return self._render(Rendering(template, chat, values, self._max_chars))
+
+    def _tokens(self, text: str, sanitized: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=sanitized).input_ids)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         if taken := sorted(self._reserved & variables.keys()):
