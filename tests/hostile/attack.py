@@ -17,6 +17,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +30,7 @@ LEAVING = 200
 OVERLOAD_TOKENS = 16
 PATIENT = 16  # clients that wait for their answers
 PATIENCE_S = 30
+AT_ONCE = 4  # strangers who ask what has one right answer
 LOWEST_PRIORITY = 19
 
 
@@ -74,8 +77,8 @@ class Place:
     def posts(self, body: bytes) -> bytes:
         return self.head(len(body)) + body
 
-    def head(self, length: int) -> bytes:
-        lines = (f"POST {COMPLETIONS} HTTP/1.1", f"Host: {self.host}", f"Content-Length: {length}")
+    def head(self, length: int, path: str = COMPLETIONS, method: str = "POST") -> bytes:
+        lines = (f"{method} {path} HTTP/1.1", f"Host: {self.host}", f"Content-Length: {length}")
         return "\r\n".join((*lines, "Content-Type: application/json", "Connection: close", "", "")).encode()
 
     async def exchange(self, name: str, request: bytes) -> Answer:
@@ -182,6 +185,98 @@ async def bodies(place: Place, seconds: float) -> AsyncIterator[Answer]:
         for name, request in made.items():
             yield await place.exchange(name, request)
             await asyncio.sleep(0.05)
+
+
+# ------------------------------------------------------------ requests that have one right answer
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and the status that its answer must have."""
+
+    status: int
+    method: str
+    path: str
+    body: bytes = b""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether an answer has a body."""
+        return self.method != "HEAD"
+
+
+FAULTS = {  # of a chat template, by the value of its variable FAULT; the test puts them before the model's own template
+    "division": "{{ 1 / 0 }}",
+    "overflow": "{{ 10.0 ** 400 }}",
+    "range": "{{ range(10 ** 9) | list }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{% set nine = messages | length + 8 %}{{ nine ** (nine ** 9) }}",  # constants are computed at once
+    "memory": "{{ 'a' * (messages | length * 10 ** 11) }}",
+    "doubling": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+}
+FAULT = "fault"
+
+
+def broken_templates(model: str) -> dict[str, Ask]:
+    """Conversations by which the template fails, at each endpoint that has some."""
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": ("/v1/chat/completions", {**chat, "max_tokens": 4}),
+        "stream": ("/v1/chat/completions", {**chat, "max_tokens": 4, "stream": True}),
+        "response": ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        "tokens": ("/tokenize", chat),
+    }
+    return {
+        f"{fault} in a {name}": Ask(400, "POST", path, _body(model, **body, chat_template_kwargs={FAULT: fault}))
+        for fault in FAULTS
+        for name, (path, body) in bodies.items()
+    }
+
+
+def strange_methods(model: str) -> dict[str, Ask]:
+    """Methods that no client of the API uses, and a schema that is not served."""
+    read = ("/health", "/health/live", "/health/ready", "/v1/models", "/metrics", "/docs", "/openapi.json", "/version")
+    posted = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
+    schema = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+    return {
+        **{f"HEAD {path}": Ask(200, "HEAD", path) for path in read},
+        **{f"HEAD {path}": Ask(405, "HEAD", path) for path in posted},
+        **{f"OPTIONS {path}": Ask(405, "OPTIONS", path) for path in (*read, *posted)},
+        "HEAD /nothing": Ask(404, "HEAD", "/nothing"),
+        "OPTIONS /nothing": Ask(404, "OPTIONS", "/nothing"),
+        "oneOf": Ask(400, "POST", COMPLETIONS, _body(model, prompt="a", structured_outputs={"json": schema})),
+    }
+
+
+ASKS: dict[str, Callable[[str], dict[str, Ask]]] = {"templates": broken_templates, "methods": strange_methods}
+"""Kinds of requests, by name; each is an attack of its own."""
+
+
+def _body(model: str, **fields: Any) -> bytes:
+    return json.dumps({"model": model, **fields}).encode()
+
+
+async def asks(kind: str, place: Place, seconds: float) -> AsyncIterator[Answer]:
+    """All of a kind, a few at once, over and over."""
+    made = [
+        (name, place.head(len(ask.body), ask.path, ask.method) + ask.body)
+        for name, ask in ASKS[kind](place.model).items()
+    ]
+    end = time.monotonic() + seconds
+
+    async def one(first: int) -> list[Answer]:
+        answers = []
+        for name, request in cycle(made[first:] + made[:first]):
+            if time.monotonic() > end:
+                return answers
+            answers.append(await _guarded(partial(place.exchange, name, request)))
+            await asyncio.sleep(0.05)
+        return answers
+
+    for answers in await asyncio.gather(*(one(number * len(made) // AT_ONCE) for number in range(AT_ONCE))):
+        for answer in answers:
+            yield answer
 
 
 # ------------------------------------------------------------ connections
@@ -303,6 +398,7 @@ KINDS: dict[str, Callable[..., AsyncIterator[Answer]]] = {
     "leaving": leaving,
     "ordinary": ordinary,
     "overload": overload,
+    **{kind: partial(asks, kind) for kind in ASKS},
 }
 
 

@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.hostile.attack import hostile_bodies
+from serve_app.cli.demo_models import demo_config
+from tests.hostile.attack import ASKS, FAULT, FAULTS, hostile_bodies
 from tests.integration.serving import Served, demo_served
 from tests.integration.test_serving import assert_nothing_left
 
@@ -27,7 +29,14 @@ MODEL = "SmolLM2-135M-Instruct"
 STREAMS = 8
 WARM_UP_S = 60.0
 SETTLES_S = 10.0
-SECONDS = {"bodies": 30.0, "slow_readers": 30.0, "trickling": 30.0, "leaving": 30.0, "overload": 60.0}
+SECONDS = {
+    "bodies": 30.0,
+    "slow_readers": 30.0,
+    "trickling": 30.0,
+    "leaving": 30.0,
+    "overload": 60.0,
+    **dict.fromkeys(ASKS, 30.0),
+}
 WORST = 3  # times the usual worst gap
 OVERLOAD = 10  # times what the pair answers when nobody hurries it
 ORDINARY_S = 20.0
@@ -47,9 +56,26 @@ LOOKED_AT = ("ProxyActor", "ServeReplica", "Rank")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def breakable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's target with a chat template that fails where a variable says so."""
+    whole = Path(demo_config().model.target).expanduser()
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    folder.mkdir()
+    for file in whole.iterdir():
+        (folder / file.name).symlink_to(file)
+    template = folder / "chat_template.jinja"
+    own = template.read_text()
+    template.unlink()
+    faults = "".join(f"{{% if {FAULT} == '{name}' %}}{fault}{{% endif %}}" for name, fault in FAULTS.items())
+    template.write_text(faults + own)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(breakable: Path) -> Iterator[Served]:
     caches = ("target.cache_per_rank.gib=0.35", "draft.cache.gib=0.1")  # which the warm-up all but fills
-    with demo_served("server.max_requests=40", "server.body_timeout_s=5", *caches) as served:
+    bounds = ("server.max_requests=40", "server.body_timeout_s=5")
+    with demo_served(f"model.target={breakable}", f"model.name={MODEL}", *bounds, *caches) as served:
         asyncio.run(warm_up(served.url))
         yield served
         assert_nothing_left(served)
@@ -74,12 +100,14 @@ async def stopped(streaming: asyncio.Task[None]) -> None:
 class Watched:
     """Streams that go on, each followed by another, and the gaps between their events.
 
-    Their texts are the same each time, for a character of several tokens is a gap as well.
+    Their texts are the same each time, for a character of several tokens is a gap as well. Nothing that others ask for
+    may change them.
     """
 
     url: str
     gaps: list[float] = field(default_factory=list)  # seconds
     failures: Counter[str] = field(default_factory=Counter)
+    texts: dict[int, str] = field(default_factory=dict)  # by number of the stream; of the last ones, how far they came
     _begun: int = 0
 
     async def run(self) -> None:
@@ -90,16 +118,17 @@ class Watched:
     async def _stream_on(self, client: httpx.AsyncClient) -> None:
         while True:
             self._begun += 1
-            body = {"model": MODEL, "prompt": f"Chapter {self._begun}.", "max_tokens": 900, "ignore_eos": True}
-            asked = body | {"seed": self._begun, "stream": True}
+            number = self._begun
+            body = {"model": MODEL, "prompt": f"Chapter {number}.", "max_tokens": 900, "ignore_eos": True}
+            asked = body | {"seed": number, "stream": True}
             async with client.stream("POST", "/v1/completions", json=asked) as answer:
                 if answer.status_code != 200:
                     self.failures[str(answer.status_code)] += 1
                     await asyncio.sleep(0.5)
                     continue
-                await self._follow(answer)
+                await self._follow(number, answer)
 
-    async def _follow(self, answer: httpx.Response) -> None:
+    async def _follow(self, number: int, answer: httpx.Response) -> None:
         last: float | None = None
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
@@ -107,8 +136,11 @@ class Watched:
                 if last is not None:
                     self.gaps.append(now - last)
                 last = now
-                if "error" in json.loads(line.removeprefix("data: ")):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
                     self.failures["event"] += 1
+                for choice in event.get("choices", ()):
+                    self.texts[number] = self.texts.get(number, "") + choice["text"]
 
     def taken(self) -> list[float]:
         """The gaps since they were last taken."""
@@ -196,6 +228,7 @@ async def test_streams_go_on_and_nothing_stays(served: Served, usual_rate: float
         before = held()
         await asyncio.sleep(SECONDS[kind])  # as long as the attack: of a longer time the worst is worse
         usual = watched.taken()
+    undisturbed = watched.texts
     async with watched_streams(served.url) as watched:
         attacking = asyncio.create_task(attacked(served.url, kind, SECONDS[kind], *rate))
         newcomers = await newcomers_served(served.url, attacking) if kind == "trickling" else []
@@ -211,6 +244,7 @@ async def test_streams_go_on_and_nothing_stays(served: Served, usual_rate: float
     check(kind, answers)
     assert set(newcomers) <= {200}
     assert not watched.failures
+    check_texts(undisturbed, watched.texts)
     assert max(under) < WORST * max(usual)
     assert before.keys() == after.keys(), "a process was replaced"
     for name, one in after.items():
@@ -239,19 +273,34 @@ def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
 
 def check(kind: str, answers: list[dict[str, Any]]) -> None:
     """Each is an answer that was served, where its kind may be, or a clean refusal, by a router or Serve's proxy."""
+    asked = ASKS[kind](MODEL) if kind in ASKS else {}
     if kind == "bodies":
         check_bodies(answers)
+    elif asked:
+        others = Counter((one["name"], one["status"]) for one in answers if one["status"] != asked[one["name"]].status)
+        assert not others, others
+        assert {one["name"] for one in answers} == asked.keys()
     else:
         others = Counter((one["name"], one["status"]) for one in answers if one["status"] not in STATUSES[kind])
         assert not others, others
     for one in answers:
-        if one["status"] >= 400:
+        if one["status"] >= 400 and (one["name"] not in asked or asked[one["name"]].is_told):
             assert one["is_error"], f"no error in OpenAI's form: {one}"
         if one["status"] == 429:
             assert one["retry_after"], f"nothing says when to try again: {one}"
     statuses = Counter(one["status"] for one in answers)
     if kind == "overload":
         assert statuses[429] > statuses[200] > 0, f"it was no overload: {statuses}"
+
+
+def check_texts(undisturbed: dict[int, str], under: dict[int, str]) -> None:
+    """Each stream of both runs has the same text, as far as both came."""
+    both = undisturbed.keys() & under.keys()
+    lengths = {number: min(len(undisturbed[number]), len(under[number])) for number in both}
+    print(f"  {len(both)} streams, {sum(lengths.values())} characters compared")
+    assert len(both) >= STREAMS
+    for number, length in lengths.items():
+        assert undisturbed[number][:length] == under[number][:length], f"stream {number} has another text"
 
 
 def check_bodies(answers: list[dict[str, Any]]) -> None:
