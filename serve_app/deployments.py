@@ -34,7 +34,7 @@ from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.errors import EngineError
 from cluster.pacing.policy import Adaptive, LockStep, Pacing
 from cluster.routing.prefix_homes import PrefixOptions
-from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses
+from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
 from cluster.telemetry import Actor, pack
 from cluster.trust.roles import PeerRole
 from serve_app.http.wire.replies import HealthReport
@@ -63,6 +63,7 @@ from serve_app.target_engines import engine_of
 log = logging.getLogger("ray.serve")
 
 MOST_AHEAD = 0.25  # of its places, by which a target may be ahead of others for what its cache holds
+OWN_STOP_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
 
 
@@ -340,6 +341,7 @@ class RouterDeployment:
         from serve_app.http.conversation.template_process import TemplateProcess
         from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
         from serve_app.http.metrics import Metrics
+        from serve_app.http.stopped import RefuseWhenStopped
         from serve_app.http.text import TextCodec
         from serve_app.http.watching.request_spans import request_spans
         from serve_app.page.page_routes import page_routes
@@ -396,11 +398,14 @@ class RouterDeployment:
             request_spans(self._http_tracing),
             self._whole,
         )
+        self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
         self._api.add_middleware(NamedByServe)
         at = config.server.operators
         if at.port:
             self._ending.push_async_callback(OperatorsAddress(self._api, at.host, at.port).close)
         self._work = asyncio.create_task(run_logged("the router's membership loop", self._router.run()))
+        following = self._follow_own_stop(config.server.drain_s)
+        self._stop_watch = asyncio.create_task(run_logged("the watch for this router's own stop", following))
         self._ending.push_async_callback(self._stop_working)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -410,12 +415,33 @@ class RouterDeployment:
         status = "ok" if self._router.is_ready else "unavailable"
         return HealthReport(status=status, audit=self._router.audits.state)
 
-    def drain(self) -> None:
-        """Finishes what runs and refuses what comes."""
-        self._router.drain()
+    async def drain(self, within_s: float | None = None) -> None:
+        """Refuses new requests; ends those that still run after `within_s` with an error.
+
+        A coroutine, since Serve would call a function in a thread beside the event loop.
+        """
+        self._router.drain(within_s)
+
+    async def _follow_own_stop(self, drain_s: float) -> None:
+        """Ends requests that outlast `drain_s` once Serve stops this replica, before Serve kills it.
+
+        Serve does not tell the replica, and only takes it from the list of those that get requests. An update of
+        options does so too, for a moment.
+        """
+        own = own_deployment()
+        name = str(serve.get_replica_context().replica_id)
+        was_listed = False
+        while True:
+            if name in running_replicas(own):
+                was_listed = True
+                self._router.go_on()
+            elif was_listed:
+                self._router.end_after(drain_s)
+            await asyncio.sleep(OWN_STOP_PERIOD_S)
 
     def check_health(self) -> None:
         check_running(self._work)
+        check_running(self._stop_watch)
         self._counters.publish()
         self._mirror.publish()
 
@@ -450,8 +476,10 @@ class RouterDeployment:
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
 
     async def _stop_working(self) -> None:
-        self._work.cancel()
-        await asyncio.gather(self._work, return_exceptions=True)
+        tasks = (self._work, self._stop_watch)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def __del__(self) -> None:
         """Serve has waited for the requests that ran here, for `server.drain_s`."""

@@ -22,6 +22,7 @@ Json = dict[str, Any]
 DRAFT = "SLIPSTREAM_TOLD_DRAFT"  # of drafters
 SERVER = "SLIPSTREAM_TOLD_SERVER"  # of routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
+ROUTER_ENDS_S = 5  # after `server.drain_s`, to end the requests that are left with an error
 OF_DRAFTERS_ALONE = "as drafters are told"  # in the place of a model that nobody else loads
 OF_SERVE_ALONE = {"max": 2}  # in the place of a mixed pool's bounds: the fewest replicas that it may have
 POOLS_ALONE = {"replicas", "resources", "cache", "max_sessions"}
@@ -74,7 +75,7 @@ def router_sizes(server: ServerConfig) -> Json:
         # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
         "max_ongoing_requests": 2 * server.max_requests,
         "max_queued_requests": server.max_requests,
-        "graceful_shutdown_timeout_s": server.drain_s,
+        "graceful_shutdown_timeout_s": server.drain_s + ROUTER_ENDS_S,
     }
 
 
@@ -106,5 +107,5 @@ def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> Slipstr
 def told_drain_s(application: Mapping[str, Any]) -> float | None:
     """How long routers were told to let requests finish, of what Serve was told of an application, if that says so."""
     routers = [one for one in application.get("deployments", []) if one["name"] == "Router"]
-    drain_s: float | None = routers[0].get("graceful_shutdown_timeout_s") if routers else None
-    return drain_s
+    timeout_s: float | None = routers[0].get("graceful_shutdown_timeout_s") if routers else None
+    return None if timeout_s is None else max(0.0, timeout_s - ROUTER_ENDS_S)

@@ -33,6 +33,7 @@ from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 log = logging.getLogger(__name__)
 
 MEMBERSHIP_PERIOD_S = 0.25
+CUT_SHORT = "this server stopped before the answer was complete; send the request again later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class Router:
         self._credentials = credentials or NoCredentials()
         self._tracer = tracer or NoTracing()
         self._draining = False
+        self._ended = False
+        self._end: asyncio.TimerHandle | None = None
         self._assignments: Assignments[ClientAssignment] = Assignments(
             self.peer_id, limits.target_wait_s, self._tell, limits.prefixes
         )
@@ -190,10 +193,34 @@ class Router:
         """Addresses of the peers that are connected now."""
         return frozenset(a for links in (self._targets, self._drafters) for a, link in links.items() if link.is_up)
 
-    def drain(self) -> None:
-        """From now on running sessions are finished and new ones refused."""
+    def drain(self, within_s: float | None = None) -> None:
+        """Refuses new sessions from now on, and ends those that still run after `within_s`."""
         self._draining = True
         self._send(self.audits.stop())
+        if within_s is not None:
+            self.end_after(within_s)
+
+    def end_after(self, delay_s: float) -> None:
+        """Ends all sessions after a delay, unless `go_on` comes first; a second call does not move the moment."""
+        if self._end is None:
+            self._end = asyncio.get_running_loop().call_later(delay_s, self._end_sessions)
+
+    def go_on(self) -> None:
+        """Lets sessions run; for a router that is not draining after all."""
+        if self._end is not None and not self._draining and not self._ended:
+            self._end.cancel()
+            self._end = None
+
+    def _end_sessions(self) -> None:
+        """Fails what runs, which its client is told; nothing is served from now on."""
+        self._draining = self._ended = True
+        for assignment in list(self._assignments):
+            assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT)))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the time in which running sessions could finish is over."""
+        return self._ended
 
     @property
     def is_ready(self) -> bool:

@@ -23,7 +23,10 @@ KEPT = 64  # compiled grammars
 MAX_MESSAGE_CHARS = 1024
 PLAINLY = {  # what the library's own word means
     "NoExtensionBias": "no text meets this: nothing can stand at its beginning, for instance because a rule or a $ref"
-    " leads only to itself; expected one that leads to a type or a text"
+    " leads only to itself; expected one that leads to a type or a text",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "a oneOf whose options may match the same value is not supported; use anyOf, or options of different types"
+    ),
 }
 LIMITS = LLParserLimits(
     max_lexer_states=20_000,  # of 1 to 2 kB

@@ -37,6 +37,11 @@ def addresses(handle: DeploymentHandle[Any]) -> frozenset[str]:
     return frozenset(endpoint.address for endpoint in _endpoints(handle))
 
 
+def running_replicas(handle: DeploymentHandle[Any]) -> frozenset[str]:
+    """Returns the ids of the replicas that Serve sends requests to, without a call."""
+    return frozenset(str(replica.replica_id) for replica in _replicas(handle))
+
+
 def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
     return tuple(_endpoint(str(replica.replica_id), replica.replica_metadata) for replica in _replicas(handle))
 

@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,6 +27,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.session import Generation
 from serve_app.http.access.callers import Caller, Callers, Exchange
+from serve_app.http.access.cross_origin import CrossOrigin
 from serve_app.http.access.guard import CALLER, KeyGuard
 from serve_app.http.access.operators import OperatorsDoor
 from serve_app.http.access.request_name import REQUEST_ID, asked_name, check_name
@@ -63,7 +63,7 @@ from serve_app.http.watching.request_spans import NoRequestSpans, RequestSpans
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import HealthReport, Usage
+from serve_app.http.wire.replies import HealthReport, ProbeReport, Usage
 from serve_app.http.wire.schemas import GenerationRequest
 from serve_app.http.wire.tokenizing import DetokenizeRequest, TokenizeRequest
 
@@ -132,17 +132,30 @@ def create_api(
         report = await health()
         return as_json(report, 200 if report.status == "ok" else 503)
 
+    @api.get("/health/live")
+    async def report_liveness() -> ProbeReport:
+        return ProbeReport(status="ok")
+
+    @api.get("/health/ready")
+    async def report_readiness() -> Response:
+        status = (await health()).status
+        return as_json(ProbeReport(status=status), 200 if status == "ok" else 503)
+
     @api.get("/metrics")
     async def expose_metrics() -> Response:
         told = metrics.exposition() if exposition is None else await exposition()
         return Response(told, media_type=CONTENT_TYPE_LATEST)
+
+    for route in api.routes:
+        if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")  # the server sends no body then; Starlette does this for its own routes alone
 
     api.add_middleware(KeyGuard, callers=Callers.of(server.keys))
     if server.operators.port:
         api.add_middleware(OperatorsDoor)
     if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
         api.add_middleware(
-            CORSMiddleware, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+            CrossOrigin, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
 
     @api.exception_handler(HTTPException)

@@ -69,10 +69,14 @@ def failure_of(error: Exception) -> Failure:
         case ClientDisconnect():
             return Failure(CLIENT_LEFT, _detail(error, "client_left"))
         case HTTPException():
+            headers = error.headers or {}
+            methods = headers.get("Allow")
             detail = ErrorDetail(
-                message=error.detail, type="invalid_request_error", code=_ROUTING.get(error.status_code)
+                message=error.detail if methods is None else f"{error.detail}; this path takes {methods}",
+                type="invalid_request_error",
+                code=_ROUTING.get(error.status_code),
             )
-            return Failure(error.status_code, detail, error.headers or {})
+            return Failure(error.status_code, detail, headers)
         case _:
             wordless = RuntimeError(f"{type(error).__name__}; what it says is left out, for it may quote a prompt")
             where = error.__traceback__

@@ -105,7 +105,7 @@ class EventWriter(Protocol):
         ...
 
     def failed(self, failure: Failure) -> str:
-        """What ends a stream that fails."""
+        """Returns the events that end a stream that fails."""
         ...
 
 
@@ -191,7 +191,7 @@ class ChunkWriter(Generic[RequestT]):
         return (as_event(told), as_event("[DONE]"))
 
     def failed(self, failure: Failure) -> str:
-        return as_event(failure.body)
+        return as_event(failure.body) + as_event("[DONE]")
 
     def _event(self, chunk: BaseModel) -> str:
         return as_event(chunk.model_dump_json(exclude=self._left_out))

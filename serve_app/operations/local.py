@@ -25,6 +25,7 @@ from serve_app.operations.deploying import StartError, deploy, withdraw
 from serve_app.operations.fitting import check_fit
 from serve_app.operations.publicity import check_keys
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, check_reachable, deployed, disconnect
+from serve_app.parts import ROUTER_ENDS_S
 
 log = logging.getLogger(__name__)
 
@@ -137,22 +138,22 @@ def wait_until_ready(url: str) -> None:
 
 
 def let_requests_finish(drain_s: float) -> None:
-    """Those that run, for as long as this; new ones are refused."""
-    _refuse_new_requests()
-    _drain(drain_s)
+    """Has routers refuse new requests and finish those that run; what runs longer they end with an error."""
+    _refuse_new_requests(drain_s)
+    _drain(drain_s + ROUTER_ENDS_S)
 
 
-def _refuse_new_requests() -> None:
-    """Tells every router; where none answers, there is nothing to refuse."""
+def _refuse_new_requests(drain_s: float) -> None:
+    """Informs every router; where none answers, there is nothing to refuse."""
     try:
-        broadcast(deployed("Router", APPLICATION), "drain")
+        broadcast(deployed("Router", APPLICATION), "drain", drain_s)
     except (ClusterError, RayServeException, TimeoutError) as error:
         log.warning("the routers were not told to take no new requests: %s", error)
 
 
-def _drain(drain_s: float) -> None:
+def _drain(limit_s: float) -> None:
     """Returns when no router has a request any more, or time is up, or nothing answers."""
-    deadline = time.monotonic() + drain_s
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
             routers = broadcast(deployed("Router", APPLICATION), "inspect")

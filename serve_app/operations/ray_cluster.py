@@ -79,10 +79,10 @@ def alive_nodes() -> list[Node]:
     ]
 
 
-def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Any]:
-    """The answers of every replica of a deployment; none of one that is there and is scaled to none."""
+def broadcast(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[Any]:
+    """Returns the answers of every replica of a deployment; none of one that is there and is scaled to none."""
     try:
-        return list(handle.broadcast(method).results(timeout_s=ANSWER_S))
+        return list(handle.broadcast(method, *args).results(timeout_s=ANSWER_S))
     except (DeploymentUnavailableError, RayActorError) as error:
         if isinstance(error, DeploymentUnavailableError) and is_empty(handle):
             return []

@@ -642,8 +642,9 @@ async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> 
         async for _ in stream:
             pass
     await asyncio.wait_for(front.generator.left.wait(), 5)
-    *_, last = await front.events(CHAT, messages=USER)
+    *_, last, done = await front.events(CHAT, messages=USER)
     assert json.loads(last)["error"]["code"] == "target_lost"
+    assert done == "[DONE]"
     await front.is_idle()
     assert front.count("requests_total", endpoint="chat", status="503") == 2
 

@@ -35,6 +35,21 @@ from tools.kubernetes.pool_groups import (
 RAY_VERSION = "2.60.0"  # version in the image
 HTTP_PORT = 8000  # KubeRay's probes use Serve's proxy at this port
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
+# A router's pod gets clients while its node does not drain, as KubeRay's own probe asks Serve's proxy, and while a
+# request would be served. A busy machine may miss a probe; clients that come while no target is there wait for one.
+READINESS = {
+    "exec": {
+        "command": [
+            "bash",
+            "-c",
+            f"wget --tries 1 -T 2 -q -O- http://localhost:{HTTP_PORT}/-/healthz | grep success"
+            f" && wget --tries 1 -T 4 -q -O- http://localhost:{HTTP_PORT}/health/ready | grep ok",
+        ]
+    },
+    "periodSeconds": 5,
+    "timeoutSeconds": 8,
+    "failureThreshold": 3,
+}
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
 TOKEN_SECRET = f"{NAME}-token"  # its key is the name of trust.token_file
 OBJECT_STORE_BYTES = 1 << 28  # no large objects pass through the store
@@ -127,6 +142,8 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
         **PROXY_ENVIRONMENT,
     }
     main = container("ray-worker", image, group.pods, WORKER_PORTS, env, group.gpus)
+    if group.role is PeerRole.ROUTER:
+        main["readinessProbe"] = READINESS
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
     volumes: list[Json] = [{"name": "models", "persistentVolumeClaim": {"claimName": CLAIM, "readOnly": True}}]
     for folder, secret in _trust_secrets(config.trust, group.role):

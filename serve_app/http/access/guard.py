@@ -9,7 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.http.access.callers import Caller, Callers
 from serve_app.http.wire.replies import ErrorDetail, error_response
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/"})
+OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/docs", "/"}
+)
 OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # of the live page, which asks for a key itself
 READING = frozenset({"GET", "HEAD"})
 CALLER = "slipstream.caller"  # in an ASGI scope

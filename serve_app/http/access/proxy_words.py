@@ -4,6 +4,10 @@ A request that no router takes gets its answer from the proxy: the routers' queu
 plain text for that.
 """
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import Response
@@ -14,6 +18,8 @@ from serve_app.http.wire.replies import RETRY_AFTER_S, ErrorDetail, error_respon
 # Serve reads it as it starts, of its own environment: that of `ray start`, or of whoever starts Ray.
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
 OF_SERVE = "/-/"  # where Serve tells those who run it of its state
+ROUTES = "/-/routes"  # there: the applications by prefix
+NOTHING_SERVED = b"nothing is served here now: the server is starting or stopping; try again later"
 KINDS = {  # by status: OpenAI's type and code
     404: ("invalid_request_error", "not_found"),
     408: ("server_error", "request_timeout"),
@@ -45,11 +51,34 @@ class ProxyWords:
             if message["type"] == "http.response.start" and _is_by_proxy(message):
                 begun = message
             elif begun is not None:
-                await _in_form(begun, message["body"])(scope, receive, send)
+                words = message["body"]
+                if begun["status"] == 404 and not await self._serves(scope):
+                    begun = {**begun, "status": 503}
+                    words = NOTHING_SERVED
+                await _in_form(begun, words)(scope, receive, send)
             else:
                 await send(message)
 
         await self._app(scope, receive, send_in_form)
+
+    async def _serves(self, scope: Scope) -> bool:
+        """Returns whether any application is there; one that is withdrawn has no route from the beginning on."""
+        messages: list[Mapping[str, Any]] = []
+
+        async def collect(message: Message) -> None:
+            messages.append(message)
+
+        root = scope.get("root_path", "")
+        await self._app(
+            {**scope, "method": "GET", "path": root + ROUTES, "raw_path": (root + ROUTES).encode()}, _nothing, collect
+        )
+        if messages[0]["status"] != 200:
+            return False
+        return bool(json.loads(b"".join(message.get("body", b"") for message in messages)))
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 def _is_by_proxy(start: Message) -> bool:

@@ -16,6 +16,7 @@ from serve_app.http.wire.replies import (
     HealthReport,
     ModelCard,
     ModelList,
+    ProbeReport,
     ScoredChatCompletion,
     VersionReport,
 )
@@ -31,6 +32,7 @@ OPENAPI = "3.1.0"  # which most tools know; there, the schema of a stream's type
 REFERENCE = "#/components/schemas/{model}"
 KEY = "api_key"
 DONE = "[DONE]"  # the data of a stream's last event
+UNREADY = frozenset({"/health", "/health/ready"})  # answer 503 in their own form
 REFUSALS = {  # of every endpoint that reads a body
     "400": "something is wrong in the request; `param` names it",
     "404": "the model is not served here",
@@ -52,7 +54,7 @@ class Operation:
     asked: type[BaseModel] | None = None
     answers: tuple[type[BaseModel], ...] = ()  # one of these; none: plain text
     chunk: type[BaseModel] | None = None  # of a stream, the data of each event
-    is_done_said: bool = True  # a stream ends with DONE, or with an error; else with an event like the others
+    is_done_said: bool = True  # a stream ends with DONE, also after an error; else with an event like the others
     needs_key: bool = True
 
 
@@ -81,6 +83,8 @@ OPERATIONS = (
     Operation("get", "/v1/models/{name}", "One of them", answers=(ModelCard,)),
     Operation("get", "/version", "The version of this server", answers=(VersionReport,), needs_key=False),
     Operation("get", "/health", "Whether requests can be served", answers=(HealthReport,), needs_key=False),
+    Operation("get", "/health/live", "Whether the process that answers works", answers=(ProbeReport,), needs_key=False),
+    Operation("get", "/health/ready", "Whether requests can be served", answers=(ProbeReport,), needs_key=False),
     Operation("get", "/metrics", "What all processes have measured, for Prometheus", needs_key=False),
 )
 
@@ -122,8 +126,8 @@ def _operation(operation: Operation, with_keys: bool) -> Json:
     made["responses"] = {"200": {"description": "the answer", "content": dict(_answers(operation))}}
     for status, why in sorted(refusals.items()):
         made["responses"][status] = {"description": why, "content": _as_json(ErrorBody)}
-    if HealthReport in operation.answers:
-        made["responses"]["503"] = {"description": "they cannot", "content": _as_json(HealthReport)}
+    if operation.path in UNREADY:
+        made["responses"]["503"] = {"description": "they cannot", "content": _as_json(*operation.answers)}
     return made
 
 

@@ -238,6 +238,12 @@ class HealthReport(_Body):
     audit: Literal["off", "ok", "differs"]
 
 
+class ProbeReport(_Body):
+    """GET /health/live and /health/ready."""
+
+    status: Literal["ok", "unavailable"]
+
+
 class ErrorDetail(_Body):
     message: str
     type: str

@@ -22,6 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config import DraftPool, Resources, SlipstreamConfig, TargetPool
 from cluster.placement import rank_bundle, target_group_options
 from serve_app.app import ENDS_S, POOL_SHUTDOWN
+from serve_app.parts import ROUTER_ENDS_S
 from tests.unit.k8s.overlays import (
     K8S,
     OVERLAYS,
@@ -176,13 +177,22 @@ class TestKubeRay:
             assert group["template"]["spec"].get("restartPolicy", "Never") == "Never", "autoscaler v2 needs it"
 
     def test_what_is_the_operators_is_left_to_it(self, service: Json) -> None:
-        for _, pod in pods(service):
+        for labels, pod in pods(service):
             (container,) = pod["containers"]
             assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_enable_autoscaler_v2", "RAY_REDIS_ADDRESS"} & {
                 variable["name"] for variable in container.get("env", [])
             }
-            assert "readinessProbe" not in container, "it would replace the one that knows Serve's proxy"
-            assert "livenessProbe" not in container
+            if labels["ray.io/group"] != "router":
+                assert "readinessProbe" not in container, "it would replace the one that knows Serve's proxy"
+            assert "livenessProbe" not in container, "a pod would be restarted for what another pod's router does"
+
+    def test_routers_get_clients_while_requests_would_be_served(self, service: Json) -> None:
+        """The probe asks Serve's proxy whether it drains, as KubeRay's own does, and a router whether it is ready."""
+        (pod,) = [pod for labels, pod in pods(service) if labels["ray.io/group"] == "router"]
+        probe = pod["containers"][0]["readinessProbe"]
+        script = probe["exec"]["command"][-1]
+        assert re.findall(r"http://localhost:8000(\S+)", script) == ["/-/healthz", "/health/ready"]
+        assert sum(map(int, re.findall(r"-T (\d+)", script))) < probe["timeoutSeconds"]
 
     def test_rays_own_ports_ask_for_a_token(self, service: Json) -> None:
         assert service["spec"]["rayClusterConfig"]["authOptions"]["mode"] == "token"
@@ -340,7 +350,9 @@ class TestPools:
         """Replicas may take so long to finish; Ray waits longer for them; Kubernetes longer for Ray."""
         config = slipstream_config(service)
         replicas = max(
-            config.server.drain_s, config.target.drain_s + ENDS_S, POOL_SHUTDOWN["graceful_shutdown_timeout_s"]
+            config.server.drain_s + ROUTER_ENDS_S,
+            config.target.drain_s + ENDS_S,
+            POOL_SHUTDOWN["graceful_shutdown_timeout_s"],
         )
         for group in worker_group_specs(service):
             pod = group["template"]["spec"]

@@ -1,5 +1,6 @@
 """What a router takes, and how it says that it takes no more; what it logs of peers."""
 
+import asyncio
 import logging
 from unittest.mock import patch
 
@@ -10,8 +11,9 @@ from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignments
 from cluster.routing.membership import Members, StaticMembership
+from cluster.routing.session import Generation
 from protos.codec import Decoded, Malformed
-from protos.messages import Refusal, RefusalReason
+from protos.messages import Acceptance, Refusal, RefusalReason, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 
 
@@ -43,6 +45,27 @@ async def test_a_session_that_was_not_checked_is_refused_all_the_same(router: Ro
     router.drain()
     with pytest.raises(DrainingError):
         await anext(router.generate(None))  # type: ignore[arg-type]  # it is not looked at
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_what_outlasts_the_drain_ends_with_an_error(router: Router, goes_on: bool) -> None:
+    generation = Generation("session", (1, 2), 8, (), Sampling(), 0, 0, 0, 0, Acceptance.COUPLED, 0)
+    running = asyncio.ensure_future(anext(router.generate(generation)))
+    await asyncio.sleep(0)
+    router.end_after(0)
+    if goes_on:
+        router.go_on()
+        await asyncio.sleep(0)
+        assert not router.has_ended
+        router.check_room(1)
+        router.drain(within_s=0)
+        router.go_on()  # comes too late: it was told to drain
+    with pytest.raises(DrainingError, match="before the answer was complete"):
+        await asyncio.wait_for(running, 10)
+    assert router.has_ended
+    assert router.is_idle
+    with pytest.raises(DrainingError):
+        router.check_room(1)
 
 
 def test_lines_about_peers_name_the_session_in_words_and_as_a_field(

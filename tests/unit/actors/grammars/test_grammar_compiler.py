@@ -39,6 +39,11 @@ def test_those_used_last_are_kept():
         pytest.param(
             LLMatcher.grammar_from_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems", id="not kept to"
         ),
+        pytest.param(
+            LLMatcher.grammar_from_json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}),
+            "use anyOf, or options of different types",
+            id="options that may match the same",
+        ),
         pytest.param(LLMatcher.grammar_from_json_schema({"enum": []}), "Unsatisfiable", id="met by nothing"),
         pytest.param(LLMatcher.grammar_from_json_schema({"$ref": "#"}), "", id="refers to itself alone"),
         pytest.param("no grammar at all", "", id="not of the notation"),

@@ -28,11 +28,19 @@ def by_proxy(error: Exception) -> list[Message]:
     return send_http_response_on_exception(get_http_response_status(error, 2, "job-7"), response_started=False)
 
 
-async def told(path: str, messages: Sequence[Message], headers: Mapping[str, str] | None = None) -> httpx.Response:
+SERVED = convert_object_to_asgi_messages({"/": "slipstream"})
+
+
+async def told(
+    path: str,
+    messages: Sequence[Message],
+    headers: Mapping[str, str] | None = None,
+    routes: Sequence[Message] = SERVED,
+) -> httpx.Response:
     """What the client of a proxy gets that sends this."""
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
-        for message in messages:
+        for message in routes if scope["path"] == "/-/routes" else messages:
             await send(message)
 
     (callback,) = PROXY_ENVIRONMENT.values()
@@ -61,9 +69,23 @@ async def test_its_errors_are_in_openais_form(error: Exception, status: int, kin
     assert says in found["message"]
 
 
-async def test_before_an_application_is_there_nothing_is_found() -> None:
-    answer = await told("/v1/models", convert_object_to_asgi_messages("Path '/v1/models' not found.", 404))
-    assert answer.json()["error"]["code"] == "not_found"
+NOT_FOUND = convert_object_to_asgi_messages("Path '/v1/models' not found.", 404)
+
+
+async def test_a_path_that_no_application_has_is_not_found() -> None:
+    answer = await told("/v1/models", NOT_FOUND)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert "retry-after" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "routes", [convert_object_to_asgi_messages({}), convert_object_to_asgi_messages("no routes yet", 503)]
+)
+async def test_before_and_after_an_application_is_there_every_path_is_unavailable(routes: list[Message]) -> None:
+    answer = await told("/v1/models", NOT_FOUND, routes=routes)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert "starting or stopping" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] == str(RETRY_AFTER_S)
 
 
 async def test_what_serve_tells_those_who_run_it_stays_as_it_is() -> None:

@@ -32,7 +32,8 @@ async def test_a_streams_last_event_says_it(codec: TextCodec) -> None:
         answer = await front.http.post("/v1/completions", json={**ASKS, "stream": True})
         assert answer.status_code == 200
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-        assert json.loads(events[-1])["error"]["code"] == "request_timeout"
+        assert json.loads(events[-2])["error"]["code"] == "request_timeout"
+        assert events[-1] == "[DONE]"
         assert not front.generator.running
 
 
