@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The bench gives the target a core of its own, and the drafter another, which all else shares.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: bench bench-clients chaos check demo docs image-steps models page-pictures random_scenarios setup test \
+.PHONY: bench bench-clients chaos check demo docs image-steps model-table models page-pictures random_scenarios setup test \
 	test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations test-vllm
 
 setup: .venv/.complete
@@ -35,6 +35,10 @@ test: models
 # Equality at length with real models, and distributions over many texts; well over an hour on two cores.
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
+
+# Every architecture that the installed transformers has, in small: which are exact, for docs/models.md; half an hour.
+model-table: setup
+	$(BIN)/python -m tests.exhaustive.architectures --table
 
 # Random blows under load on a cluster of several nodes, ten minutes of them; MINUTES=1 for fewer.
 MINUTES ?= 10

@@ -7,6 +7,7 @@ whole texts. What differs, fails, attends past the cache or caches other sizes t
 
 import copy
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,10 +85,14 @@ class _Case:
 
 @lru_cache(maxsize=64)
 def _prove(case: _Case) -> None:
-    """Raises ModelError where it fails, with every seed; an error is not remembered."""
+    """Raises ModelError where it fails; an error is not remembered."""
     text = case.config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):
-        raise ModelError(f"{case.kind.__name__} has layers of different sizes (per_layer_config); {FIX}")
+    if by_layer := text.to_dict().get("per_layer_config"):
+        different = sorted({name for fields in by_layer.values() for name in fields})
+        raise ModelError(
+            f"{case.kind.__name__} has layers that differ in {', '.join(different)} (per_layer_config), which is not"
+            f" supported; {FIX}"
+        )
     if not getattr(text, "num_attention_heads", None):
         raise ModelError(f"{case.kind.__name__} has no attention heads by its config, so nothing to cache; {FIX}")
     check_positions(case.config, case.context)
@@ -97,19 +102,29 @@ def _prove(case: _Case) -> None:
             f"{case.kind.__name__} has layers that are not supported ({', '.join(sorted(others))}), expected"
             f" full_attention or sliding_attention; {FIX}"
         )
+    problem: _WrongError
     for seed in SEEDS:
-        problem = _problem(case, seed)
-        if not problem:
-            return
-    raise ModelError(f"{case.kind.__name__} cannot be served: {problem}; {FIX}")
+        try:
+            return _serve_small(case, seed)
+        except _DifferentLogitsError as error:
+            problem = error
+        except _WrongError as error:
+            problem = error
+            break
+    raise ModelError(f"{case.kind.__name__} cannot be served: {problem}; {FIX}") from problem
 
 
-def _problem(case: _Case, seed: int) -> str:
-    """Returns what is wrong with a random model of this class as it is served, or nothing."""
-    try:
-        texts, model = _reference(case, seed)
-    except _NotSmallError as error:
-        return str(error)
+class _WrongError(Exception):
+    """Something is wrong with a class as it is served."""
+
+
+class _DifferentLogitsError(_WrongError):
+    """Logits are not those of transformers, which may be chance once: two experts that are equally good."""
+
+
+def _serve_small(case: _Case, seed: int) -> None:
+    """Serves a small random model; raises _WrongError with what is wrong."""
+    texts, model = _reference(case, seed)
     try:
         models: list[tuple[PreTrainedModel, Group]] = (
             [(model, Alone())] if case.ranks == 1 else _shares(model, case.ranks)
@@ -118,20 +133,23 @@ def _problem(case: _Case, seed: int) -> str:
         raise ModelError(f"{case.kind.__name__} cannot be split: {error}") from error
     try:
         ranks = [_CheckedRank(part, group, case.context) for part, group in models]
-        with ThreadPoolExecutor(len(ranks)) as pool:  # rather than one after the other: ranks exchange sums
-            found = [future.result() for future in [pool.submit(rank.run, texts) for rank in ranks]]
-    except ModelError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - whatever a class raises here, it would raise in a served step
-        return f"a small model of it fails ({_named(error)})"
-    return next((problem for problem in found if problem), "")
+    except Exception as error:  # whatever a class raises here, it would raise at load
+        raise _wrong(error) from error
+    with ThreadPoolExecutor(len(ranks)) as pool:  # rather than one after the other: ranks exchange sums
+        errors = [future.exception() for future in [pool.submit(rank.run, texts) for rank in ranks]]
+    failures = [error for error in errors if error is not None]
+    failures.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # that of another's failure last
+    if failures:
+        raise _wrong(failures[0]) from failures[0]
 
 
-class _NotSmallError(Exception):
-    """No small model of a class can be built."""
+def _wrong(error: BaseException) -> _WrongError:
+    if isinstance(error, _WrongError):
+        return error
+    return _WrongError(str(error) if isinstance(error, ModelError) else f"a small model of it fails ({_named(error)})")
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -165,7 +183,7 @@ def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
             return _plain_logits(model, seed), model
         except Exception as error:  # noqa: BLE001 - configs validate in their own ways; the reason is reported
             reasons.append(_named(error))
-    raise _NotSmallError(f"no small model of it can be built to compare with transformers ({reasons[0]})")
+    raise _WrongError(f"no small model of it can be built to compare with transformers ({reasons[0]})")
 
 
 def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -240,17 +258,17 @@ class _CheckedRank:
         self._cache = PagedCache(len(PAGES[0]) + len(PAGES[1]), PAGE_SIZE, torch.float32, torch.device("cpu"))
         self._group = group
 
-    def run(self, texts: _Texts) -> str:
-        """Returns the first difference from transformers, or nothing."""
+    def run(self, texts: _Texts) -> None:
+        """Takes every kind of step; raises _WrongError at the first that is not as transformers and the config say."""
         try:
-            return self._run(texts)
+            self._run(texts)
         except BaseException:
             if isinstance(self._group, ThreadGroup):
                 self._group.abort()  # the other ranks wait for this one
             raise
 
     @torch.inference_mode()
-    def _run(self, texts: _Texts) -> str:
+    def _run(self, texts: _Texts) -> None:
         a, b = texts.a, texts.b
         wrong = a[:27] + texts.rejected
         steps = (
@@ -263,8 +281,7 @@ class _CheckedRank:
         )
         for what, parts in steps:
             chains = [self._chain(texts, *part) for part in parts]
-            if problem := self._step(what, chains):
-                return problem
+            self._step(what, chains)
         tree = _Part(
             FeedRow((a[BASE - 1], *texts.branch, *a[BASE : BASE + 2]), BASE - 1, 5, PAGES[0], TREE),
             torch.cat(
@@ -275,52 +292,49 @@ class _CheckedRank:
                 ]
             ),
         )
-        if problem := self._step("a tree", [tree, self._chain(texts, 1, b[:91], 90, 1)]):
-            return problem
+        self._step("a tree", [tree, self._chain(texts, 1, b[:91], 90, 1)])
         places = [PAGES[0][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(BASE, BASE + len(TREE))]
         self._cache.move((PlaceMove(places[2], places[0]), PlaceMove(places[3], places[1])))
         after = [self._chain(texts, 0, a, BASE + 2, 3), self._chain(texts, 1, b, 91, 2)]
-        return self._step("tokens after a tree", after)
+        self._step("tokens after a tree", after)
 
     def _chain(self, texts: _Texts, session: int, text: tuple[int, ...], start: int, count: int) -> _Part:
         return _Part(FeedRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
 
-    def _step(self, what: str, parts: Sequence[_Part]) -> str:
-        """Takes a step; returns what is wrong with it, or nothing."""
+    def _step(self, what: str, parts: Sequence[_Part]) -> None:
         batch = _RecordedBatch([part.row for part in parts], self._cache)
         logits = self._decode(batch).logits
-        if problem := self._misuse(batch.attended):
-            return problem
+        self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
         furthest = float((logits - expected).abs().max() / expected.abs().max())
-        if furthest < TOLERANCE:
-            return ""
-        return (
-            f"its logits differ by {furthest:.2g} of the largest from those of transformers' own forward, compared for"
-            f" {what} with small random weights"
-        )
+        if not furthest < TOLERANCE:  # NaN differs too
+            raise _DifferentLogitsError(
+                f"its logits differ by {furthest:.2g} of the largest from those of transformers' own forward, compared"
+                f" for {what} with small random weights"
+            )
 
-    def _misuse(self, attended: Sequence[_Attended]) -> str:
-        """Returns how a step's attention was not what is planned for: once a layer, with these sizes and windows."""
+    def _check_attention(self, attended: Sequence[_Attended]) -> None:
+        """Raises _WrongError unless every layer attended once, with the sizes and windows that its config gives."""
         times = Counter(call.layer for call in attended)
         for layer in range(self._shape.layers):
             if times[layer] != 1:
-                return f"layer {layer} attends {times[layer]} times a step through the paged cache, expected once"
+                raise _WrongError(
+                    f"layer {layer} attends {times[layer]} times a step through the paged cache, expected once"
+                )
         if len(times) != self._shape.layers:
-            return f"{len(times)} layers attend, but its config has {self._shape.layers}"
+            raise _WrongError(f"{len(times)} layers attend, but its config has {self._shape.layers}")
         kinds = getattr(self._config, "layer_types", None) or [""] * self._shape.layers
         for call in attended:
             planned = (self._shape.kv_heads, self._shape.head_dim)
             if (call.kv_heads, call.head_dim) != planned:
-                return (
+                raise _WrongError(
                     f"layer {call.layer} caches {call.kv_heads} key-value heads of size {call.head_dim}, but its config"
                     f" gives {planned[0]} of size {planned[1]} for every layer"
                 )
             if call.window is None and kinds[call.layer] == "sliding_attention":
-                return f"layer {call.layer} has a sliding window by its config, but attends without one"
+                raise _WrongError(f"layer {call.layer} has a sliding window by its config, but attends without one")
             if call.window is not None and not self._shape.slides:
-                return f"layer {call.layer} attends with a window, but its config has none"
-        return ""
+                raise _WrongError(f"layer {call.layer} attends with a window, but its config has none")
 
 
 def _shares(model: PreTrainedModel, ranks: int) -> list[tuple[PreTrainedModel, Group]]:

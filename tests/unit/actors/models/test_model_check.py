@@ -79,6 +79,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "logits differ",
     ),
     "sinks": ("gpt_oss", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention sinks"),
+    "head sizes that differ by layer": (
+        "gemma4_text",
+        SIZES | {"global_head_dim": 16},
+        "layers that differ in head_dim",
+    ),
     "soft caps": ("gemma2", SIZES, "soft cap"),
     "states in place of keys": ("mamba", {"vocab_size": 64, "hidden_size": 32}, "no attention heads"),
 }

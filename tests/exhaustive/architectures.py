@@ -1,0 +1,373 @@
+"""Every causal language model that the installed transformers can build, in small, and how Slipstream computes it.
+
+python -m tests.exhaustive.architectures [NAME ...]   tries these, by default all, and prints a line for each
+python -m tests.exhaustive.architectures --table      tries all and writes the table in docs/models.md
+"""
+
+import logging
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from actors.compute.kv_cache import FeedRow
+from actors.engine.runner import ModelRunner
+from actors.models.checkpoint import load_model
+from cluster.errors import ModelError
+from cluster.page_allocator import PlaceMove
+from tests.unit.trees import grown
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HEADING = "## Architectures"
+VOCABULARY = 128
+FIRST_TOKEN = 4
+PAGE_SIZE = 4
+PAGES_EACH = 30
+STEPS = 16
+LAYERS = 4
+MOST_PARAMETERS = 30_000_000
+TOLERANCE = 2e-4  # of the largest logit
+
+SIZES: dict[str, Any] = {  # by field, of configs that have it
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "emb_dim", "embedding_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"), 80),
+    **dict.fromkeys(("encoder_ffn_dim", "dff", "dim_ff", "intermediate_size_mlp", "dense_intermediate_size"), 80),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "kv_channels"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"), 256),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), 7),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale", "keep_window_size", "local_attention"), 7),
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+    "zero_expert_num": 1,
+    "moe_layer_end_index": LAYERS - 1,
+    "dim_model_base": 64,
+    "tie_word_embeddings": False,
+    "use_mamba_kernels": False,
+    "attn_layers": ["local", "lsh"],
+}
+LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # of keys that are projected up for every head
+SPECIAL: dict[str, dict[str, Any]] = {  # what some architectures want otherwise
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "youtu", "glm4_moe_lite", "minicpm3"), LATENT),
+    **dict.fromkeys(("axk2", "bailing_hybrid", "kimi_linear", "deepseek_v32", "glm_moe_dsa"), LATENT),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), LATENT),
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
+    "longcat_flash": LATENT | {"num_hidden_layers": 2 * LAYERS},
+    "falcon": {"head_dim": None, "num_kv_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "gpt_bigcode": {"num_key_value_heads": None},
+    "jetmoe": {"num_attention_heads": None},
+    "mpt": {"num_hidden_layers": None, "hidden_size": None},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS, "use_expert_bias": True},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 5e5,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [4.0 + i for i in range(8)],
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "rope_theta": 1e4,
+}
+BY_TURNS = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+WINDOWS = {"use_sliding_window": True, "layer_types": BY_TURNS}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon, alibi": ("falcon", {"alibi": True}),
+    "falcon, all heads": ("falcon", {"multi_query": False}),
+    "falcon, new architecture": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, not parallel": ("falcon", {"parallel_attn": False}),
+    "gpt_bigcode, all heads": ("gpt_bigcode", {"multi_query": False}),
+    "phimoe, no window": ("phimoe", {"sliding_window": None}),
+    "qwen2_moe, windows": ("qwen2_moe", WINDOWS),
+    "qwen2, windows": ("qwen2", WINDOWS),
+    "qwen3, windows": ("qwen3", WINDOWS),
+    "qwen3_moe, windows": ("qwen3_moe", WINDOWS),
+    "ministral, by turns": ("ministral", {"layer_types": BY_TURNS}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "cohere, norms": ("cohere", {"use_qk_norm": True}),
+    "stablelm, norms": ("stablelm", {"qk_layernorm": True}),
+    "phi, norms": ("phi", {"qk_layernorm": True}),
+    "gpt_neox, not parallel": ("gpt_neox", {"use_parallel_residual": False}),
+    "opt, norms after": ("opt", {"do_layer_norm_before": False}),
+    "opt, small embedding": ("opt", {"word_embed_proj_dim": 32}),
+    "llama4_text, full attention": ("llama4_text", {"layer_types": ["full_attention"] * LAYERS}),
+    "deepseek_v3, values as wide as keys": ("deepseek_v3", {"v_head_dim": 24}),
+    "deepseek_v2, no latent queries": ("deepseek_v2", {"q_lora_rank": None}),
+    "gemma2, no soft cap": ("gemma2", {"attn_logit_softcapping": None}),
+    "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama, all kv heads": ("llama", {"num_key_value_heads": 4}),
+    "llama, wide heads": ("llama", {"head_dim": 32}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama, dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    "qwen3, yarn": ("qwen3", {"rope_parameters": YARN}),
+    "gemma3_text, linear": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+} | VARIANTS
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a case: exact, refused, not built, or what must not be, different or failed."""
+
+    kind: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Session:
+    """A text that is fed piece by piece, and where its pages are."""
+
+    text: tuple[int, ...]
+    pages: tuple[int, ...]
+    cached: int = 0  # tokens, all of them of the text
+    rows: list[FeedRow] = field(default_factory=list)
+
+    def place(self, at: int) -> int:
+        return self.pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+
+
+def try_architecture(name: str) -> Outcome:
+    """Saves a small model with random weights, loads and feeds it as it is served, and compares with transformers."""
+    model_type, fields = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            torch.manual_seed(0)
+            random_model(small_config(model_type, fields)).save_pretrained(folder)
+            plain = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            logits_of(plain, tuple(range(FIRST_TOKEN, 60)))
+        except Exception as error:  # noqa: BLE001 - configs refuse in their own ways
+            return Outcome("not built", one_line(error))
+        try:
+            runner = ModelRunner(load_model(Path(folder), "float32", torch.device("cpu")), 2 * PAGES_EACH, PAGE_SIZE)
+        except ModelError as error:
+            return Outcome("refused", str(error).replace(folder, "the checkpoint"))
+        except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
+            return Outcome("failed", one_line(error))
+        try:
+            worst = furthest(runner, plain)
+        except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
+            return Outcome("failed", one_line(error))
+    return Outcome("exact") if worst < TOLERANCE else Outcome("different", f"{worst:.2g} of the largest logit")
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+
+def small_config(model_type: str, fields: Mapping[str, Any]) -> PretrainedConfig:
+    kind = CONFIG_MAPPING[model_type]
+    special = SPECIAL.get(model_type, {})
+    try:
+        known = kind().to_dict()
+    except Exception:  # noqa: BLE001 - not every config has defaults that it accepts
+        known = dict.fromkeys(kind.__annotations__)
+    chosen = small_fields(known) | special | dict(fields)
+    return kind(**{name: value for name, value in chosen.items() if not (name in special and value is None)})
+
+
+def small_fields(known: Mapping[str, Any]) -> dict[str, Any]:
+    """SIZES as far as a config has them, in its parts too; each kind of layer in turn."""
+    fields = {name: size for name, size in SIZES.items() if name in known and known[name] != []}
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"):
+        if isinstance(known.get(name), list):
+            kinds = list(dict.fromkeys(known[name]))
+            fields[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+    parts = {name: part for name, part in known.items() if isinstance(part, dict) and "model_type" in part}
+    return fields | {name: small_fields(part) | {"model_type": part["model_type"]} for name, part in parts.items()}
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """With weights that are not as they begin: norms that are not ones, biases and gates that are not noughts."""
+    with torch.device("meta"):
+        count = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count} parameters are too many")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        noise = torch.randn_like(weight)
+        weight.data = weight.data + 0.1 * noise if weight.ndim < 2 else noise / weight.shape[-1] ** 0.5
+    return model
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, text: tuple[int, ...]) -> Tensor:
+    return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, :, :VOCABULARY]
+
+
+def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
+    """How far any logit of two sessions, fed by a schedule drawn at random, is from a forward over its whole text."""
+    rng = Random(1)
+    sessions = [
+        Session(tuple(rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)), pages)
+        for length, pages in (
+            (70, tuple(range(PAGES_EACH))),
+            (110, tuple(range(2 * PAGES_EACH - 1, PAGES_EACH - 1, -1))),
+        )
+    ]
+    worst = 0.0
+    for _ in range(STEPS):
+        rows, expected, moves = [], [], []
+        for row, wanted, kept in [a_row(rng, session, plain) for session in sessions]:
+            rows.append(row)
+            expected.append(wanted)
+            moves += kept
+        found = runner.forward(rows).logits[:, :VOCABULARY]
+        runner.forward([FeedRow((FIRST_TOKEN,), 0, 1, (sessions[0].pages[-1],))], moves=moves)  # a third session
+        right = torch.cat(expected)
+        worst = max(worst, float((found - right).abs().max() / right.abs().max()))
+    return worst
+
+
+def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRow, Tensor, list[PlaceMove]]:
+    """A part of a prompt, a token, a block that is accepted up to somewhere, or a tree; what it should give, and what
+    has to be moved once it is accepted."""
+    start, text = session.cached, session.text
+    left = len(text) - start
+    kind = rng.choice(("part", "token", "block", "block", "tree")) if start else "part"
+    if left < 8:
+        session.cached = max(1, start - rng.randrange(1, 20))  # cut back: the text goes on from there
+        start = session.cached
+    if kind == "tree":
+        tree = grown(rng, 6, VOCABULARY)
+        tree_at = start + 1
+        row = FeedRow((text[start], *tree.tokens), start, 1 + len(tree), session.pages, tree.parents)
+        paths = [tuple(tree.tokens[node] for node in path) for path in tree.paths]
+        wanted = torch.cat([logits_of(plain, text[:tree_at] + path)[-1:] for path in ((), *paths)])
+        chosen = rng.choice(tree.paths)
+        session.text = text[:tree_at] + tuple(tree.tokens[node] for node in chosen) + text[tree_at + len(chosen) :]
+        session.cached = tree_at + len(chosen)
+        places = [session.place(tree_at + step) for step in range(len(tree))]
+        return row, wanted, [PlaceMove(places[node], places[i]) for i, node in enumerate(chosen) if node != i]
+    length = {"part": rng.randrange(3, 8), "token": 1, "block": rng.randrange(2, 7)}[kind]
+    right = rng.randrange(length + 1) if kind == "block" else length
+    wrong = tuple(rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length - right))
+    fed = text[start : start + right] + wrong
+    session.cached = start + right
+    logits = length if kind == "block" else 1
+    return FeedRow(fed, start, logits, session.pages), logits_of(plain, text[:start] + fed)[-logits:], []
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """The table of docs/models.md, of each case's row."""
+    counts = Counter(kind_of(row) for row in rows.values())
+    tried = f"{counts['exact']} exact, {counts['refused']} refused, {counts['not built']} not built by the sweep"
+    return "\n".join(
+        [
+            HEADING,
+            f"Tried with transformers {transformers.__version__} by `make model-table`: {tried}. What is refused may",
+            "still be a target of vLLM (`target.engine: vllm`), which has its own code for models.",
+            "",
+            "| architecture | | reason |",
+            "| --- | --- | --- |",
+            *(rows[name] for name in sorted(rows)),
+            "",
+        ]
+    )
+
+
+def row_of(name: str, outcome: Outcome) -> str:
+    return f"| {name} | {outcome.kind} | {short(outcome.reason)} |"
+
+
+def kind_of(row: str) -> str:
+    return row.split(" | ")[1]
+
+
+def short(reason: str) -> str:
+    """A reason without what all have in common."""
+    told = reason.partition("; use another model")[0].partition(" cannot be served: ")
+    return (told[2] or told[0]).replace("|", "/")
+
+
+def written_rows() -> dict[str, str]:
+    """By case, its row in docs/models.md."""
+    lines = [line for line in PAGE.read_text().partition(HEADING)[2].splitlines() if line.startswith("| ")][2:]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def try_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:
+    for name in names:
+        outcome = try_architecture(name)
+        print(f"{name:36} {outcome.kind:10} {outcome.reason}", flush=True)
+        yield name, outcome
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    names = [name for name in sys.argv[1:] if name != "--table"]
+    outcomes = dict(try_all(names or list(CASES)))
+    print(dict(Counter(outcome.kind for outcome in outcomes.values())))
+    if "--table" in sys.argv:
+        rows = (written_rows() if names else {}) | {name: row_of(name, one) for name, one in outcomes.items()}
+        PAGE.write_text(PAGE.read_text().partition(HEADING)[0].rstrip() + "\n\n" + table(rows))
+
+
+if __name__ == "__main__":
+    main()
