@@ -5,8 +5,10 @@ layout of its own than from a plain matrix. Where a product need not be exact, a
 the time again.
 """
 
+import dis
 import inspect
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -179,4 +181,14 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
 
 
 def _reads_weight(kind: type[nn.Module], child: str) -> bool:
-    return kind.__module__.startswith("transformers.") and f"self.{child}.weight" in inspect.getsource(kind)
+    """Returns whether a method of the class reads `child.weight`.
+
+    Reads the bytecode, as `inspect.getsource` parses the file, which threads cannot do at once (Python 3.11).
+    """
+    names = [
+        instruction.argval
+        for method in vars(kind).values()
+        if inspect.isfunction(method)
+        for instruction in dis.get_instructions(inspect.unwrap(method))
+    ]
+    return (child, "weight") in pairwise(names)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import BrokenBarrierError
 from typing import TypeVar
 
 from torch import Tensor
@@ -34,6 +35,11 @@ def threads(size: int) -> list[ThreadGroup]:
 
 
 def at_once(calls: list[Callable[[], T]]) -> list[T]:
-    """Makes every call in a thread of its own."""
+    """Makes every call in a thread of its own; raises what failed first, not the barriers that others left for it."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
+        futures = [pool.submit(call) for call in calls]
+    failures = [error for error in (future.exception() for future in futures) if error is not None]
+    for failure in failures:
+        if not isinstance(failure, BrokenBarrierError):
+            raise failure
+    return [future.result() for future in futures]
