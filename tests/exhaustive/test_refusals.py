@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -109,3 +110,26 @@ def test_serve_refuses_it_in_the_same_line_before_ray_starts(name: str, good: Pa
     line = the_line(served.stderr)
     assert FORMS[name].reason in line
     assert not (tmp_path / "ray").exists(), "Ray was started"
+
+
+def test_what_only_a_replica_finds_is_the_last_line_of_serve(good: Path, tmp_path: Path) -> None:
+    """A weight that is NaN is found while the target loads it; nothing before reads the weights."""
+    folder = shutil.copytree(good, tmp_path / "not finite")
+    weights = load_file(folder / WEIGHTS)
+    weights["lm_head.weight"][3, 4] = float("nan")
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config = tmp_path / "config.yaml"
+    config.write_text(config_lines(folder))
+    served = subprocess.run(
+        [*COMMAND, "serve", str(config), "--port", "0"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert served.returncode != 0
+    last = served.stderr.strip().splitlines()[-1]
+    assert "lm_head.weight" in last
+    assert "NaN or infinite" in last
+    assert "Traceback" not in served.stderr
