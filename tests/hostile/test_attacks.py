@@ -35,7 +35,7 @@ SECONDS = {
     "trickling": 30.0,
     "leaving": 30.0,
     "overload": 60.0,
-    **dict.fromkeys(ASKS, 30.0),
+    **dict.fromkeys(ASKS, 60.0),  # each of them at least once
 }
 WORST = 3  # times the usual worst gap
 OVERLOAD = 10  # times what the pair answers when nobody hurries it
@@ -75,7 +75,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(breakable: Path) -> Iterator[Served]:
     caches = ("target.cache_per_rank.gib=0.35", "draft.cache.gib=0.1")  # which the warm-up all but fills
     bounds = ("server.max_requests=40", "server.body_timeout_s=5")
-    with demo_served(f"model.target={breakable}", f"model.name={MODEL}", *bounds, *caches) as served:
+    with demo_served(f"model.target={breakable}", f"model.served_name={MODEL}", *bounds, *caches) as served:
         asyncio.run(warm_up(served.url))
         yield served
         assert_nothing_left(served)
