@@ -181,10 +181,12 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
 
 
 def _reads_weight(kind: type[nn.Module], child: str) -> bool:
-    """Returns whether a method of the class reads `child.weight`.
+    """Returns whether a method of a transformers class reads the weight of its child directly.
 
-    Reads the bytecode, as `inspect.getsource` parses the file, which threads cannot do at once (Python 3.11).
+    Inspects bytecode, because `inspect.getsource` parses the file, which is not thread-safe in Python 3.11.
     """
+    if not kind.__module__.startswith("transformers."):
+        return False
     names = [
         instruction.argval
         for method in vars(kind).values()

@@ -33,7 +33,7 @@ class DemoRow:
 
 
 async def run_demo(url: str, console: Console) -> None:
-    """Asks every prompt with and without speculation and prints what came of it."""
+    """Answers every prompt with and without speculation, and prints the results."""
     async with ChatEndpoint.at(url) as endpoint:
         model = await endpoint.model()
         with console.status("Warming up"):
@@ -45,6 +45,7 @@ async def run_demo(url: str, console: Console) -> None:
 
 async def _ask_both_ways(endpoint: ChatEndpoint, model: str, name: str, prompt: str, console: Console) -> DemoRow:
     console.print(f"\n[bold]{name}:[/] {prompt}")
+    await endpoint.ask(model, ChatQuestion(prompt, max_tokens=1))  # so that both answers find the prompt cached
     before = (await endpoint.counters()).tally
     speculative = await endpoint.ask(
         model, ChatQuestion(prompt, MAX_TOKENS), lambda pieces: show_pieces(pieces, console)

@@ -39,7 +39,7 @@ LAYERS = 4
 MOST_PARAMETERS = 30_000_000
 TOLERANCE = 2e-4  # of the largest logit
 
-SIZES: dict[str, Any] = {  # by field, of configs that have it
+SIZES: dict[str, Any] = {  # by config field
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
@@ -79,8 +79,8 @@ SIZES: dict[str, Any] = {  # by field, of configs that have it
     "use_mamba_kernels": False,
     "attn_layers": ["local", "lsh"],
 }
-LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # of keys that are projected up for every head
-SPECIAL: dict[str, dict[str, Any]] = {  # what some architectures want otherwise
+LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # latent attention expands keys for every head
+SPECIAL: dict[str, dict[str, Any]] = {  # overrides by architecture
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "youtu", "glm4_moe_lite", "minicpm3"), LATENT),
     **dict.fromkeys(("axk2", "bailing_hybrid", "kimi_linear", "deepseek_v32", "glm_moe_dsa"), LATENT),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), LATENT),
@@ -170,7 +170,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case: exact, refused, not built, or what must not be, different or failed."""
+    """Result of a case: exact, refused or not built; different and failed are bugs."""
 
     kind: str
     reason: str = ""
@@ -178,7 +178,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Session:
-    """A text that is fed piece by piece, and where its pages are."""
+    """A text that is fed in pieces, and its pages."""
 
     text: tuple[int, ...]
     pages: tuple[int, ...]
@@ -190,7 +190,7 @@ class Session:
 
 
 def try_architecture(name: str) -> Outcome:
-    """Saves a small model with random weights, loads and feeds it as it is served, and compares with transformers."""
+    """Saves a small random model, loads and runs it as the engine does, and compares logits with transformers."""
     model_type, fields = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -200,7 +200,7 @@ def try_architecture(name: str) -> Outcome:
             plain = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager"
             ).eval()
-            plain.load_state_dict(made.state_dict())  # of youtu, transformers zeroes a padding row that is stored
+            plain.load_state_dict(made.state_dict())  # transformers zeroes a stored padding row of youtu
             logits_of(plain, tuple(range(FIRST_TOKEN, 60)))
         except Exception as error:  # noqa: BLE001 - configs refuse in their own ways
             return Outcome("not built", one_line(error))
@@ -233,7 +233,7 @@ def small_config(model_type: str, fields: Mapping[str, Any]) -> PretrainedConfig
 
 
 def small_fields(known: Mapping[str, Any]) -> dict[str, Any]:
-    """SIZES as far as a config has them, in its parts too; each kind of layer in turn."""
+    """Returns the SIZES that a config and its parts have, with its kinds of layers in turn."""
     fields = {name: size for name, size in SIZES.items() if name in known and known[name] != []}
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"):
         if isinstance(known.get(name), list):
@@ -244,7 +244,7 @@ def small_fields(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """With weights that are not as they begin: norms that are not ones, biases and gates that are not noughts."""
+    """Returns a model with random weights, norms and biases included, which are constant at initialization."""
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
     if count > MOST_PARAMETERS:
@@ -262,7 +262,7 @@ def logits_of(model: PreTrainedModel, text: tuple[int, ...]) -> Tensor:
 
 
 def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
-    """How far any logit of two sessions, fed by a schedule drawn at random, is from a forward over its whole text."""
+    """Feeds two sessions by a random schedule; returns the largest relative error of any logit."""
     rng = Random(1)
     sessions = [
         Session(tuple(rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)), pages)
@@ -286,13 +286,15 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
 
 
 def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRow, Tensor, list[PlaceMove]]:
-    """A part of a prompt, a token, a block that is accepted up to somewhere, or a tree; what it should give, and what
-    has to be moved once it is accepted."""
+    """Draws a prompt chunk, a token, a partly accepted block or a tree.
+
+    Also returns the expected logits and the cache moves after acceptance.
+    """
     start, text = session.cached, session.text
     left = len(text) - start
     kind = rng.choice(("part", "token", "block", "block", "tree")) if start else "part"
     if left < 8:
-        session.cached = max(1, start - rng.randrange(1, 20))  # cut back: the text goes on from there
+        session.cached = max(1, start - rng.randrange(1, 20))  # roll back and continue from there
         start = session.cached
     if kind == "tree":
         tree = grown(rng, 6, VOCABULARY)
@@ -315,16 +317,15 @@ def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRo
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """The table of docs/models.md, of each case's row."""
+    """Returns the section of docs/models.md with a row for each case."""
     counts = Counter(kind_of(row) for row in rows.values())
     tried = f"{counts['exact']} exact, {counts['refused']} refused, {counts['not built']} not built by the sweep"
     return "\n".join(
         [
             HEADING,
-            f"Tried with transformers {transformers.__version__} by `make model-table`: {tried}. What is refused may",
-            "still be a target of vLLM (`target.engine: vllm`), which has its own code for models.",
+            f"Results of `make model-table` with transformers {transformers.__version__}: {tried}.",
             "",
-            "| architecture | | reason |",
+            "| architecture | result | reason |",
             "| --- | --- | --- |",
             *(rows[name] for name in sorted(rows)),
             "",
@@ -341,13 +342,13 @@ def kind_of(row: str) -> str:
 
 
 def short(reason: str) -> str:
-    """A reason without what all have in common."""
-    told = reason.partition("; use another model")[0].partition(" cannot be served: ")
-    return (told[2] or told[0]).replace("|", "/")
+    """Returns a reason without the words that all refusals share."""
+    subject, _, problem = reason.partition("; use another model")[0].partition(" cannot be served: ")
+    return (problem or subject).replace("|", "/")
 
 
 def written_rows() -> dict[str, str]:
-    """By case, its row in docs/models.md."""
+    """Returns the rows of docs/models.md by case."""
     lines = [line for line in PAGE.read_text().partition(HEADING)[2].splitlines() if line.startswith("| ")][2:]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 

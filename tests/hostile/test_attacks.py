@@ -35,7 +35,7 @@ SECONDS = {
     "trickling": 30.0,
     "leaving": 30.0,
     "overload": 60.0,
-    **dict.fromkeys(ASKS, 60.0),  # each of them at least once
+    **dict.fromkeys(ASKS, 60.0),  # long enough to send each at least once
 }
 WORST = 3  # times the usual worst gap
 OVERLOAD = 10  # times what the pair answers when nobody hurries it

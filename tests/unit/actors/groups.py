@@ -1,4 +1,4 @@
-"""Groups of ranks inside one process: threads that meet at a barrier, and ranks that are never spoken to."""
+"""Groups of ranks inside one process: threads that meet at a barrier, and ranks that never communicate."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass
 class Planned:
-    """A rank whose layers are looked at and not called."""
+    """A rank whose layers are inspected but never called."""
 
     rank: int
     size: int
@@ -35,11 +35,10 @@ def threads(size: int) -> list[ThreadGroup]:
 
 
 def at_once(calls: list[Callable[[], T]]) -> list[T]:
-    """Makes every call in a thread of its own; raises what failed first, not the barriers that others left for it."""
+    """Runs each call in its own thread. A rank's own error is raised before the broken barriers that it causes."""
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
-    failures = [error for error in (future.exception() for future in futures) if error is not None]
-    for failure in failures:
-        if not isinstance(failure, BrokenBarrierError):
-            raise failure
+    for error in (future.exception() for future in futures):
+        if error is not None and not isinstance(error, BrokenBarrierError):
+            raise error
     return [future.result() for future in futures]
