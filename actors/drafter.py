@@ -18,18 +18,18 @@ from actors.transport.credentials import Credentials, NoCredentials
 from actors.transport.streams import Link, Outbox
 from cluster.autoscaling.reports import DraftReport
 from cluster.costs import DraftCost, ForwardCost
-from cluster.dispatch import Send, states_stream, stream_name
-from cluster.drafting.draft_reporter import DraftReporter
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
+from cluster.drafting.reporter import DraftReporter
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.drafting.timing.pass_timing import DraftTiming
-from cluster.progress import Patience, ProgressWatch
+from cluster.drafting.session_table import DrafterLimits
+from cluster.drafting.timing.pass_time import DraftTiming
+from cluster.envelope import Send, states_stream, stream_name
 from cluster.telemetry import Timeline
 from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
+from cluster.watchdog import Patience, ProgressWatch
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Block, DraftRequest, Hello, Open, Refusal, RefusalReason, Verdict, Welcome

@@ -9,13 +9,13 @@ from grpc_reflection.v1alpha import reflection
 
 from actors.drafter import Drafter
 from actors.target import TargetReplica
+from actors.transport.auth_interceptor import Context, Gate
 from actors.transport.channel_options import SERVER_OPTIONS
 from actors.transport.credentials import credentials_of
-from actors.transport.gate import Context, Gate
 from actors.transport.streams import converse, read_hello
+from cluster.trust.options import TrustConfig
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
-from cluster.trust.trust_options import TrustConfig
 from protos import speculation_pb2 as pb
 from protos.speculation_pb2_grpc import (
     DraftServiceServicer,

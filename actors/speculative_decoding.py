@@ -14,7 +14,7 @@ Two acceptance rules are exact, and greedy decoding is the special case of both:
   min(1, target_probs[x] / draft_probs[x]); after a rejection the next token is drawn from the normalised residual
   max(target_probs - draft_probs, 0) (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 
-Noise is a pure function of seed, position, purpose and token id (`actors.sampling.noise`); no generator has state.
+Noise is a pure function of seed, position, purpose and token id (`actors.sampling.gumbel`); no generator has state.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.sampling.noise import Purpose, gumbel_argmax, key, uniform_scalar
+from actors.sampling.gumbel import Purpose, gumbel_argmax, key, uniform_scalar
 from protos.messages import Acceptance
 
 Model = Callable[[list[int]], Tensor]

@@ -11,23 +11,23 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from actors.done_within import done_within
-from actors.engine.engine import Engine
-from actors.grammars.grammar_gate import GrammarGate
+from actors.engine.base import Engine
+from actors.grammars.gate import GrammarGate
+from actors.timeouts import done_within
 from actors.transport.streams import Outbox, StatesOutbox
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
-from cluster.dispatch import Send, states_stream, stream_name
 from cluster.engines.session_memory import SessionMemory
+from cluster.envelope import Send, states_stream, stream_name
 from cluster.errors import EngineError
-from cluster.pacing.policy import Pacing
-from cluster.progress import Patience, ProgressWatch
+from cluster.speculation.policy import Pacing
 from cluster.telemetry import Timeline
 from cluster.tracing.session_tracer import NoTracing, SessionTracer
 from cluster.trust.refusals import Refusals
-from cluster.verification.bounds import VerificationLimits
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepPlan
+from cluster.watchdog import Patience, ProgressWatch
 from protos.codec import Decoded
 from protos.messages import Block, Hello, Message, Refusal, RefusalReason, Welcome
 

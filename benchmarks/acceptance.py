@@ -19,15 +19,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from actors.methods.loading import load_draft_model
-from actors.methods.model.calibration import SAMPLED, Calibration, Candidates, DraftKind, Floats
+from actors.drafters.loading import load_draft_model
+from actors.drafters.model.calibration import SAMPLED, Calibration, Candidates, DraftKind, Floats
 from actors.models.checkpoint import local_folder
 from cluster.config import SlipstreamConfig
 from protos.messages import Acceptance
 from serve_app.cli.demo_models import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from tools.bench.experiment import read_prompts
-from tools.drafts.measuring.measured_target import MeasuredTarget
+from tools.drafts.eval.measured_target import MeasuredTarget
 
 CPU = torch.device("cpu")
 CONTEXT = 1024

@@ -23,7 +23,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention.batch import RaggedBatch
-from actors.attention.choice import AttentionReport, choose_attention
+from actors.attention.select_backend import AttentionReport, choose_attention
 from actors.attention.shape import AttentionShape, attention_shape
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner

@@ -26,24 +26,24 @@ from rich.progress import track
 from rich.table import Table
 
 from actors.drafter import Drafter
+from actors.drafters.registry import capture_spec, create_method, state_bounds
+from actors.drafters.setup import DraftSetup
+from actors.engine.base import ThreadEngine
 from actors.engine.capture import CaptureSpec, StateCapture
-from actors.engine.engine import ThreadEngine
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.methods.registry import capture_spec, create_method, state_bounds
-from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import load_model, vocabulary
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.transport import streams
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
-from cluster.drafting.following import DrafterLimits
+from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import SlipstreamError
-from cluster.pacing.policy import LockStep
+from cluster.routing.ledger import Emit, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.routing.session import Emit, Generation
-from cluster.verification.bounds import VerificationLimits
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from protos import speculation_pb2 as pb
 from protos.messages import Acceptance, Frame, Sampling, States
 from serve_app.cli.demo_models import demo_config, prepare_target

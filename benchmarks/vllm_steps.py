@@ -101,7 +101,7 @@ def computing_seconds(core: Any) -> Callable[[], float]:
 def measure(config: SlipstreamConfig, rows: Sequence[int], tokens: int, steps: int, console: Console) -> None:
     for name, setting in ENVIRONMENT.items():
         os.environ.setdefault(name, setting)
-    from actors.vllm_engine.vllm_core import start_core
+    from actors.vllm_engine.core import start_core
 
     folder = local_folder(config.model.target)
     core = start_core(config, str(folder), max(vocabulary(folder)) + 1)

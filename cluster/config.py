@@ -30,9 +30,9 @@ from cluster.draft_options import (
 from cluster.engines.vllm_options import faults_of
 from cluster.errors import ConfigError
 from cluster.kubernetes_options import KubernetesOptions
-from cluster.tracing.tracing_options import TracingConfig
+from cluster.tracing.options import TracingConfig
 from cluster.trust.api_keys import ApiKey
-from cluster.trust.trust_options import TrustConfig
+from cluster.trust.options import TrustConfig
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cluster.autoscaling.needs import ROOM, DraftScaling, TargetScaling
+from cluster.autoscaling.demand import ROOM, DraftScaling, TargetScaling
 from cluster.autoscaling.serve_policy import DRAFT, TARGET
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 

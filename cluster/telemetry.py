@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter
 
-from cluster.packing import packed, unpacked
+from cluster.compressed_json import packed, unpacked
 
 # Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store. If the caller has already
 # dropped such an answer, Serve's watcher of it terminates the caller.

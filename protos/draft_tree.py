@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from protos.values import value
+from protos.frozen import value
 
 MAX_BLOCK_TOKENS = 128
 

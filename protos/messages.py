@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
+from protos.frozen import value
 from protos.scores import NO_SCORING, Scoring, TokenScore
 from protos.states import StateDtype, StatesFormat
-from protos.values import value
 
 PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below

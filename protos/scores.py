@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protos.values import value
+from protos.frozen import value
 
 MAX_TOP = 20  # most alternatives reported per place
 

@@ -5,7 +5,7 @@ A row holds the states after one token, at that token's position.
 
 from enum import IntEnum
 
-from protos.values import value
+from protos.frozen import value
 
 MAX_STATES_WIDTH = 1 << 18  # elements per row: eight layers of a model with hidden size 32,768
 MAX_STATES_BYTES = 1 << 20  # bytes of the rows in one message, unless it has only one row

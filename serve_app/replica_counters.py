@@ -32,11 +32,11 @@ from typing import Protocol
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from ray.serve import metrics
 
-from actors.attention.choice import AttentionReport
+from actors.attention.select_backend import AttentionReport
 from actors.drafter import Drafter
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
-from cluster.sentinel.tally import AcceptanceTally
+from cluster.draft_quality.acceptance_stats import AcceptanceTally
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 """Values that only grow, by name of the family and cause, or by all labels of a family that has others."""

@@ -7,16 +7,16 @@ from typing import Any, NoReturn, Protocol
 
 from ray.util import get_current_placement_group
 
-from actors.engine.engine import Engine
+from actors.drafters.registry import capture_spec
+from actors.engine.base import Engine
 from actors.engine.process import run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
-from actors.methods.registry import capture_spec
 from actors.models.checkpoint import check_tensor_parallel
-from actors.vllm_engine.vllm_engine import VllmEngine
+from actors.vllm_engine.engine import VllmEngine
 from cluster.config import SlipstreamConfig, TargetPool
 from cluster.costs import ForwardCost
 from cluster.engines.session_memory import SessionMemory
-from cluster.verification.bounds import VerificationLimits
+from cluster.verification.limits import VerificationLimits
 
 
 class WatchedEngine(Engine, Protocol):

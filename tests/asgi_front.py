@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.routing.session import Emit
+from cluster.routing.ledger import Emit
 from serve_app.http.api import create_api
 from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.http.metrics import Metrics

@@ -6,8 +6,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import grammar_vocabulary
 from serve_app.http.conversation.response_templates import find_template
 from serve_app.http.text import TextCodec
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from actors.transport.certificate_files import AUTHORITY, CERTIFICATE, KEY
+from cluster.trust.options import TrustConfig
 from cluster.trust.roles import PeerRole
-from cluster.trust.trust_options import TrustConfig
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:

@@ -16,18 +16,18 @@ from google.protobuf.message import Message as ProtoMessage
 from hypothesis import strategies as st
 
 from actors.drafter import Drafter
-from actors.methods.lookup.prompt_lookup import PromptLookup
+from actors.drafters.lookup.ngram import PromptLookup
 from actors.target import TargetReplica
 from actors.transport.streams import UnfitFrame, decode_greeted
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import make_pass
+from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.assignment import Assignment, Assignments
-from cluster.routing.session import Emit, Event, Generation, Session
-from cluster.trust.tickets import issue
-from cluster.verification.bounds import VerificationLimits
-from cluster.verification.early_messages import BufferLimits
+from cluster.routing.ledger import Emit, Event, Generation, Session
+from cluster.trust.assignment_tokens import issue
+from cluster.verification.limits import VerificationLimits
+from cluster.verification.orphan_buffer import BufferLimits
 from cluster.verification.step import Outcome, StepPlan
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode, encode

@@ -87,8 +87,8 @@ def bench(
         return
     config = load_demo(overrides, port, console) if config_path is None else load(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
+    from serve_app.operations.exposure_check import for_this_machine
     from serve_app.operations.local import serving
-    from serve_app.operations.publicity import for_this_machine
 
     config = for_this_machine(config)
     with serving(config, console, address=address, verbose=verbose) as served_at:
@@ -133,8 +133,8 @@ def doctor(config_path: ConfigPath, overrides: Overrides = None, address: RayAdd
     """
     config = load(config_path, overrides)
     with Console(stderr=True).status("Examining the nodes"):
-        from tools.doctor.examination import examine
-        from tools.doctor.judgement import judge
+        from tools.doctor.checks import judge
+        from tools.doctor.probe_runner import examine
         from tools.doctor.report import report
 
         checks = judge(config, examine(config, address))

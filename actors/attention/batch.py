@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from actors.attention import AttentionBackend
+from actors.compute.h2d_copy import to_device
 from actors.compute.kv_cache import FeedRow, PagedCache
-from actors.compute.to_device import to_device
 
 
 class Interrupted(Exception):

@@ -30,7 +30,7 @@ class AttentionShape:
 def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> AttentionShape:
     """Returns what one of `ranks` writes and attends, by the model's config.
 
-    `actors.models.model_check` proves for every class that its layers write just this.
+    `actors.models.reference_check` proves for every class that its layers write just this.
     """
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from actors.compute.to_device import to_device
+from actors.compute.h2d_copy import to_device
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.draft_tree import DraftTree
 

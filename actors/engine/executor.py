@@ -12,10 +12,10 @@ from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.sampling.logits.makers import MAKERS, chain_of
+from actors.grammars.compiler import GrammarCompiler
 from actors.sampling.logits.processor import Maker, ProcessorChain
-from actors.sampling.margin import margin
+from actors.sampling.logits.processor_registry import MAKERS, chain_of
+from actors.sampling.near_tie import margin
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from actors.sampling.scoring import decided_scores, score

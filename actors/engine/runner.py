@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
 from actors.attention.batch import RaggedBatch, never
-from actors.attention.choice import choose_attention
+from actors.attention.select_backend import choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.engine.capture import StateCapture
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.forward_output import ForwardOutput
-from actors.models.model_check import check_class
+from actors.models.reference_check import check_class
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, PlaceMove
 

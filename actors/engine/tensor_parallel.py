@@ -23,26 +23,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
-from actors.attention.choice import AttentionReport, choose_attention
+from actors.attention.select_backend import AttentionReport, choose_attention
 from actors.attention.shape import attention_shape
 from actors.compute.collectives import Alone, Group, join
 from actors.compute.kv_cache import FeedRow
-from actors.done_within import done_within
 from actors.engine.capture import CaptureSpec, StateCapture, StateProjection
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import page_count, state_bytes
+from actors.engine.plan_codec import from_tensor, to_tensor
 from actors.engine.process import device_of, use_cpu
 from actors.engine.profile import profile_steps
 from actors.engine.rank_watch import first_to_end, while_running
 from actors.engine.runner import ModelRunner, Runner
-from actors.engine.step_channel import StepCaller, StepListener
-from actors.engine.step_tensor import from_tensor, to_tensor
-from actors.grammars.grammar_compiler import grammars_of
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.engine.uds_rpc import StepCaller, StepListener
+from actors.grammars.compiler import grammars_of
+from actors.grammars.vocabulary import load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.forward_output import ForwardOutput
-from actors.models.model_check import check_model
+from actors.models.reference_check import check_model
 from actors.models.weights import LoadReport
+from actors.timeouts import done_within
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError

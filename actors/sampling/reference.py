@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.sampling.noise import Purpose, gumbel_argmax, key, uniform_scalar
+from actors.sampling.gumbel import Purpose, gumbel_argmax, key, uniform_scalar
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance
 

@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from actors.compute.to_device import to_device
+from actors.compute.h2d_copy import to_device
 from actors.sampling.reference import BlockDecision
 from actors.sampling.rejection_sampler import PendingBlock
 from protos.scores import TokenScore

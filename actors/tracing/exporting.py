@@ -10,8 +10,8 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from actors.tracing.session_spans import SessionSpans
 from cluster.errors import ConfigError
+from cluster.tracing.options import TracingConfig
 from cluster.tracing.round_events import MOST_EVENTS
-from cluster.tracing.tracing_options import TracingConfig
 
 EXPORT_PERIOD_MS = 1000  # ended spans that are not exported yet are lost if the process dies
 

@@ -15,8 +15,8 @@ import grpc
 from actors.transport.certificate_files import CertificateFiles, CertificateSet
 from actors.transport.channel_options import CHANNEL_OPTIONS
 from cluster.errors import ConfigError
+from cluster.trust.options import TrustConfig
 from cluster.trust.roles import PeerRole, roles_of
-from cluster.trust.trust_options import TrustConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from actors.engine.capture import CaptureSpec
-from actors.grammars.grammar_compiler import grammars_of
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
-from actors.sampling.logits.makers import MAKERS
+from actors.grammars.compiler import grammars_of
+from actors.grammars.vocabulary import load_grammar_vocabulary
 from actors.sampling.logits.processor import Maker
+from actors.sampling.logits.processor_registry import MAKERS
 from actors.sampling.rejection_sampler import PendingBlock
-from actors.vllm_engine.session_draws import SessionDraws, Told, decide_all, request_in
+from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, request_in
 from actors.vllm_engine.worker_states import WorkerStates
 
 NOTHING = -1  # in vLLM's table of sampled tokens

@@ -11,9 +11,9 @@ from hashlib import blake2b
 
 from cluster.audit.replay import NEAR_TIES, Difference, Progress, Replay, is_repeatable
 from cluster.config import AuditConfig
-from cluster.dispatch import Send
+from cluster.envelope import Send
 from cluster.routing.balancing import Peers
-from cluster.routing.session import MAX_REOPENS, Session
+from cluster.routing.ledger import MAX_REOPENS, Session
 from protos.messages import Close, Message, Refusal, RefusalReason, Verdict
 
 PAUSE_S = 1.0  # after a target refused because it had requests to serve

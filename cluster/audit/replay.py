@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from cluster.routing.session import Generation
+from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Finish, Open, Sampling, Verdict
 from protos.prefix import Prefix
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.autoscaling.needs import DraftScaling, Need, TargetScaling, coupled_need, draft_need, target_need
+from cluster.autoscaling.demand import DraftScaling, Need, TargetScaling, coupled_need, draft_need, target_need
 from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.steadiness import Wishes
+from cluster.autoscaling.stabilization_window import Wishes
 
 
 @dataclass(frozen=True)

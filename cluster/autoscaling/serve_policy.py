@@ -6,11 +6,11 @@ It knows only those attributes of Serve's types that it reads. Serve's own delay
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from cluster.autoscaling.needs import DraftScaling, TargetScaling
+from cluster.autoscaling.demand import DraftScaling, TargetScaling
 from cluster.autoscaling.pools import Pool, PoolDecision, decide_drafters, decide_targets, stay
 from cluster.autoscaling.reports import DraftReport, TargetReport, reported
 from cluster.autoscaling.settings import told
-from cluster.autoscaling.steadiness import Wishes
+from cluster.autoscaling.stabilization_window import Wishes
 
 TARGET = "target"
 DRAFT = "draft"

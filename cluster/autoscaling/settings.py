@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from cluster.autoscaling.needs import DraftScaling, TargetScaling
+from cluster.autoscaling.demand import DraftScaling, TargetScaling
 from cluster.autoscaling.reports import tellers
 
 Settings = Mapping[str, Mapping[str, float | None]]  # by pool and name

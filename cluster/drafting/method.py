@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_texts import News
+from cluster.drafting.session_updates import News
+from protos.frozen import value
 from protos.messages import DraftRequest, Open, Shape
 from protos.states import StatesFormat
-from protos.values import value
 
 Early = Callable[[list[Proposal]], None]
 """Callback that receives proposals while further ones, or better ones for the same outcomes, are being made."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import field
 
 from protos.draft_tree import NO_TREE, DraftTree
+from protos.frozen import value
 from protos.messages import Open, Shape
-from protos.values import value
 
 
 @value

@@ -4,13 +4,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from cluster.dispatch import Send
-from cluster.drafting.drafted_session import DraftedSession
-from cluster.drafting.following import DrafterLimits, FollowedSessions
+from cluster.draft_quality.load_check import LoadCheck
+from cluster.drafting.draft_sequence import DraftedSession
 from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
-from cluster.drafting.session_texts import News
-from cluster.sentinel.load_check import LoadCheck
+from cluster.drafting.session_table import DrafterLimits, FollowedSessions
+from cluster.drafting.session_updates import News
+from cluster.envelope import Send
 from cluster.trust.refusals import Refusals, not_permitted
 from protos.draft_tree import DraftTree
 from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Refusal, RefusalReason, Shape

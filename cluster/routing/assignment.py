@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cluster.dispatch import Send
+from cluster.envelope import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
-from cluster.pacing.health import Breakers
 from cluster.routing.balancing import Peers
+from cluster.routing.drafter_recovery import Complaint, Remedies, Remedy, next_remedy
 from cluster.routing.drafter_watch import DrafterWatch
-from cluster.routing.nearness import Nearness
-from cluster.routing.prefix_homes import PrefixOptions
-from cluster.routing.remedies import Complaint, Remedies, Remedy, next_remedy
-from cluster.routing.session import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
+from cluster.routing.ledger import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
+from cluster.routing.locality import Nearness
+from cluster.routing.prefix_affinity import PrefixOptions
 from cluster.routing.target_choice import TargetChoice
+from cluster.speculation.circuit_breaker import Breakers
 from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
 
 log = logging.getLogger(__name__)

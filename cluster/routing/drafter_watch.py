@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from cluster.pacing.health import Breakers
-from cluster.routing.remedies import Complaint
-from cluster.routing.session import Session
+from cluster.routing.drafter_recovery import Complaint
+from cluster.routing.ledger import Session
+from cluster.speculation.circuit_breaker import Breakers
 from protos.messages import DraftAnswer, Verdict
 
 WELL = 8  # draft tokens accepted in a session that count as good drafting

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cluster.routing.balancing import Peers
-from cluster.routing.prefix_homes import PrefixHomes, PrefixOptions
-from cluster.routing.session import Session
+from cluster.routing.ledger import Session
+from cluster.routing.prefix_affinity import PrefixHomes, PrefixOptions
 
 KEY_BYTES = 32  # length of the key of page hashes, which each router draws
 FULL_FOR_S = 1.0  # pause before a target that reported that it is full is tried again

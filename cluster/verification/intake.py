@@ -3,17 +3,17 @@
 All of it takes effect between two steps; `scheduler.py` makes the steps.
 """
 
-from cluster.dispatch import Send, peer_of
-from cluster.pacing.health import SilentDrafters
-from cluster.pacing.pacer import Pacer
+from cluster.envelope import Send, peer_of
+from cluster.speculation.circuit_breaker import SilentDrafters
+from cluster.speculation.pacer import Pacer
 from cluster.trust.refusals import Refusals, not_permitted
 from cluster.verification.admission import Admission, Departure
 from cluster.verification.block_buffer import BlockBuffer, BlockCounts
-from cluster.verification.bounds import VerificationLimits
-from cluster.verification.early_messages import EarlyMessages
-from cluster.verification.sentinel import AcceptanceSentinel
+from cluster.verification.draft_quality import AcceptanceSentinel
+from cluster.verification.hidden_state_sender import StateFeeds
+from cluster.verification.limits import VerificationLimits
+from cluster.verification.orphan_buffer import EarlyMessages
 from cluster.verification.sequence import TargetSession
-from cluster.verification.state_feeds import StateFeeds
 from protos.messages import (
     Attach,
     Block,

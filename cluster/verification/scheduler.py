@@ -12,25 +12,25 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cluster.autoscaling.reports import TargetReport
 from cluster.costs import ForwardCost
-from cluster.dispatch import Send
 from cluster.drafting.requests import max_block_len
 from cluster.engines.session_memory import OwnPages, SessionMemory
-from cluster.pacing.acceptance import AcceptanceCounts
-from cluster.pacing.health import SilentDrafters
-from cluster.pacing.pacer import Pacer, StepShape
-from cluster.pacing.policy import Adaptive, Pacing
-from cluster.pacing.step_cost import StepCost
+from cluster.envelope import Send
 from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.speculation.acceptance import AcceptanceCounts
+from cluster.speculation.circuit_breaker import SilentDrafters
+from cluster.speculation.cost_model import StepCost
+from cluster.speculation.pacer import Pacer, StepShape
+from cluster.speculation.policy import Adaptive, Pacing
 from cluster.trust.refusals import Refusals
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockCounts
-from cluster.verification.bounds import VerificationLimits
+from cluster.verification.draft_quality import AcceptanceSentinel
 from cluster.verification.intake import Intake
-from cluster.verification.sentinel import AcceptanceSentinel
+from cluster.verification.limits import VerificationLimits
+from cluster.verification.reporter import TargetReporter
 from cluster.verification.sequence import Decision, TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
-from cluster.verification.step_timing import StepTiming
-from cluster.verification.target_reporter import TargetReporter
+from cluster.verification.step_deadline import StepTiming
 from protos.messages import Collapse, Finish, Message, Open, Refusal, RefusalReason, Resync, Verdict
 
 log = logging.getLogger(__name__)

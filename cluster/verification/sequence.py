@@ -4,17 +4,17 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.pacing.acceptance import SessionStats
-from cluster.pacing.policy import DraftingDecision
+from cluster.draft_quality.collapse import CollapseWatch
 from cluster.page_allocator import PlaceMove
-from cluster.sentinel.collapse import CollapseWatch
-from cluster.trust.tickets import is_valid
+from cluster.speculation.acceptance import SessionStats
+from cluster.speculation.policy import DraftingDecision
+from cluster.trust.assignment_tokens import is_valid
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE
+from protos.frozen import value
 from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Ticket, Verdict
 from protos.prefix import Prefix
-from protos.values import value
 
 # Prompt tokens per step for audited or scored prompts. A request that arrives meanwhile waits for the step, so the step
 # must be short; and the logits of all of a scored row are held at once.

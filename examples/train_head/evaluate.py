@@ -19,22 +19,22 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
 
+from actors.drafters.registry import capture_spec, create_method, states_format
+from actors.drafters.setup import DraftSetup
 from actors.engine.capture import StateCapture
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.methods.registry import capture_spec, create_method, states_format
-from actors.methods.setup import DraftSetup
 from actors.models.checkpoint import load_model, local_folder, vocabulary
 from actors.models.end_of_text import end_ids
 from cluster.config import DraftPool, load_config
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.lock_step import lock_step
-from cluster.pacing.policy import LockStep
-from cluster.routing.session import Emit, Generation, Session
-from cluster.verification.bounds import VerificationLimits
+from cluster.drafting.session_table import DrafterLimits
+from cluster.reference_loop import lock_step
+from cluster.routing.ledger import Emit, Generation, Session
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from examples.train_head.answers import prompt_ids
 from protos.messages import Acceptance, DraftRequest, Sampling

@@ -16,7 +16,7 @@ from examples.train_head.checkpoints import read_state, write_head, write_state
 from examples.train_head.heads.dflash_module import DFlashModule
 from examples.train_head.heads.draft_module import DraftModule
 from examples.train_head.heads.draft_vocabulary import frequent_tokens
-from examples.train_head.heads.eagle_head import EagleModule
+from examples.train_head.heads.eagle import EagleModule
 from examples.train_head.heads.medusa_module import MedusaModule
 from examples.train_head.heads.mlp_speculator_module import MlpSpeculatorModule
 from examples.train_head.heads.target_parts import TargetParts

@@ -133,14 +133,14 @@ def status(
 ) -> None:
     """Shows health, counters and deployments of a running Slipstream."""
     if watching:
-        from serve_app.status.watching import watch
+        from serve_app.status.watch import watch
 
         with suppress(KeyboardInterrupt):
             asyncio.run(watch(url, key, Console()))
         return
     from serve_app.app import APPLICATION
     from serve_app.operations.published import live_costs
-    from serve_app.status.status import endpoint_status, ray_status
+    from serve_app.status.report import endpoint_status, ray_status
 
     console = Console()
     with console.status("Asking the endpoint"):

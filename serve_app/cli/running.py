@@ -57,8 +57,8 @@ def down(
 
 def serve_yaml(config_path: ConfigFile, overrides: Override = None) -> None:
     """Prints CONFIG as a file for `serve deploy`."""
-    from serve_app.declaration import whole_file
-    from serve_app.operations.publicity import check_keys
+    from serve_app.operations.exposure_check import check_keys
+    from serve_app.serve_manifest import whole_file
 
     config = load(config_path, overrides)
     check_keys(config.server)

@@ -25,16 +25,14 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
-from cluster.routing.session import Generation
+from cluster.routing.ledger import Generation
+from serve_app.http.access.admin_port import OperatorsDoor
+from serve_app.http.access.auth_middleware import CALLER, KeyGuard
 from serve_app.http.access.callers import Caller, Callers, Exchange
 from serve_app.http.access.cross_origin import CrossOrigin
-from serve_app.http.access.guard import CALLER, KeyGuard
-from serve_app.http.access.operators import OperatorsDoor
-from serve_app.http.access.request_name import REQUEST_ID, asked_name, check_name
-from serve_app.http.answers import AnswerForm, Choice, Delta, Transcript, follow
-from serve_app.http.conversation.telling import Telling
-from serve_app.http.failures import failure_of
-from serve_app.http.formats import (
+from serve_app.http.access.request_id import REQUEST_ID, asked_name, check_name
+from serve_app.http.conversation.choice_stream import Telling
+from serve_app.http.endpoints import (
     ChatDialect,
     CompletionDialect,
     Dialect,
@@ -43,23 +41,25 @@ from serve_app.http.formats import (
     ResponsesDialect,
     ToldChoice,
 )
+from serve_app.http.failures import failure_of
 from serve_app.http.generation import Generator
 from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from serve_app.http.generation_stream import AnswerForm, Choice, Delta, Transcript, follow
 from serve_app.http.limits.bodies import Bodies
 from serve_app.http.limits.deadline import Deadline
 from serve_app.http.metrics import Metrics
-from serve_app.http.plain.plain_routes import add_plain_routes
+from serve_app.http.observability.records import RequestRecord
+from serve_app.http.observability.request_log import logged
+from serve_app.http.observability.request_spans import NoRequestSpans, RequestSpans
+from serve_app.http.plain.routes import add_plain_routes
 from serve_app.http.plain.served_model import fingerprint
 from serve_app.http.plain.tokenizing import Tokenizing
 from serve_app.http.request_rules import bad_words_of, truncated
-from serve_app.http.resolution import Draw, Terms, agree, resolve
 from serve_app.http.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.http.structured.grammar_check import GrammarCheck
 from serve_app.http.text import StopMatcher, TextCodec
 from serve_app.http.usage import metrics_of, usage_of
-from serve_app.http.watching.records import RequestRecord
-from serve_app.http.watching.request_log import logged
-from serve_app.http.watching.request_spans import NoRequestSpans, RequestSpans
+from serve_app.http.validation import Draw, Terms, agree, resolve
 from serve_app.http.wire.bounds import RequestBounds
 from serve_app.http.wire.field_types import RequestPart
 from serve_app.http.wire.parsing import parse

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
 from serve_app.http.limits.bodies import BodyTimeoutError, BodyTooLargeError
 from serve_app.http.limits.deadline import RequestTimeoutError
+from serve_app.http.observability.records import CLIENT_LEFT
 from serve_app.http.plain.served_model import UnknownModelError
-from serve_app.http.watching.records import CLIENT_LEFT
 from serve_app.http.wire.parsing import shortened
 from serve_app.http.wire.replies import RETRY_AFTER_S, ErrorBody, ErrorDetail, error_response
 

@@ -6,7 +6,7 @@ The seam between HTTP and the distributed system; tests put a scripted generator
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from cluster.routing.session import Emit, Ended, Generation
+from cluster.routing.ledger import Emit, Ended, Generation
 
 
 class Generator(Protocol):

@@ -25,11 +25,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.routing.session import Emit
-from serve_app.http.watching.prompt_versions import PromptVersions
-from serve_app.http.watching.records import CLIENT_LEFT, ChoiceRecord, RequestRecord
+from cluster.routing.ledger import Emit
+from serve_app.http.observability.prompt_versions import PromptVersions
+from serve_app.http.observability.records import CLIENT_LEFT, ChoiceRecord, RequestRecord
+from serve_app.publishing.aggregate_metrics import exposition
 from serve_app.publishing.vllm_names import VllmNames
-from serve_app.publishing.whole_exposition import exposition
 
 __all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
 

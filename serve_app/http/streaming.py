@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.http.failures import Failure, failure_of
 from serve_app.http.limits.deadline import Deadline, RequestTimeoutError
-from serve_app.http.watching.records import RequestRecord
+from serve_app.http.observability.records import RequestRecord
 
 T = TypeVar("T")
 

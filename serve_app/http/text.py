@@ -13,8 +13,8 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-from actors.grammars.grammar_compiler import GrammarCompiler, grammars_of
-from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.grammars.compiler import GrammarCompiler, grammars_of
+from actors.grammars.vocabulary import grammar_vocabulary
 from actors.models.checkpoint import surplus_tokens, vocabulary
 from actors.models.config_reader import read_config
 from actors.models.end_of_text import end_of_text

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from serve_app.http.answers import Choice
+from serve_app.http.generation_stream import Choice
 from serve_app.http.wire.replies import (
     CompletionTokensDetails,
     PromptTokensDetails,

@@ -16,7 +16,7 @@ from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDep
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, ModelError, SlipstreamError
-from serve_app.declaration import application
+from serve_app.serve_manifest import application
 
 POLL_S = 0.5
 RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # as a traceback names what a replica raised

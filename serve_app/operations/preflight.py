@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from actors.methods.heads.head_files import PICKLES
-from actors.methods.registry import states_needed
+from actors.drafters.heads.files import PICKLES
+from actors.drafters.registry import states_needed
 from actors.models.checkpoint import (
     check_draft,
     check_files,
@@ -25,8 +25,8 @@ from actors.models.config_reader import CONFIG, read_config, read_json
 from actors.models.decoder import is_llama_kind
 from actors.models.end_of_text import end_of_text
 from actors.models.layer_subset import check_layers
-from actors.models.model_check import check_model
 from actors.models.positions import context_length, uses_rope
+from actors.models.reference_check import check_model
 from actors.models.tokenizer_reader import load_tokenizer
 from cluster.config import SlipstreamConfig
 from cluster.draft_options import HEADS

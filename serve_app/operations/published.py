@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.pacing.acceptance import AcceptanceCounts
+from cluster.speculation.acceptance import AcceptanceCounts
 from cluster.telemetry import Actor, Span, spans
 from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
 from serve_app.operations.recordings import recordings

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
 
 from cluster.errors import SlipstreamError
-from serve_app.operations.fitting import Node
+from serve_app.operations.capacity_check import Node
 
 FOUND_BY_RAY = ("auto", "local")
 CONNECT_S = 3.0  # Ray itself would try for more than a minute

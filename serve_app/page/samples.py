@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actors.drafter import Drafter
 from actors.target import TargetReplica
-from cluster.pacing.acceptance import AcceptanceCounts
+from cluster.speculation.acceptance import AcceptanceCounts
 from cluster.telemetry import STAGES, Actor, Stage, Timeline, pack
 
 WINDOW_S = 3.0

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 from pydantic import TypeAdapter
 
-from cluster.packing import packed, unpacked
+from cluster.compressed_json import packed, unpacked
 
 
 @dataclass(frozen=True, slots=True)

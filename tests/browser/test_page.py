@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cluster.errors import TargetLostError
-from cluster.routing.session import Ended
+from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from tests.integration.scripted_front import Front, scripted_front
 from tests.integration.scripted_generator import STALL

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.telling_router import ROUTER
+from tests.chaos.reporting_router import ROUTER
 
 TIMEOUT_S = 600.0  # the load itself gives nothing up: what stands still shows in the times
 

@@ -109,7 +109,7 @@ def served(
     pacing = f"speculation.pacing={request.config.getoption('--pacing')}"
     config = demo_config([*EXACT, f"model.target={target}", *POOLS, port, ranks, pacing])
     with (
-        built_by("tests.chaos.telling_router:build"),
+        built_by("tests.chaos.reporting_router:build"),
         serving(config, Console(quiet=True), address=nodes.address) as url,
     ):
         yield Served(url, config)

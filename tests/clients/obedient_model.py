@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from cluster.routing.session import Emit, Ended, Generation
+from cluster.routing.ledger import Emit, Ended, Generation
 from protos.messages import Finish
 from serve_app.http.api import create_api
 from serve_app.http.conversation.response_templates import find_template

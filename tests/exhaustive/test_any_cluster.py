@@ -22,9 +22,9 @@ from serve_app.operations.deploying import is_running, serve_details
 from serve_app.operations.draining import RAY_DRAIN
 from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import broadcast, connected, deployed
-from tests.unit.tools.drafts.measuring.tiny_target import a_target
-from tools.doctor.examination import examine
-from tools.doctor.judgement import judge
+from tests.unit.tools.drafts.eval.tiny_target import a_target
+from tools.doctor.checks import judge
+from tools.doctor.probe_runner import examine
 
 STORE_BYTES = 80 << 20
 COMMAND_S = 400

@@ -13,24 +13,24 @@ import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
+from actors.drafters.registry import create_method
+from actors.drafters.setup import DraftSetup
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
-from actors.methods.registry import create_method
-from actors.methods.setup import DraftSetup
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import load_grammar_vocabulary
 from actors.models.checkpoint import load_model, local_folder, vocabulary
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.lock_step import lock_step
-from cluster.pacing.policy import LockStep
-from cluster.routing.session import Generation, Session
-from cluster.verification.bounds import VerificationLimits
+from cluster.drafting.session_table import DrafterLimits
+from cluster.reference_loop import lock_step
+from cluster.routing.ledger import Generation, Session
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Sampling
 from serve_app.cli.demo_models import demo_config
-from serve_app.http.structured.asked_grammar import asked_grammar
+from serve_app.http.structured.response_format import asked_grammar
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.grammar_fields import ResponseFormat
 from tests.exhaustive.schemas import ASKED, Asked

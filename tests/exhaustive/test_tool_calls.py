@@ -15,9 +15,9 @@ from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
 from serve_app.http.conversation.chat_template import TemplateOptions
-from serve_app.http.conversation.reading import Call, read_whole
+from serve_app.http.conversation.output_parser import Call, read_whole
 from serve_app.http.conversation.response_templates import find_template
-from serve_app.http.structured.held_calls import held_calls
+from serve_app.http.structured.tool_grammar import held_calls
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.schemas import ChatRequest
 from tests.exhaustive.schemas import ASKED, PERSON, Asked, closed, listed, text, whole

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from cluster.trust.trust_options import TrustConfig
+from cluster.trust.options import TrustConfig
 from tests.certificates import Authority
 from tests.integration.harness import Cluster, cluster, plain_greedy
 

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 import uvicorn
 
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import grammar_vocabulary
 from actors.models.toy import ToyRunner
 from cluster.config import validated
 from serve_app.http.api import create_api

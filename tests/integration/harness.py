@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from actors.drafter import Drafter
-from actors.engine.engine import Engine, ThreadEngine
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.limits import DraftingLimits
+from actors.engine.base import Engine, ThreadEngine
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import Runner
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.methods.draft_model import DraftModel
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.limits import DraftingLimits
+from actors.grammars.compiler import GrammarCompiler
 from actors.models.toy import ToyRunner
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
@@ -24,16 +24,16 @@ from actors.transport.credentials import credentials_of
 from cluster.audit.audits import Audits
 from cluster.audit.replay import Difference
 from cluster.config import AuditConfig
-from cluster.drafting.following import DrafterLimits
+from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
 from cluster.drafting.method import DraftingMethod
-from cluster.drafting.state_intake import NO_BOUNDS, StateBounds
-from cluster.pacing.policy import Adaptive, LockStep
+from cluster.drafting.session_table import DrafterLimits
+from cluster.routing.ledger import Emit, Ended, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.routing.session import Emit, Ended, Generation
+from cluster.speculation.policy import Adaptive, LockStep
 from cluster.tracing.session_tracer import NoTracing, SessionTracer
+from cluster.trust.options import TrustConfig
 from cluster.trust.roles import PeerRole
-from cluster.trust.trust_options import TrustConfig
-from cluster.verification.bounds import VerificationLimits
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from cluster.routing.session import Emit, Ended, Generation
+from cluster.routing.ledger import Emit, Ended, Generation
 
 STALL = "stall"
 """In a script: nothing more comes."""

@@ -16,10 +16,10 @@ from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
 from actors.compute.state_codec import decode_rows
 from actors.models.forward_output import ForwardOutput
+from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
-from cluster.drafting.session_texts import SessionTexts
-from cluster.drafting.state_intake import StateBounds
+from cluster.drafting.session_updates import SessionTexts
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
-from cluster.routing.session import Emit, Ended
+from cluster.routing.ledger import Emit, Ended
 from protos.messages import Acceptance, Finish, TokenRules
 from protos.scores import Scoring, TokenScore
 from serve_app.http.api import create_api
@@ -559,7 +559,7 @@ async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Fr
         return (1, 2)
 
     front.plays([Ended(Finish.STOP)])
-    with patch.object(front.codec, "encode", encode), patch("serve_app.http.formats.parse", wraps=parse) as parsing:
+    with patch.object(front.codec, "encode", encode), patch("serve_app.http.endpoints.parse", wraps=parse) as parsing:
         parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
         await front.openai.completions.create(model="toy", prompt="hi")
     assert threads

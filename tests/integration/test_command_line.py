@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.routing.session import Ended
+from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.status.watching import watch
+from serve_app.status.watch import watch
 from tests.integration.scripted_front import Front, scripted_front
 from tests.integration.scripted_generator import STALL
 from tools.cli import app

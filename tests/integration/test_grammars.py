@@ -7,7 +7,7 @@ from llguidance import LLMatcher
 
 from cluster.config import AuditConfig
 from cluster.errors import RequestError
-from cluster.routing.session import Emit
+from cluster.routing.ledger import Emit
 from protos.messages import Acceptance, Sampling
 from tests.integration.harness import VOCABULARY, Cluster, cluster, eventually, plain_greedy
 from tests.lossless.test_grammars import LETTERS, LISTS, compiler

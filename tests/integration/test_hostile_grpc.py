@@ -11,9 +11,9 @@ import pytest
 
 from actors.target import TargetReplica
 from actors.transport import streams
-from cluster.dispatch import Send
-from cluster.routing.session import Emit
-from cluster.trust.tickets import issue
+from cluster.envelope import Send
+from cluster.routing.ledger import Emit
+from cluster.trust.assignment_tokens import issue
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree, SparseProbs

@@ -14,9 +14,9 @@ from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
 from serve_app.http.text import TextCodec
 from serve_app.http.wire.replies import HealthReport
-from serve_app.page.page_routes import page_routes
-from serve_app.page.page_watch import PageWatch
+from serve_app.page.routes import page_routes
 from serve_app.page.samples import Sample, draft_sample, target_sample
+from serve_app.page.watch import PageWatch
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, LOGITS, Cluster, cluster, plain_greedy
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from cluster.routing.session import MAX_REOPENS
+from cluster.routing.ledger import MAX_REOPENS
 from tests.integration.harness import Cluster, cluster, eventually, plain_greedy
 
 LONG = 200

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from actors.engine.engine import Engine
+from actors.engine.base import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import DrainingError, TargetLostError
-from cluster.routing.session import Emit, Generation
+from cluster.routing.ledger import Emit, Generation
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict

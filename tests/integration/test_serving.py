@@ -18,7 +18,7 @@ from serve_app.app import APPLICATION
 from serve_app.operations.published import cost_model
 from serve_app.operations.ray_cluster import broadcast, deployed
 from serve_app.operations.recordings import recordings
-from serve_app.status.status import replicas_table
+from serve_app.status.report import replicas_table
 from tests.integration.serving import Reference, Served, demo_served
 
 PROMPTS = (

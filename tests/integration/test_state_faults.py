@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.transport.streams import StatesOutbox
-from cluster.verification import state_feeds
+from cluster.verification import hidden_state_sender
 from protos.messages import Message, States
 from tests.integration.harness import PAGE_SIZE, Cluster, StateReading, cluster, eventually
 from tests.integration.rounds import RecordedEngine, acceptance, computed, is_settled, resumed
@@ -130,7 +130,7 @@ async def test_nothing_waits_behind_a_prompts_states_that_are_stuck(monkeypatch)
 
     The long prompt's own answer goes on plainly meanwhile, and is drafted for once its states are there.
     """
-    monkeypatch.setattr(state_feeds, "RIDE_BYTES", 8 * LAYOUT.row_bytes)
+    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 8 * LAYOUT.row_bytes)
     let_go = asyncio.Event()
     left: list[Message] = []
     take = StatesOutbox.take

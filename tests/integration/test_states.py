@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from cluster.verification import state_feeds
+from cluster.verification import hidden_state_sender
 from tests.integration.harness import CHECKED, cluster, eventually, plain_greedy
 
 PROMPT = tuple(1 + n % 29 for n in range(300))  # five chunks
 
 
-@pytest.mark.parametrize("ride_bytes", [state_feeds.RIDE_BYTES, 0], ids=["with verdicts", "apart"])
+@pytest.mark.parametrize("ride_bytes", [hidden_state_sender.RIDE_BYTES, 0], ids=["with verdicts", "apart"])
 async def test_a_long_prompt_and_what_is_decoded_reach_the_drafting_method(ride_bytes, monkeypatch):
     """The method checks every row against its own text."""
-    monkeypatch.setattr(state_feeds, "RIDE_BYTES", ride_bytes)
+    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", ride_bytes)
     async with cluster(reading=CHECKED) as c:
         found = await c.tokens(c.generation(prompt=PROMPT, max_len=340))
         assert found == plain_greedy(PROMPT, 40)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config import validated
-from cluster.routing.session import Emit, Ended
+from cluster.routing.ledger import Emit, Ended
 from protos.messages import Finish
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics

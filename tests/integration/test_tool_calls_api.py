@@ -16,8 +16,8 @@ from jsonschema import validate
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from pydantic import BaseModel, Field
 
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import grammar_vocabulary
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import grammar_vocabulary
 from actors.models.toy import ToyRunner
 from cluster.config import validated
 from serve_app.http.api import create_api

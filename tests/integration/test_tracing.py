@@ -8,12 +8,12 @@ import pytest
 
 from actors.tracing.exporting import TracedService
 from cluster.config import validated
+from cluster.tracing.options import TracingConfig
 from cluster.tracing.session_tracer import SessionTracer
-from cluster.tracing.tracing_options import TracingConfig
 from serve_app.http.api import create_api
 from serve_app.http.metrics import Metrics
+from serve_app.http.observability.genai_spans import GenAiSpans
 from serve_app.http.text import TextCodec
-from serve_app.http.watching.genai_spans import GenAiSpans
 from serve_app.http.wire.replies import HealthReport
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, Cluster, cluster

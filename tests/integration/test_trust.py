@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from actors.transport import handshakes, streams
 from actors.transport.credentials import AUTHORIZATION, credentials_of
+from cluster.trust.options import TrustConfig
 from cluster.trust.roles import PeerRole
-from cluster.trust.trust_options import TrustConfig
 from protos.codec import decode, encode
 from protos.messages import Hello, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub

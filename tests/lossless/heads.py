@@ -13,15 +13,15 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.compute.state_codec import decode_rows
-from actors.methods.draft_model import DraftModel
-from actors.methods.heads.last_state.last_rows import LastRows
-from actors.methods.heads.last_state.last_state_drafting import LastStatePredictor
-from actors.methods.heads.predicted_drafting import PredictedDrafting
-from actors.methods.model.calibration import Calibration
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.limits import DraftingLimits
-from actors.methods.model.sampling import DraftSampler
-from actors.methods.model.state_feed import FedStates
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.heads.head_drafter import PredictedDrafting
+from actors.drafters.heads.last_state.drafting import LastStatePredictor
+from actors.drafters.heads.last_state.last_rows import LastRows
+from actors.drafters.model.calibration import Calibration
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.limits import DraftingLimits
+from actors.drafters.model.sampling import DraftSampler
+from actors.drafters.model.state_feed import FedStates
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.page_allocator import PageCopy

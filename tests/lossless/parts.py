@@ -9,23 +9,23 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.limits import DraftingLimits
+from actors.drafters.model.pard import MaskTokens
 from actors.engine.executor import StepExecutor
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.methods.draft_model import DraftModel
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.limits import DraftingLimits
-from actors.methods.model.pard import MaskTokens
+from actors.grammars.compiler import GrammarCompiler
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.costs import ForwardCost
-from cluster.drafting.following import DrafterLimits
+from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.drafting.state_intake import StateBounds
-from cluster.lock_step import lock_step
-from cluster.pacing.policy import Adaptive, LockStep
+from cluster.drafting.session_table import DrafterLimits
 from cluster.page_allocator import PageCopy
-from cluster.routing.session import Emit, Generation, Session
-from cluster.verification.bounds import VerificationLimits
+from cluster.reference_loop import lock_step
+from cluster.routing.ledger import Emit, Generation, Session
+from cluster.speculation.policy import Adaptive, LockStep
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.lookup.hybrid import LookupFirst
+from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.limits import DraftingLimits
 from actors.engine.executor import StepExecutor
-from actors.methods.draft_model import DraftModel
-from actors.methods.lookup.lookup_first import LookupFirst
-from actors.methods.lookup.prompt_lookup import PromptLookup
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.limits import DraftingLimits
-from cluster.dispatch import Send
 from cluster.drafting.method import DraftingMethod
-from cluster.lock_step import ROUTER
-from cluster.routing.session import Phase
+from cluster.envelope import Send
+from cluster.reference_loop import ROUTER
+from cluster.routing.ledger import Phase
 from protos.messages import Acceptance, Block, DraftRequest, Hello, LiveSession, Message
 from tests.lossless.history import HistoryRunner, NextLogits
 from tests.lossless.parts import PAGE_SIZE, Setting, a_draft_scheduler, a_verification_scheduler

@@ -8,12 +8,12 @@ from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
 from actors.compute.state_cache import LatestStates, StateCache
 from actors.compute.state_codec import decode_rows, encode_rows
-from actors.methods.draft_model import DraftModel
+from actors.drafters.draft_model import DraftModel
 from actors.models.forward_output import ForwardOutput
 from actors.models.toy import ToyRunner
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.session_updates import SessionTexts
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.messages import DraftRequest, Open, Shape
 from protos.states import StateDtype, StatesFormat

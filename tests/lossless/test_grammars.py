@@ -12,12 +12,12 @@ import torch
 from llguidance import LLMatcher, TokenizerWrapper
 from llguidance import LLTokenizer as Vocabulary
 
-from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.compiler import GrammarCompiler
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value_of
 from tests.lossless.test_distribution import TARGET as FEW_TARGET
-from tests.lossless.test_lock_step import DRAFT, NEW_TOKENS, TARGET, VOCABULARY, texts
+from tests.lossless.test_reference_loop import DRAFT, NEW_TOKENS, TARGET, VOCABULARY, texts
 from tests.lossless.test_trees import into_a_tree
 from tests.lossless.world import World, calm, near_patience, stormy
 

@@ -11,7 +11,7 @@ from tests.lossless.parts import Setting
 from tests.lossless.states import ReadingMethod
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
-from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
+from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
 from tests.lossless.world import World, calm, near_patience, stormy
 
 WORLDS = 2

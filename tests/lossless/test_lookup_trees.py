@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.methods.lookup import lookup_first
+from actors.drafters.lookup import hybrid
 from cluster.drafting.requests import Proposal
 from protos.messages import Acceptance, Sampling
 from tests.lossless.history import NextLogits, disturbed, drawn_by_history
@@ -76,8 +76,8 @@ def test_merged_trees_decide_what_plain_decoding_does(monkeypatch, sampling, sch
         of_both.append(not any(nodes <= {each.tree.trunk, *each.tree.off_trunk} for each in (one, other)))
         return found
 
-    merge = lookup_first.merged
-    monkeypatch.setattr(lookup_first, "merged", merged)
+    merge = hybrid.merged
+    monkeypatch.setattr(hybrid, "merged", merged)
     pools = Pools(TARGET, DRAFT, lost_targets=1, lost_drafters=1, lookup_first=True)
     made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, step_cost=step_cost), pools)
     assert sum(of_both) > AT_ONCE, "hardly any tree had candidates of both"

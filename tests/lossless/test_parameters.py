@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.sampling.processors import filtered
+from actors.sampling.filters import filtered
 from actors.sampling.reference import DrawAddress, accept
-from cluster.routing.session import Generation
+from cluster.routing.ledger import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Sampling, TokenRules
 from tests.lossless.history import NextLogits

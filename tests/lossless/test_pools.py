@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.sampling.processors import process
+from actors.sampling.filters import process
 from actors.sampling.reference import DrawAddress, accept
 from cluster.costs import ForwardCost
-from cluster.routing.session import Generation
+from cluster.routing.ledger import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
 from tests.lossless.history import NextLogits, disturbed, drawn_by_history

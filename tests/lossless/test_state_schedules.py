@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster.dispatch import Send
-from cluster.lock_step import ROUTER
+from cluster.envelope import Send
+from cluster.reference_loop import ROUTER
 from protos.messages import Acceptance, Sampling, States, Verdict
 from tests.lossless.heads import EagleWorld, PlacesWorld, TokensWorld
 from tests.lossless.parts import Setting
-from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
+from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
 from tests.lossless.world import HOP_S, STEP_S, World, calm
 
 WORLDS = 2

@@ -8,7 +8,7 @@ import pytest
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Setting
 from tests.lossless.states import ReadingMethod
-from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET
+from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET
 from tests.lossless.world import World, calm, near_patience, stormy
 
 WORLDS = 3

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from actors.methods.lookup.suffix import SuffixLookup
+from actors.drafters.lookup.suffix import SuffixLookup
 from cluster.draft_options import SuffixOptions
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Schedule, Setting, a_draft_scheduler
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
-from tests.lossless.test_lock_step import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET, plain, texts
+from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET, plain, texts
 from tests.lossless.world import ToyDrafter, World, calm, near_patience, stormy
 
 

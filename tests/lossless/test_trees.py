@@ -13,7 +13,7 @@ import pytest
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Sampling
 from tests.lossless.parts import Setting
-from tests.lossless.test_lock_step import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, WORLDS, texts
+from tests.lossless.test_reference_loop import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, WORLDS, texts
 from tests.lossless.world import World, calm, near_patience, stormy
 
 BLOCK_LEN = 6

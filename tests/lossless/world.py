@@ -11,15 +11,15 @@ from itertools import count
 
 import torch
 
+from actors.drafters.draft_model import DraftModel
 from actors.engine.executor import StepExecutor
-from actors.methods.draft_model import DraftModel
 from cluster.costs import ForwardCost
-from cluster.dispatch import Send, states_stream
 from cluster.drafting.method import DraftingMethod, make_pass, tell
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.lock_step import DRAFTER, ROUTER, TARGET
-from cluster.routing.session import Command, Emit, Ended, Session, ToDrafter, ToTarget
+from cluster.envelope import Send, states_stream
+from cluster.reference_loop import DRAFTER, ROUTER, TARGET
+from cluster.routing.ledger import Command, Emit, Ended, Session, ToDrafter, ToTarget
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Block, DraftRequest, Message, Refusal, Resync, States, Verdict

@@ -90,7 +90,7 @@ def test_light_packages_import_nothing_heavy():
     """The mind must be importable where there is no torch; only a process of its own shows it."""
     code = (
         "import importlib, sys\n"
-        "names = 'actors protos.codec cluster.config cluster.routing.session'\n"
+        "names = 'actors protos.codec cluster.config cluster.routing.ledger'\n"
         "names += ' cluster.verification.scheduler cluster.drafting.scheduler'\n"
         "for name in names.split(): importlib.import_module(name)\n"
         "print(*sorted({'torch', 'ray', 'transformers', 'fastapi', 'grpc'} & sys.modules.keys()))"

@@ -12,10 +12,10 @@ from llguidance import LLMatcher
 
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import load_grammar_vocabulary
 from cluster.config import SlipstreamConfig, validated
-from cluster.verification.bounds import VerificationLimits
+from cluster.verification.limits import VerificationLimits
 from protos.messages import Open, Sampling, TokenRules
 from protos.scores import Scoring
 from protos.states import StatesFormat

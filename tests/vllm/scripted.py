@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.engines.session_memory import SessionMemory
-from cluster.pacing.policy import LockStep
-from cluster.verification.bounds import VerificationLimits
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.draft_tree import DraftTree

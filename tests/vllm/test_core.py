@@ -20,7 +20,7 @@ from tests.vllm.scripted import LONGEST, STEP_TOKENS, VOCABULARY, Life, Script, 
 @pytest.fixture(scope="module")
 def core(tiny_llama: Path) -> Iterator[object]:
     """Few pages, so that sessions lose theirs: eight sessions at their longest would need three times as many."""
-    from actors.vllm_engine.vllm_core import start_core
+    from actors.vllm_engine.core import start_core
 
     started = start_core(config(tiny_llama, num_gpu_blocks_override=14), str(tiny_llama), VOCABULARY)
     yield started

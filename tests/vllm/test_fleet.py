@@ -14,26 +14,26 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.drafter import Drafter
-from actors.engine.engine import Engine, ThreadEngine
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.limits import DraftingLimits
+from actors.drafters.model.vocab_pruning import reduce_head
+from actors.engine.base import Engine, ThreadEngine
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.grammars.grammar_compiler import GrammarCompiler
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
-from actors.methods.draft_model import DraftModel
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.limits import DraftingLimits
-from actors.methods.model.vocab_pruning import reduce_head
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import load_grammar_vocabulary
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
-from actors.vllm_engine.vllm_engine import VllmEngine
+from actors.vllm_engine.engine import VllmEngine
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
-from cluster.drafting.following import DrafterLimits
+from cluster.drafting.session_table import DrafterLimits
 from cluster.engines.session_memory import SessionMemory
-from cluster.pacing.policy import LockStep
+from cluster.routing.ledger import Emit, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.routing.session import Emit, Generation
-from cluster.verification.bounds import VerificationLimits
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from protos.messages import Acceptance
 from serve_app.router import Identity, Router, RouterLimits
 from tests.vllm.cases import asked, config

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.engine.engine import ThreadEngine
-from actors.methods.registry import capture_spec, create_method, state_bounds, states_format
-from actors.methods.setup import DraftSetup
+from actors.drafters.registry import capture_spec, create_method, state_bounds, states_format
+from actors.drafters.setup import DraftSetup
+from actors.engine.base import ThreadEngine
 from actors.models.checkpoint import vocabulary
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.lock_step import lock_step
-from cluster.pacing.policy import LockStep
+from cluster.drafting.session_table import DrafterLimits
+from cluster.reference_loop import lock_step
+from cluster.routing.ledger import Emit, Generation, Session
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.routing.session import Emit, Generation, Session
+from cluster.speculation.policy import LockStep
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling
@@ -66,7 +66,7 @@ def asked(tiny_llama: Path, texts: dict[str, Text], tmp_path_factory: pytest.Tem
 def core(tiny_llama: Path, asked: SlipstreamConfig) -> Iterator[object]:
     if not IS_ASKED_FOR:
         pytest.skip("the second runner is not asked for")
-    from actors.vllm_engine.vllm_core import start_core
+    from actors.vllm_engine.core import start_core
 
     capture = capture_spec(asked.draft, tiny_llama, "float32")
     started = start_core(asked, str(tiny_llama), VOCABULARY, capture=capture)

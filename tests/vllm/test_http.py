@@ -11,16 +11,16 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from actors.drafter import Drafter
-from actors.methods.registry import create_method
-from actors.methods.setup import DraftSetup
+from actors.drafters.registry import create_method
+from actors.drafters.setup import DraftSetup
 from actors.models.checkpoint import local_folder, vocabulary
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
-from cluster.drafting.following import DrafterLimits
-from cluster.pacing.policy import LockStep
+from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.speculation.policy import LockStep
 from serve_app.cli.demo_models import demo_config
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.http.api import create_api

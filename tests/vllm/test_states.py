@@ -40,7 +40,7 @@ def core(tiny_llama: Path) -> Iterator[object]:
     """Few pages, so that sessions lose theirs."""
     if not IS_ASKED_FOR:
         pytest.skip("the second runner is not asked for")
-    from actors.vllm_engine.vllm_core import start_core
+    from actors.vllm_engine.core import start_core
 
     started = start_core(config(tiny_llama, num_gpu_blocks_override=11), str(tiny_llama), VOCABULARY, capture=SPEC)
     yield started
@@ -103,7 +103,7 @@ def test_what_lies_in_pages_is_of_the_text(
 
 @pytest.mark.skipif(IS_ASKED_FOR, reason="this is the second one")
 def test_the_first_runner_tells_none_and_says_so(tiny_llama: Path) -> None:
-    from actors.vllm_engine.vllm_core import start_core
+    from actors.vllm_engine.core import start_core
 
     with pytest.raises(ModelError, match="first model runner does not tell"):
         start_core(config(tiny_llama), str(tiny_llama), VOCABULARY, capture=SPEC)

@@ -11,7 +11,7 @@ from tests.vllm.scripted import VOCABULARY, Life, Scripts
 def test_two_ranks_say_what_the_own_engine_says(
     tiny_llama: Path, whole: dict[str, list[int]], own_lives: dict[str, Life], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actors.vllm_engine.vllm_core import start_core
+    from actors.vllm_engine.core import start_core
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     core = start_core(config(tiny_llama, ranks=2), str(tiny_llama), VOCABULARY)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.trust.roles import PeerRole
-from serve_app.operations.fitting import Node
+from serve_app.operations.capacity_check import Node
 
 
 class ModelsNeeded(Enum):

@@ -11,16 +11,16 @@ from importlib import metadata
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from actors.transport.auth_interceptor import Gate
 from actors.transport.credentials import Credentials, credentials_of
-from actors.transport.gate import Gate
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
 from cluster.trust.refusals import Refusals
 from cluster.trust.roles import PeerRole
 from protos.messages import PROTOCOL_VERSION
-from serve_app.listening import listening_host
+from serve_app.bind_address import listening_host
+from serve_app.operations.capacity_check import Node
 from serve_app.operations.draining import RAY_DRAIN, RAY_DRAINS_S
-from serve_app.operations.fitting import Node
 from serve_app.operations.local import checked_port
 from tools.doctor.facts import ModelsNeeded, NodeFacts, ProbeCall
 

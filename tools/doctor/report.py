@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tools.doctor.judgement import Check
+from tools.doctor.checks import Check
 
 
 def report(checks: Sequence[Check]) -> RenderableType:

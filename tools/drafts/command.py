@@ -37,7 +37,7 @@ def inspect(
     """Describes a draft checkpoint, what it needs and how to configure it; exit status 1: it does not fit."""
     from actors.models.checkpoint import local_folder
     from cluster.config import apply_overrides
-    from tools.drafts.inspection.draft_inspection import inspect_draft
+    from tools.drafts.inspection.inspect import inspect_draft
     from tools.drafts.sheets import inspection_data, inspection_report
 
     path = Path(folder).expanduser()

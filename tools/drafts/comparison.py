@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from actors.drafters.registry import create_method
 from actors.engine.process import use_cpu
-from actors.methods.registry import create_method
 from cluster.config import DraftPool, SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.tables import sheet, shown
-from tools.drafts.measuring.draft_measures import BEST, DraftMeasures, measures
-from tools.drafts.measuring.draft_replay import replay
-from tools.drafts.measuring.measured_target import DecodedText, MeasuredTarget
+from tools.drafts.eval.measured_target import DecodedText, MeasuredTarget
+from tools.drafts.eval.measures import BEST, DraftMeasures, measures
+from tools.drafts.eval.replay import replay
 from tools.svg import curves
 
 

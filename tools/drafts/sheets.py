@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from tools.drafts.inspection.draft_facts import DraftFacts, StatesRead
-from tools.drafts.inspection.draft_inspection import DraftInspection
+from tools.drafts.inspection.facts import DraftFacts, StatesRead
+from tools.drafts.inspection.inspect import DraftInspection
 
 
 def inspection_data(found: DraftInspection) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 
 from cluster.config import SlipstreamConfig, validated
+from cluster.trust.options import TrustConfig
 from cluster.trust.roles import PeerRole
-from cluster.trust.trust_options import TrustConfig
-from serve_app.declaration import application, serve_file
-from serve_app.http.access.proxy_words import PROXY_ENVIRONMENT
+from serve_app.http.access.proxy_errors import PROXY_ENVIRONMENT
 from serve_app.operations.draining import RAY_DRAIN, drain_s
+from serve_app.serve_manifest import application, serve_file
 from tools.kubernetes.pod_templates import (
     CLAIM,
     MODELS,

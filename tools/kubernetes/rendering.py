@@ -11,7 +11,7 @@ import yaml
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
-from serve_app.operations.publicity import is_guarded, missing_keys
+from serve_app.operations.exposure_check import is_guarded, missing_keys
 from tools.kubernetes.pod_templates import Json
 from tools.kubernetes.ray_service import HTTP_PORT, TOKEN_SECRET, ray_service
 from tools.kubernetes.weights_volume import weights_volume

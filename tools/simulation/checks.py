@@ -6,12 +6,12 @@ token is counted. A violation raises AssertionError: it is a bug in the schedule
 
 from collections.abc import Mapping, Sequence
 
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.lock_step import lock_step
-from cluster.pacing.policy import LockStep
-from cluster.routing.session import Generation, Session
-from cluster.verification.bounds import VerificationLimits
+from cluster.drafting.session_table import DrafterLimits
+from cluster.reference_loop import lock_step
+from cluster.routing.ledger import Generation, Session
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from tools.simulation.oracle import VOCABULARY, DraftQuality, OracleMethod, Script
 from tools.simulation.simulated_drafter import SimulatedDrafter

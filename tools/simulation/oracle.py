@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.drafting.ahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
-from cluster.drafting.block_draft import BlockDraft
 from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.draft_state import BlockDraft
+from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_texts import SessionTexts
+from cluster.drafting.session_updates import SessionTexts
 from cluster.drafting.timing.forward_time import ForwardTime
 from protos.messages import DraftRequest, Open, Shape
 from tools.simulation.workload import Workload

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from protos.values import value
+from protos.frozen import value
 from tools.simulation.simulated_router import SimulatedAssignment
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.costs import CostModel
-from cluster.pacing.policy import Adaptive, LockStep, Pacing
+from cluster.speculation.policy import Adaptive, LockStep, Pacing
 from tools.simulation.faults import FaultPlan
 from tools.simulation.oracle import DraftQuality
 from tools.simulation.workload import Workload

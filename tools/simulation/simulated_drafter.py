@@ -9,15 +9,15 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.costs import DraftCost
-from cluster.dispatch import Send, stream_name
-from cluster.drafting.ahead import AheadSearch, proposals
-from cluster.drafting.block_draft import BlockDraft
+from cluster.drafting.draft_state import BlockDraft
+from cluster.drafting.lookahead import AheadSearch, proposals
 from cluster.drafting.method import tell
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.timing.forward_time import ForwardTime
+from cluster.envelope import Send, stream_name
+from protos.frozen import value
 from protos.messages import DraftRequest, Hello, Open
-from protos.values import value
 from tools.simulation.network import Door, Frame, Process, SimulatedLink, Wire
 from tools.simulation.oracle import OracleMethod
 

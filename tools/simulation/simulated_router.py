@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.dispatch import Send
+from cluster.envelope import Send
 from cluster.errors import SlipstreamError
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.balancing import Peers
-from cluster.routing.session import Emit, Ended, Event, Failed, Session
+from cluster.routing.ledger import Emit, Ended, Event, Failed, Session
 from tools.simulation.network import Door, Frame, Network, Process, SimulatedLink
 
 MEMBERSHIP_PERIOD_S = 0.25

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cluster.costs import CostModel
-from cluster.dispatch import Send, stream_name
+from cluster.envelope import Send, stream_name
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Block, Hello

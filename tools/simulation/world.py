@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.routing.session import Generation, Session
-from cluster.verification.bounds import VerificationLimits
+from cluster.drafting.session_table import DrafterLimits
+from cluster.routing.ledger import Generation, Session
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Acceptance, Sampling
 from tools.simulation.checks import check_drafter, check_specification, check_target, check_texts

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actors.compute.to_device import to_device
+from actors.compute.h2d_copy import to_device
 from actors.sampling.logits.processor import Path
 from protos.messages import Open, Sampling
 

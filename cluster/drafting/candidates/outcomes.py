@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from protos.draft_tree import DraftTree
-from protos.values import value
+from protos.frozen import value
 
 
 @value

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from cluster.drafting.candidates.outcomes import NOTHING, Choices
 from protos.draft_tree import DraftTree
-from protos.values import value
+from protos.frozen import value
 
 HOPE = 0.5  # approximate probability of the token after a likely one
 LIMBS = 3  # branches of a block that are begun at once

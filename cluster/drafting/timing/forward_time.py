@@ -3,7 +3,7 @@
 Pure arithmetic.
 """
 
-from cluster.pacing.smoothing import Pairs
+from cluster.speculation.ewma import Pairs
 
 MEMORY = 0.02  # weight of the latest forward pass
 

@@ -3,8 +3,8 @@
 Pure arithmetic; the caller passes times in.
 """
 
-from cluster.pacing.smoothing import blend
-from protos.values import value
+from cluster.speculation.ewma import blend
+from protos.frozen import value
 
 MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
 

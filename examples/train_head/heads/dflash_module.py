@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.methods.heads.dflash.dflash_config import OUTPUTS_KEY
-from actors.methods.heads.head_rope import rope_of, rotary_of
+from actors.drafters.heads.dflash.config import OUTPUTS_KEY
+from actors.drafters.heads.rope import rope_of, rotary_of
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
 from examples.train_head.heads.eagle_layer import HEAD_NORMS, EagleLayer, RootMeanSquare, Rotation
 from examples.train_head.heads.layer_start import last_norm, layers_config, start_from_last, states_projection

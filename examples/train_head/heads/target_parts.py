@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.methods.heads.head_files import EMBEDDING, HEAD, target_tensor
+from actors.drafters.heads.files import EMBEDDING, HEAD, target_tensor
 from actors.models.checkpoint import local_folder
 from actors.models.config_reader import read_config
 from actors.models.decoder import LLAMA_KIND

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import CapacityError, RequestError
-from cluster.routing.session import Generation
+from cluster.routing.ledger import Generation
 from cluster.trust.api_keys import ApiKey
 from serve_app.http.wire.schemas import GenerationRequest
 

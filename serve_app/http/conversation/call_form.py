@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from cluster.errors import RequestError
 from serve_app.http.conversation.chat_template import ChatTemplate, Message, TemplateOptions
-from serve_app.http.conversation.reading import CALLS_FIELD, REASONING_FIELDS, Call, read_whole
+from serve_app.http.conversation.output_parser import CALLS_FIELD, REASONING_FIELDS, Call, read_whole
 from serve_app.http.conversation.response_templates import ResponseReaders
 
 _logger = logging.getLogger(__name__)

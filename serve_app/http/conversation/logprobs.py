@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from protos.frozen import value
 from protos.scores import TokenScore
-from protos.values import value
 from serve_app.http.wire.replies import (
     ChatLogprobs,
     ChatTokenLogprob,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from cluster.errors import ConfigError
-from serve_app.http.conversation.reading import CALLS_FIELD, REASONING_FIELDS, PlainReader, Reader, ResponseReader
+from serve_app.http.conversation.output_parser import CALLS_FIELD, REASONING_FIELDS, PlainReader, Reader, ResponseReader
 
 Configured = Literal["auto", "none"] | Mapping[str, Any]
 ReasoningInPrompt = Literal["none", "begun", "over"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.errors import RequestError
 from serve_app.http.conversation.call_form import CallForm, TaggedArguments
-from serve_app.http.structured.asked_grammar import json_with_options
+from serve_app.http.structured.response_format import json_with_options
 
 Spelt = Callable[[str], str]
 """Text as a grammar has it."""

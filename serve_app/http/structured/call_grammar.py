@@ -14,7 +14,7 @@ from cluster.errors import RequestError
 from serve_app.http.conversation.call_form import CallForm
 from serve_app.http.conversation.response_templates import ReasoningInPrompt
 from serve_app.http.structured.argument_grammar import arguments_rule, text_without
-from serve_app.http.structured.asked_grammar import AskedGrammar, within_bounds
+from serve_app.http.structured.response_format import AskedGrammar, within_bounds
 
 PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from actors.grammars.grammar_compiler import GrammarCompiler
+from actors.grammars.compiler import GrammarCompiler
 from cluster.errors import GrammarError, RequestError
-from serve_app.http.structured.asked_grammar import AskedGrammar
+from serve_app.http.structured.response_format import AskedGrammar
 
 COMPILE_S = 5.0  # with those that are compiled before it
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.methods.draft_model import DraftModel
-from actors.methods.model.draft_cache import DraftCache
-from actors.methods.model.limits import DraftingLimits
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.limits import DraftingLimits
 from actors.models.toy import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting.following import DrafterLimits
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_table import DrafterLimits
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.draft_tree import DraftTree

@@ -68,28 +68,39 @@ def test_a_circle_may_lead_over_several_rooms_and_is_named_once():
 
 def test_a_room_is_a_folder_or_a_module_at_the_top():
     modules = [
-        a_module("from cluster.pacing.gate import Gate\nfrom cluster.errors import E\n", "cluster/routing/session.py"),
-        a_module("from cluster import errors\nimport torch\nfrom torch import Tensor\n", "cluster/pacing/gate.py"),
-        a_module("from cluster.routing.session import S\n", "cluster/routing/__init__.py"),
+        a_module(
+            "from cluster.speculation.kill_switch import Gate\nfrom cluster.errors import E\n",
+            "cluster/routing/ledger.py",
+        ),
+        a_module(
+            "from cluster import errors\nimport torch\nfrom torch import Tensor\n", "cluster/speculation/kill_switch.py"
+        ),
+        a_module("from cluster.routing.ledger import S\n", "cluster/routing/__init__.py"),
         a_module("", "cluster/errors.py"),
     ]
     assert code_figures.imports_by_room(modules) == {
-        "cluster.routing": {"cluster.pacing", "cluster.errors"},
-        "cluster.pacing": {"cluster.errors"},
+        "cluster.routing": {"cluster.speculation", "cluster.errors"},
+        "cluster.speculation": {"cluster.errors"},
         "cluster.errors": set(),
     }
 
 
 def test_pacing_is_its_folder_and_the_modules_that_belong_to_it():
-    paths = ["cluster/pacing/gate.py", "cluster/costs.py", "cluster/breaker.py", "cluster/config.py", "actors/load.py"]
+    paths = [
+        "cluster/speculation/kill_switch.py",
+        "cluster/costs.py",
+        "cluster/breaker.py",
+        "cluster/config.py",
+        "actors/load.py",
+    ]
     assert [code_figures.is_pacing(a_module("", path)) for path in paths] == [True, True, True, False, False]
 
 
 def test_a_tree_is_read_without_what_is_generated(tmp_path):
-    for path in ("protos/speculation_pb2.py", "protos/codec.py", "cluster/routing/session.py", "tests/test_it.py"):
+    for path in ("protos/speculation_pb2.py", "protos/codec.py", "cluster/routing/ledger.py", "tests/test_it.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x = 1\n")
-    assert [module.path for module in code_figures.read(tmp_path)] == ["cluster/routing/session.py", "protos/codec.py"]
+    assert [module.path for module in code_figures.read(tmp_path)] == ["cluster/routing/ledger.py", "protos/codec.py"]
 
 
 def test_this_tree_can_be_measured():

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.packing import packed, unpacked
+from cluster.compressed_json import packed, unpacked
 from cluster.telemetry import COLUMNS, MESSAGE_BYTES, Actor, Event, Recording, Span, Timeline, pack, spans, unpack
 
 

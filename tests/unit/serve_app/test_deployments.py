@@ -10,8 +10,8 @@ import pytest
 
 from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
-from cluster.pacing.policy import Adaptive, LockStep, Pacing
-from serve_app import deployments, starting
+from cluster.speculation.policy import Adaptive, LockStep, Pacing
+from serve_app import deployments, startup
 from serve_app.app import application
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
 from serve_app.target_engines import engine_of
@@ -79,7 +79,7 @@ ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited") 
 @ends_once
 @pytest.mark.parametrize(
     ("deployment", "pools", "module"),
-    [(TargetDeployment, (), starting), (DraftDeployment, POOLS[:1], starting), (RouterDeployment, POOLS, deployments)],
+    [(TargetDeployment, (), startup), (DraftDeployment, POOLS[:1], startup), (RouterDeployment, POOLS, deployments)],
 )
 async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pools: Any, module: Any) -> None:
     replica = deployment.__new__(deployment)  # as Serve makes one, which ends it whatever came of its start
@@ -100,7 +100,7 @@ async def test_a_download_that_hangs_is_given_up(deployment: Any, pools: Any) ->
     limits = {"start_timeout_s": 1e-3}
     config = validated({"model": {"target": "toy"}, "target": limits, "draft": {"method": "prompt_lookup", **limits}})
     with (
-        patch.object(starting, "local_folder", side_effect=lambda *_: hung.wait()),
+        patch.object(startup, "local_folder", side_effect=lambda *_: hung.wait()),
         patch.object(deployments, "serve"),
         pytest.raises(EngineError, match=r"start_timeout_s"),
     ):

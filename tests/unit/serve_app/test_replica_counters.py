@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from actors.attention.choice import AttentionReport, Tried
+from actors.attention.select_backend import AttentionReport, Tried
 from actors.drafter import Drafter
-from actors.engine.engine import ThreadEngine
-from actors.methods.lookup.prompt_lookup import PromptLookup
+from actors.drafters.lookup.ngram import PromptLookup
+from actors.engine.base import ThreadEngine
 from actors.target import TargetReplica
 from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
-from cluster.drafting.following import DrafterLimits
-from cluster.sentinel.tally import kind_of
-from cluster.verification.bounds import VerificationLimits
+from cluster.draft_quality.acceptance_stats import kind_of
+from cluster.drafting.session_table import DrafterLimits
+from cluster.verification.limits import VerificationLimits
 from serve_app.replica_counters import (
     CAUSE,
     HELP,

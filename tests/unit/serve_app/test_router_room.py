@@ -10,8 +10,8 @@ from cluster.audit.audits import Audits
 from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.assignment import Assignments
+from cluster.routing.ledger import Generation
 from cluster.routing.membership import Members, StaticMembership
-from cluster.routing.session import Generation
 from protos.codec import Decoded, Malformed
 from protos.messages import Acceptance, Refusal, RefusalReason, Sampling
 from serve_app.router import Identity, Router, RouterLimits

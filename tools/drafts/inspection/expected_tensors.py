@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from actors.methods.heads.dflash.dflash_config import DFlashConfig
-from actors.methods.heads.eagle.eagle_config import EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
-from actors.methods.heads.head_files import HeadFiles
-from actors.methods.heads.last_state.medusa import MedusaConfig
-from actors.methods.heads.last_state.mlp_speculator import MlpSpeculatorConfig
+from actors.drafters.heads.dflash.config import DFlashConfig
+from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
+from actors.drafters.heads.files import HeadFiles
+from actors.drafters.heads.last_state.medusa import MedusaConfig
+from actors.drafters.heads.last_state.mlp_speculator import MlpSpeculatorConfig
 
 Shape = tuple[int, ...]
 MASK_STATE = "mask_hidden"  # P-EAGLE: one row, saved with any number of dimensions of size 1

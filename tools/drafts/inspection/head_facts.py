@@ -8,26 +8,26 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from actors.methods.heads.dflash.dflash_config import DFlashConfig, resolve_dflash
-from actors.methods.heads.dflash.dflash_loading import MAX_POSITIONS
-from actors.methods.heads.dflash.dflash_weights import ALIASES as DFLASH_ALIASES
-from actors.methods.heads.eagle.eagle_config import EagleConfig, overrides_of
-from actors.methods.heads.eagle.eagle_names import canonical
-from actors.methods.heads.eagle.eagle_resolution import resolve
-from actors.methods.heads.head_files import HeadFiles
-from actors.methods.heads.head_rope import rope_of
-from actors.methods.heads.last_state.medusa import MedusaConfig, heads_alone, resolve_medusa
-from actors.methods.heads.last_state.medusa import borrowed_tensors_of as borrowed_by_medusa
-from actors.methods.heads.last_state.mlp_speculator import ALIASES as MLP_ALIASES
-from actors.methods.heads.last_state.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
-from actors.methods.heads.mtp.mtp_loading import module_files, resolve_mtp
-from actors.methods.heads.mtp.mtp_names import layout_in
-from actors.methods.heads.target_shape import TargetShape, target_shape
+from actors.drafters.heads.dflash.config import DFlashConfig, resolve_dflash
+from actors.drafters.heads.dflash.loading import MAX_POSITIONS
+from actors.drafters.heads.dflash.weights import ALIASES as DFLASH_ALIASES
+from actors.drafters.heads.eagle.config import EagleConfig, overrides_of
+from actors.drafters.heads.eagle.names import canonical
+from actors.drafters.heads.eagle.resolution import resolve
+from actors.drafters.heads.files import HeadFiles
+from actors.drafters.heads.last_state.medusa import MedusaConfig, heads_alone, resolve_medusa
+from actors.drafters.heads.last_state.medusa import borrowed_tensors_of as borrowed_by_medusa
+from actors.drafters.heads.last_state.mlp_speculator import ALIASES as MLP_ALIASES
+from actors.drafters.heads.last_state.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
+from actors.drafters.heads.mtp.loading import module_files, resolve_mtp
+from actors.drafters.heads.mtp.names import layout_in
+from actors.drafters.heads.rope import rope_of
+from actors.drafters.heads.target_shape import TargetShape, target_shape
 from cluster.config import DraftPool
 from protos.states import StatesNeeded
-from tools.drafts.inspection.draft_facts import DraftFacts, StatesRead
-from tools.drafts.inspection.draft_layout import DraftLayout
+from tools.drafts.inspection.facts import DraftFacts, StatesRead
 from tools.drafts.inspection.header_files import stored_size
+from tools.drafts.inspection.layout import DraftLayout
 
 HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
 DEPTHS = (1 << 10, 1 << 11)  # two target depths: facts that differ between them depend on the depth

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from actors.methods.heads.head_files import PICKLES, HeadFiles, read_config
+from actors.drafters.heads.files import PICKLES, HeadFiles, read_config
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 

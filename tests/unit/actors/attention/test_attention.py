@@ -16,7 +16,7 @@ from actors.attention import AttentionBackend, pages_of
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import QUERY_BLOCK, Flex
-from actors.attention.gathered import SHORT_CONTEXT, Gathered, GatheredPlan
+from actors.attention.sdpa_gather import SHORT_CONTEXT, Gathered, GatheredPlan
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import FeedRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.attention.choice import AttentionReport
+from actors.attention.select_backend import AttentionReport
 from actors.engine import tensor_parallel
 from actors.engine.tensor_parallel import RankGroup, RankReport
 from actors.models.weights import LoadReport

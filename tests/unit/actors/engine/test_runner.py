@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from actors.attention.batch import Interrupted
-from actors.attention.gathered import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
+from actors.attention.sdpa_gather import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.engine.runner import ModelRunner
 from cluster.errors import ModelError

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention.batch import RaggedBatch
-from actors.attention.gathered import Gathered
+from actors.attention.sdpa_gather import Gathered
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.compute.linear import EightBitProjection
 from actors.models.decoder import (

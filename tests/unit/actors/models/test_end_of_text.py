@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from actors.grammars.grammar_vocabulary import load_grammar_vocabulary
+from actors.grammars.vocabulary import load_grammar_vocabulary
 from actors.models.end_of_text import EndOfText, end_ids, end_of_text
 from cluster.errors import ModelError
 

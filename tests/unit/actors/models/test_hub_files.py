@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors.methods.registry import create_method, states_format
-from actors.methods.setup import DraftSetup
+from actors.drafters.registry import create_method, states_format
+from actors.drafters.setup import DraftSetup
 from actors.models import checkpoint as checkpoints
 from actors.models.hub_files import INDEX, first_of_each, folder_with, of_layers
 from actors.models.layer_subset import load_layers
 from cluster.config import DraftPool
-from tests.unit.actors.methods.heads.eagle_fixtures import TARGET, altered, checkpoint
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, altered, checkpoint
 
 ID = "org/target"
 SHARDS = {"embedding": "embed_tokens", "head": "lm_head", "norm": "model.norm"}

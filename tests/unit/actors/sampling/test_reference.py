@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from actors.sampling.noise import Purpose, key, uniform_scalar
-from actors.sampling.processors import process
+from actors.sampling.filters import process
+from actors.sampling.gumbel import Purpose, key, uniform_scalar
 from actors.sampling.reference import BlockDecision, DrawAddress, accept, draw, match
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling

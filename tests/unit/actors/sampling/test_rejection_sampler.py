@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.sampling.logits.makers import chain_of
+from actors.sampling.filters import filtered
 from actors.sampling.logits.processor import ProcessorChain, paths_of
-from actors.sampling.processors import filtered
+from actors.sampling.logits.processor_registry import chain_of
 from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, accept
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from protos.draft_tree import DraftTree, SparseProbs
@@ -107,7 +107,7 @@ def test_where_candidates_do_not_suffice_the_block_is_decided_thoroughly(step, s
     """With three candidates of twelve that is often so, for some blocks of a step and not for others."""
     logits = some_logits(step, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.sampling.processors.CANDIDATES", 3)
+        patch.setattr("actors.sampling.filters.CANDIDATES", 3)
         found = decide(step, logits)
     assert found == one_by_one(step, logits)
 
@@ -185,7 +185,7 @@ def test_what_is_worked_on_in_parts_is_decided_the_same(monkeypatch):
     logits = some_logits(step, 3)
     whole = decide(step, logits)
     monkeypatch.setattr("actors.sampling.rejection_sampler.AT_ONCE", {"cpu": 6 * VOCABULARY})
-    monkeypatch.setattr("actors.sampling.noise.NOISE_AT_ONCE", {"cpu": 2 * VOCABULARY + 1})
+    monkeypatch.setattr("actors.sampling.gumbel.NOISE_AT_ONCE", {"cpu": 2 * VOCABULARY + 1})
     assert decide(step, logits) == whole
 
 

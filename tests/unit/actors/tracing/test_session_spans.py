@@ -8,11 +8,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from actors.tracing.service_tracing import ServiceTracing
+from actors.tracing.service import ServiceTracing
 from actors.tracing.session_spans import MOST_SESSIONS, NANO, SessionSpans
+from cluster.tracing.options import TracingConfig
 from cluster.tracing.round_events import SessionEvents
 from cluster.tracing.session_tracer import NoTracing
-from cluster.tracing.tracing_options import TracingConfig
 from protos.messages import Close, DraftAnswer, Finish, Message, Refusal, RefusalReason, Verdict
 from tests.unit.cluster.samples import a_block, an_open
 

@@ -14,8 +14,8 @@ from actors.transport.credentials import (
     is_loopback,
 )
 from cluster.errors import ConfigError
+from cluster.trust.options import TrustConfig
 from cluster.trust.roles import PeerRole
-from cluster.trust.trust_options import TrustConfig
 from tests.certificates import Authority
 
 

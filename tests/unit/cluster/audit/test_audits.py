@@ -9,7 +9,7 @@ from cluster.audit.audits import OUTCOMES, PAUSE_S, Audits, is_chosen
 from cluster.audit.replay import Difference
 from cluster.config import AuditConfig
 from cluster.routing.balancing import Peers
-from cluster.routing.session import MAX_REOPENS, Generation, Session
+from cluster.routing.ledger import MAX_REOPENS, Generation, Session
 from protos.messages import Acceptance, Close, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.audit.replay import RECORDED_TOKENS, Progress, Replay, is_repeatable
-from cluster.routing.session import Generation
+from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Finish, Open, Sampling, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY

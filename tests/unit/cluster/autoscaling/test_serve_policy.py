@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.autoscaling import PoolAlone, PoolsPolicy
-from cluster.autoscaling.needs import DraftScaling, TargetScaling
+from cluster.autoscaling.demand import DraftScaling, TargetScaling
 from cluster.autoscaling.reports import DraftReport, TargetReport
 from cluster.autoscaling.serve_policy import DRAFT, TARGET, Observed
 from cluster.autoscaling.settings import as_numbers

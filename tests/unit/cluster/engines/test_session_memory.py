@@ -5,8 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from cluster.engines.session_memory import EnginePages
-from cluster.pacing.policy import LockStep
-from cluster.verification.bounds import VerificationLimits
+from cluster.speculation.policy import LockStep
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StateRead
 from protos.draft_tree import DraftTree

@@ -4,11 +4,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.dispatch import Send
+from cluster.envelope import Send
 from cluster.page_allocator import PageAllocator
 from cluster.routing.assignment import Assignment, Assignments
-from cluster.routing.prefix_homes import PrefixOptions
-from cluster.routing.session import Generation, Session
+from cluster.routing.ledger import Generation, Session
+from cluster.routing.prefix_affinity import PrefixOptions
 from protos.messages import Acceptance, Finish, Open, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from cluster.dispatch import Send
+from cluster.envelope import Send
 from cluster.errors import CapacityError, TargetLostError
-from cluster.pacing.health import COLLAPSES, FIRST_BLOCK_S, MISSES
 from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.drafter_watch import WELL
+from cluster.routing.ledger import Emit, Event, Failed, Generation, Session
 from cluster.routing.membership import Endpoint
-from cluster.routing.session import Emit, Event, Failed, Generation, Session
 from cluster.routing.target_choice import FULL_FOR_S
+from cluster.speculation.circuit_breaker import COLLAPSES, FIRST_BLOCK_S, MISSES
 from protos.messages import (
     Acceptance,
     Close,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.routing.session import MAX_REOPENS, Phase
+from cluster.routing.ledger import MAX_REOPENS, Phase
 from protos.messages import Close, Leaving, Open, RefusalReason
 from tests.unit.cluster.routing.test_assignment import TARGET_WAIT_S, Desk
 

@@ -1,7 +1,7 @@
 """A target that leaves as planned takes nothing more, tells routers, and in the end gives back what they left it."""
 
 from cluster.verification.admission import LEAVES
-from cluster.verification.bounds import VerificationLimits
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome
 from protos.messages import Close, Leaving, Refusal, RefusalReason, Verdict

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.dispatch import Send
-from cluster.trust.tickets import issue
-from cluster.verification.bounds import VerificationLimits
+from cluster.envelope import Send
+from cluster.trust.assignment_tokens import issue
+from cluster.verification.limits import VerificationLimits
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import (
     Attach,

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.dispatch import Send
-from cluster.pacing.acceptance import AcceptanceCounts, ReplicaStats, SessionStats
-from cluster.pacing.health import PROBE_AFTER, SILENT_STEPS
-from cluster.pacing.policy import Awaited, DraftingDecision
-from cluster.pacing.step_cost import Load, StepCost
+from cluster.draft_quality.acceptance_stats import BlockKind
+from cluster.draft_quality.cusum import PROOF
+from cluster.envelope import Send
 from cluster.page_allocator import PlaceMove
-from cluster.sentinel.drift import PROOF
-from cluster.sentinel.tally import BlockKind
-from cluster.verification.bounds import VerificationLimits
-from cluster.verification.early_messages import BufferLimits
+from cluster.speculation.acceptance import AcceptanceCounts, ReplicaStats, SessionStats
+from cluster.speculation.circuit_breaker import PROBE_AFTER, SILENT_STEPS
+from cluster.speculation.cost_model import Load, StepCost
+from cluster.speculation.policy import Awaited, DraftingDecision
+from cluster.verification.limits import VerificationLimits
+from cluster.verification.orphan_buffer import BufferLimits
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.sequence import AUDIT_STEP_TOKENS, MISSED_ROUNDS, settle
 from cluster.verification.step import Outcome, Row, StepPlan

@@ -14,7 +14,7 @@ from examples.train_head.heads.draft_vocabulary import frequent_tokens
 from examples.train_head.sampling_order import HELD_OUT_EVERY, batches, held_out
 from examples.train_head.shards import StoredSequence
 from examples.train_head.token_files import common_opening, read_tokens, write_tokens
-from tests.unit.actors.methods.heads.eagle_fixtures import TARGET
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET
 from tests.unit.examples.train_head.tiny_training import CPU
 
 PROMPTS = [[5, 9, 2], [7, 7, 1, 30, 4], [11]]

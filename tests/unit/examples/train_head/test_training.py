@@ -8,14 +8,14 @@ from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.compute.state_codec import decode_rows
+from actors.drafters.heads.dflash.context import DFlashContext
+from actors.drafters.heads.dflash.loading import load_dflash
+from actors.drafters.heads.eagle.loading import load_eagle
+from actors.drafters.heads.eagle.runner import EagleRunner
+from actors.drafters.heads.last_state.medusa import load_medusa
+from actors.drafters.heads.last_state.mlp_speculator import load_mlp_speculator
 from actors.engine.capture import CaptureSpec, StateCapture
 from actors.engine.runner import ModelRunner
-from actors.methods.heads.dflash.dflash_context import DFlashContext
-from actors.methods.heads.dflash.dflash_loading import load_dflash
-from actors.methods.heads.eagle.eagle_loading import load_eagle
-from actors.methods.heads.eagle.eagle_runner import EagleRunner
-from actors.methods.heads.last_state.medusa import load_medusa
-from actors.methods.heads.last_state.mlp_speculator import load_mlp_speculator
 from actors.models.checkpoint import load_model
 from actors.models.weights import read_tensors
 from cluster.errors import ModelError
@@ -26,7 +26,7 @@ from examples.train_head.shards import Shards, StatesBatch
 from examples.train_head.states import states_of
 from examples.train_head.trainer import BEST, LATEST
 from protos.states import StateDtype, StatesFormat
-from tests.unit.actors.methods.heads.eagle_fixtures import TARGET
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET
 from tests.unit.actors.tiny_models import MODELS, jittered
 from tests.unit.examples.train_head.tiny_training import (
     CPU,

@@ -14,7 +14,7 @@ from examples.train_head.shards import Shards, StatesDescription
 from examples.train_head.states import store_states
 from examples.train_head.token_files import TokenIds
 from examples.train_head.trainer import CURVE, Training
-from tests.unit.actors.methods.heads.eagle_fixtures import TARGET
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET
 
 VOCABULARY = 96
 LAYERS = (2, 4, 5)

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from cluster.routing.session import Emit
+from cluster.routing.ledger import Emit
 from serve_app.http.metrics import CLIENT_LEFT, Metrics
 from serve_app.http.wire.replies import FinishReason
 

@@ -9,7 +9,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from cluster.routing.session import Ended
+from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.http.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front

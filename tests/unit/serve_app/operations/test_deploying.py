@@ -24,7 +24,7 @@ def test_the_policy_sees_both_pools() -> None:
 REPLICA = (
     "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
     "\x1b[36mray::ServeReplica:slipstream:Target.initialize_and_get_metadata()\x1b[39m (pid=7, ip=10.0.0.1)\n"
-    '  File "serve_app/starting.py", line 46, in start_target\n'
+    '  File "serve_app/startup.py", line 46, in start_target\n'
 )
 NESTED = (
     REPLICA + "cluster.errors.EngineError: an earlier cause\n\nThe above exception was the direct cause of:\n\n"

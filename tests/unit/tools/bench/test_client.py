@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.routing.session import Emit
+from cluster.routing.ledger import Emit
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Counters, EndpointError, Piece, Tally
 from serve_app.http.metrics import Metrics
 

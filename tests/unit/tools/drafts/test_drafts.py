@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.unit.actors.methods.heads.eagle_fixtures import TARGET, checkpoint
-from tests.unit.tools.drafts.measuring.tiny_target import a_target
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, checkpoint
+from tests.unit.tools.drafts.eval.tiny_target import a_target
 from tools.cli import app, main
 
 

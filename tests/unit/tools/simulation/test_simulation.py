@@ -10,11 +10,11 @@ from statistics import stdev
 import pytest
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.drafting.following import FollowedSessions
+from cluster.drafting.session_table import FollowedSessions
 from cluster.errors import ConfigError, TargetLostError
-from cluster.routing.session import Session
+from cluster.routing.ledger import Session
 from cluster.verification.block_buffer import BlockBuffer
-from cluster.verification.early_messages import EarlyMessages
+from cluster.verification.orphan_buffer import EarlyMessages
 from cluster.verification.sequence import TargetSession
 from tools.planning.expectation import RoundCosts, expected_tokens, lock_step, speed_up
 from tools.simulation.clock import Clock

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.pacing.step_cost import Load
-from tests.unit.cluster.pacing.pacing_samples import LOAD
+from cluster.speculation.cost_model import Load
+from tests.unit.cluster.speculation.samples import LOAD
 
 
 def test_the_rate_follows_the_number_of_sessions_at_once():

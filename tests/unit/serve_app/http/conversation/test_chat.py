@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from cluster.routing.session import Ended
+from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.http.conversation.response_templates import find_template
 from serve_app.http.text import TextCodec

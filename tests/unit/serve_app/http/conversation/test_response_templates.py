@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import ConfigError
-from serve_app.http.conversation.reading import Content, read_whole
+from serve_app.http.conversation.output_parser import Content, read_whole
 from serve_app.http.conversation.response_templates import ResponseReaders, find_template
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import TargetLostError
-from cluster.routing.session import Emit, Ended
+from cluster.routing.ledger import Emit, Ended
 from protos.messages import Finish
 from protos.scores import TokenScore
 from serve_app.http.plain.served_model import fingerprint

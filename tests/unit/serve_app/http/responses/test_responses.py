@@ -13,7 +13,7 @@ from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 
 from cluster.errors import TargetLostError
-from cluster.routing.session import Ended
+from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.http.generation_defaults import GenerationDefaults
 from serve_app.http.wire.responses_input import ResponsesRequest

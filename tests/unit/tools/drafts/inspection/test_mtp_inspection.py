@@ -6,11 +6,11 @@ import pytest
 import torch
 import yaml
 
-from actors.methods.heads.mtp.mtp_loading import load_mtp
+from actors.drafters.heads.mtp.loading import load_mtp
 from cluster.config import validated
 from cluster.errors import ModelError
-from tests.unit.actors.methods.heads.eagle_fixtures import CPU, TARGET
-from tests.unit.actors.methods.heads.mtp_fixtures import (
+from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET
+from tests.unit.actors.drafters.heads.mtp_fixtures import (
     HIDDEN,
     LAYERS,
     LAYOUTS,
@@ -21,9 +21,9 @@ from tests.unit.actors.methods.heads.mtp_fixtures import (
     qwen,
     target_with,
 )
-from tools.drafts.inspection.draft_inspection import inspect_draft
-from tools.drafts.inspection.draft_layout import CAUSAL, WITH_MTP, layout_of
 from tools.drafts.inspection.header_files import read_headers
+from tools.drafts.inspection.inspect import inspect_draft
+from tools.drafts.inspection.layout import CAUSAL, WITH_MTP, layout_of
 
 
 def numbered(tensors: Tensors, first: str, other: str) -> Tensors:

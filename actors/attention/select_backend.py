@@ -1,0 +1,227 @@
+"""Which attention backend serves a model on a device: the fastest that is correct, measured at start.
+
+Right is what agrees with `gathered`, also where memory that is none of a row's holds NaN.
+"""
+
+import logging
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import restore_flash_attention_impl
+
+from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch
+from actors.attention.flashinfer import flashinfer_for
+from actors.attention.flex import flex_for
+from actors.attention.sdpa_gather import Gathered
+from actors.attention.shape import AttentionShape
+from actors.attention.varlen import varlen_for
+from actors.compute.kv_cache import FeedRow, PagedCache
+
+# What is tried: rows of a block each after contexts of several lengths, as a target has them.
+QUERIES = 5
+PARENTS = (-1, 0, -1, 2)  # of all but the first, where the block is a tree
+CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
+WINDOW = 100
+LONG = 300  # tokens of a prompt's part, more than one block of queries in a kernel
+WARM_UPS = 2
+REPEATS = 5
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# How a library says that it is not installed, not built for this device, or not for this shape.
+MAY_FAIL = (
+    ImportError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OSError,
+    subprocess.SubprocessError,
+)
+
+Make = Callable[[], AttentionBackend]
+FALLBACK = Gathered.name
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One backend's trial: the milliseconds that attention takes a step, or why it is out of the question."""
+
+    name: str
+    step_ms: float | None
+    refused: str = ""
+    no_trees: str = ""  # why it attends to no trees, if it serves
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """Which backend serves, and what was tried to find it; nothing where there is no choice."""
+
+    chosen: str
+    tried: tuple[Tried, ...] = ()
+    takes_trees: bool = True
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether `gathered` serves though there was a choice: on a GPU, where others read in place what it copies."""
+        return bool(self.tried) and self.chosen == FALLBACK
+
+
+class Trial:
+    """A step of attention on random keys and values, again and again the same."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._shape = shape
+        # A kernel for windows is one more to build, which may take a minute: only for a model that has them.
+        self.windows = (None, WINDOW) if shape.slides else (None,)
+        per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
+        generator = torch.Generator().manual_seed(0)
+        # Every other page is none of the rows', and theirs lie in no order.
+        pages = torch.randperm(2 * sum(per_row), generator=generator)
+        tables = torch.split(pages[: sum(per_row)], per_row)
+        self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
+        self._rows = [FeedRow((0,) * QUERIES, at, 0, tuple(t.tolist())) for at, t in zip(CONTEXTS, tables, strict=True)]
+        self._trees = [replace(row, parents=PARENTS) for row in self._rows]
+        total = QUERIES * len(CONTEXTS)
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
+
+        self._scaling = shape.head_dim**-0.5
+        self._query = random(total, shape.heads, shape.head_dim)
+        self._new = random(total, 2 * shape.kv_heads, shape.head_dim)
+        self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
+
+    def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
+        """The result of one layer, with chains or with trees; whatever is not the rows' own in the pool is NaN."""
+        pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
+        pool[: self._cache.nowhere] = torch.nan
+        size = self._shape.page_size
+        for row, old in zip(self._rows, self._old, strict=True):
+            pages = torch.tensor(row.pages, device=pool.device)
+            places = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
+            pool[places[: len(old)]] = old
+        batch = RaggedBatch(self._trees if trees else self._rows, self._cache, backend)
+        return batch.attend(0, self._query, self._new, self._scaling, window)
+
+    def build(self, backend: AttentionBackend, trees: bool) -> None:
+        """Attends once in every kind of step: kernels that are built by kind are there before anything is served."""
+        for window in self.windows:
+            for rows in self._kinds(trees):
+                batch = RaggedBatch(rows, self._cache, backend)
+                total = sum(len(row.tokens) for row in rows)
+                query = self._query[:1].expand(total, -1, -1)
+                batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
+
+    def _kinds(self, trees: bool) -> list[list[FeedRow]]:
+        """One token, and chains and trees of one row and of several, also beside a long part of a prompt."""
+        token = replace(self._rows[0], tokens=(0,))
+        long = FeedRow((0,) * LONG, 0, 0, self._rows[-1].pages)
+        chains = [[token], self._rows[:1], self._rows[:2], [long]]
+        return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
+
+    def step(self, backend: AttentionBackend) -> None:
+        """A step's attention in all layers, finished."""
+        batch = RaggedBatch(self._rows, self._cache, backend)
+        for _ in range(self._shape.layers):
+            batch.attend(0, self._query, self._new, self._scaling, None)
+        if self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)
+
+
+def fastest(
+    makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
+) -> tuple[AttentionBackend, AttentionReport]:
+    """The fastest right one of the backends that can be made; `gathered` is the reference, and always one of them."""
+    reference = Gathered()
+    best: AttentionBackend = reference
+    best_ms = _step_ms(reference, trial, clock)
+    chosen = Tried(reference.name, best_ms)
+    tried = [chosen]
+    for name, make in makes.items():
+        try:
+            backend = make()
+            _check(backend, trial, reference, tolerance)
+            step_ms = _step_ms(backend, trial, clock)
+        except MAY_FAIL as error:
+            tried.append(Tried(name, None, f"{type(error).__name__}: {error}"))
+            continue
+        tried.append(Tried(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
+        if step_ms < best_ms:
+            best = backend
+            best_ms = step_ms
+            chosen = tried[-1]
+    return best, AttentionReport(best.name, tuple(tried), not chosen.no_trees)
+
+
+def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float) -> str:
+    """Why a backend that is right about chains attends to no trees; nothing if it does, and rightly."""
+    if not backend.takes_trees:
+        return "its kernel takes no mask"
+    try:
+        _check(backend, trial, reference, tolerance, trees=True)
+    except MAY_FAIL as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _check(
+    backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, trees: bool = False
+) -> None:
+    """Raises ValueError for results that are not the reference's."""
+    for window in trial.windows:
+        expected = trial.attend(reference, window, trees)
+        found = trial.attend(backend, window, trees)
+        if not torch.allclose(found, expected, atol=tolerance, rtol=tolerance):
+            furthest = float((found.float() - expected.float()).abs().max())
+            raise ValueError(f"its result is off by {furthest:.3g} with a window of {window}, expected {tolerance:.3g}")
+
+
+def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]) -> float:
+    for _ in range(WARM_UPS):
+        trial.step(backend)
+    times = []
+    for _ in range(REPEATS):
+        began = clock()
+        trial.step(backend)
+        times.append(1000 * (clock() - began))
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
+    """Measured on a GPU. On a CPU there is nothing to choose: no library attends to pages there."""
+    if device.type != "cuda":
+        return Gathered(), AttentionReport(Gathered.name)
+    makes: dict[str, Make] = {
+        "flashinfer": lambda: flashinfer_for(device),
+        "flex": lambda: flex_for(shape.page_size),
+        "varlen": lambda: varlen_for(device),  # last: it puts its kernels in the place of torch's
+    }
+    trial = Trial(shape, device)
+    backend, report = fastest(makes, trial, TOLERANCE[shape.dtype])
+    trial.build(backend, report.takes_trees)
+    if backend.name != "varlen":
+        restore_flash_attention_impl(_raise_warn=False)
+    if report.is_fallback:
+        log.error("%s", fallback_warning(report))
+    return backend, report
+
+
+def fallback_warning(report: AttentionReport) -> str:
+    """Says that a GPU attends the slow way, and why each other backend does not serve."""
+    others = (
+        f"{one.name}: {one.refused or f'slower, {one.step_ms:.2f} ms'}"
+        for one in report.tried
+        if one.name != report.chosen
+    )
+    return (
+        "this GPU attends by gathered, which copies all keys and values in every layer; expected flashinfer, flex or"
+        f" varlen. Install what is missing: {'; '.join(others)}"
+    )

@@ -1,0 +1,237 @@
+"""Drafting with a head that predicts several tokens from the target's states, on request and ahead of verdicts.
+
+While tokens are being verified, the target's states for them do not exist yet. Blocks ahead of a verdict therefore
+continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
+verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.drafters.model.sampling import DraftSampler
+from cluster.drafting.candidates.outcomes import NOTHING
+from cluster.drafting.draft_state import BlockDraft, DraftedToken
+from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, draft_ahead, proposals
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
+from cluster.drafting.session_updates import SessionTexts
+from cluster.drafting.timing.forward_time import ForwardTime
+from protos.messages import DraftRequest, Open, Shape
+from protos.prefix import hashes_after
+from protos.states import StatesNeeded
+
+UNKNOWN = DraftedToken(0, NOTHING, 0.0)  # a place that the head cannot predict
+
+
+@dataclass(kw_only=True, eq=False)
+class PredictedDraft(BlockDraft):
+    """A block whose chain has at most `longest` tokens; a tree may have more, up to `max_tokens`."""
+
+    longest: int
+    logits: Tensor | None = None  # (places, columns) after the request's text, if the head predicts all at once
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens so far that the target's states do not cover."""
+        return len(self.outcome) + len(self.drafted)
+
+    def is_further(self, place: int) -> bool:
+        return self.depth + place > 0
+
+    def end(self) -> None:
+        """Ends the block. A root's remaining places are unknown."""
+        if self.is_root:
+            self.drafted += [UNKNOWN] * (self.max_tokens - len(self.drafted))
+        self.settle()
+        self.is_cut = True
+
+
+class StatePredictor(Protocol):
+    """A head and the states that it keeps for each session. It is called only for open sessions."""
+
+    @property
+    def width(self) -> int:
+        """Number of tokens predicted after a text whose states are known."""
+        ...
+
+    @property
+    def needs(self) -> StatesNeeded: ...
+
+    def reach(self, depth: int) -> int:
+        """Returns how many tokens the head predicts after `depth` tokens without states; 0: it must wait."""
+        ...
+
+    def open(self, session: str) -> None: ...
+
+    def begin(self, session: str, first: int) -> None:
+        """Announces that states of an open session start at this position."""
+        ...
+
+    def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
+        """Takes the target's states, (n, width), of positions from `first` on, in any order.
+
+        `length` is the number of decided tokens.
+        """
+        ...
+
+    def decided(self, session: str, length: int) -> None:
+        """Announces that the session's text has `length` tokens now."""
+        ...
+
+    def close(self, session: str) -> None:
+        """Drops a session; an unknown one is ignored."""
+        ...
+
+    def is_ready(self, session: str, length: int) -> bool:
+        """Returns whether the states it reads have arrived for all of `length` tokens but the last."""
+        ...
+
+    def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        """Drafts what it can of each and ends it; drafts stay as they are when interrupted."""
+        ...
+
+
+class PredictedDrafting:
+    """The drafting method. A session whose states have not arrived gets no tokens."""
+
+    shapes = frozenset(Shape)
+    outcomes = OUTCOMES
+
+    def __init__(
+        self, predictor: StatePredictor, sampler: DraftSampler, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._predictor = predictor
+        self._sampler = sampler
+        self._clock = clock
+        self._ahead_time = ForwardTime()
+        self._texts = SessionTexts()
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._predictor.width
+
+    @property
+    def needs(self) -> StatesNeeded:
+        return self._predictor.needs
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        self._predictor.open(request.session)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
+        text = self._texts[session].tokens
+        self._sampler.decided(session, text)
+        self._predictor.decided(session, len(text))
+
+    def begin(self, session: str, first: int) -> None:
+        """Announces that states of an open session start at position `first`; the default is 0."""
+        self._predictor.begin(session, first)
+
+    @torch.inference_mode()
+    def states(self, session: str, first: int, rows: Tensor) -> None:
+        """Takes the target's states, (n, width), of positions from `first` on, in any order, repeats allowed.
+
+        States of a session that is not open are ignored.
+        """
+        if session in self._texts:
+            self._predictor.states(session, first, rows, len(self._texts[session].tokens))
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
+        for name in sessions:
+            self._predictor.close(name)
+            self._sampler.close(name)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no session is open."""
+        return self._texts.is_empty
+
+    # ------------------------------------------------------------ blocks
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        drafts = [self._block(request) for request in requests]
+        self._predictor.fill([draft for draft in drafts if self._is_ready(draft.request)], never)
+        return [draft.proposal() for draft in drafts]
+
+    @torch.inference_mode()
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        """Drafts for likely outcomes.
+
+        A session without candidates that the target decodes without a block gets an empty proposal.
+        """
+        ready = [request for request in requests if self._is_ready(request)]
+        drafts: list[PredictedDraft] = draft_ahead(self, ready, self._ahead_time, self._clock, interrupted, early)
+        found = proposals(drafts)
+        served = {proposal.session for proposal in found}
+        return found + nothing_ahead([request for request in requests if request.session not in served])
+
+    def _is_ready(self, request: DraftRequest | AheadRequest) -> bool:
+        return self._predictor.is_ready(request.session, request.base_len)
+
+    def _block(self, request: DraftRequest) -> PredictedDraft:
+        return PredictedDraft(
+            request=request,
+            text=self._texts[request.session],
+            base_hash=request.prefix_hash,
+            max_tokens=request.max_tokens,
+            longest=min(request.max_tokens, self._predictor.reach(0)),
+        )
+
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, request: AheadRequest) -> list[PredictedDraft]:
+        """Returns roots for the main path under verification, read from true states, and for tokens beside it."""
+        main = self._root(request, request.unverified.trunk)
+        beside = request.unverified.off_trunk[:SIBLINGS_READ]
+        return [main, *[self._root(request, path, main) for path in beside]]
+
+    def _root(self, request: AheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:
+        return PredictedDraft(
+            request=request,
+            text=self._texts[request.session],
+            base_hash=request.prefix_hash,
+            max_tokens=len(path) + 1,
+            unverified=path,
+            tells_all=main is None,
+            main=main,
+            chance=1.0 if main is None else SIBLING_FIRST,
+            longest=sum(self._predictor.reach(depth) > 0 for depth in range(len(path) + 1)),
+        )
+
+    def fork(
+        self, root: PredictedDraft, outcome: tuple[int, ...], chance: float, max_tokens: int
+    ) -> PredictedDraft | None:
+        longest = min(max_tokens, self._predictor.reach(len(outcome)))
+        if not longest:
+            return None
+        return PredictedDraft(
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+            state=root.drafted[len(outcome) - 1].state,
+            longest=longest,
+            logits=root.logits,
+        )
+
+    def preview(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        """Does nothing: a forward of the head is as quick as any preview."""
+
+    def extend(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> list[PredictedDraft]:
+        self._predictor.fill(drafts, interrupted)
+        return [draft for draft in drafts if draft.is_cut]

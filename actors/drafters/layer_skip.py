@@ -1,0 +1,22 @@
+"""Self-speculation: some of the target's own layers, with its final norm and LM head, form the draft model.
+
+After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) and Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). There
+is no second checkpoint to find or train. How often such drafts are accepted depends on how the target was trained.
+"""
+
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.loading import draft_with, products_of
+from actors.drafters.setup import DraftSetup
+from actors.engine.process import device_of
+from actors.models.hub_files import folder_with, of_layers
+from actors.models.layer_subset import load_layers
+from cluster.config import DraftPool
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
+    """Creates the method. Raises ModelError if the target lacks one of the layers or they cannot be read."""
+    device = device_of(draft.resources)
+    products = products_of(draft, setup, device)
+    layers = draft.layer_skip.ids
+    model = load_layers(folder_with(setup.target, of_layers(layers)), layers, products.dtype, device)
+    return draft_with(model, products.product, draft, setup)

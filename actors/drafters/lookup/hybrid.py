@@ -1,0 +1,132 @@
+"""Prompt lookup where the text repeats itself, the draft model elsewhere; both in one tree if trees are allowed.
+
+Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model predicts better. If the
+target accepts trees, it gets the likeliest candidates of both, and the model is skipped where the lookup is confident.
+Otherwise one of the two drafts. Which one depends only on tokens before the block, so rejection sampling stays exact.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from actors.drafters.lookup import ngram
+from actors.drafters.registry import create_model_method
+from actors.drafters.setup import DraftSetup
+from cluster.config import DraftPool
+from cluster.drafting.merge import merged
+from cluster.drafting.method import DraftingMethod, Early, ReadsStates, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
+from protos.messages import DraftRequest, Open, Shape
+from protos.states import StatesFormat
+
+AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
+
+SURE = 0.5  # share of the requested tokens that a lookup must expect to be accepted, to skip the model
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
+    """Creates the method. Raises ModelError if the model does not fit the target."""
+    return lookup_first(ngram.create(draft, setup), create_model_method(draft, setup))
+
+
+def lookup_first(lookup: DraftingMethod, model: DraftingMethod) -> "LookupFirst":
+    """Combines two methods. The result reads the target's states if `model` does."""
+    return StatesLookupFirst(lookup, model) if isinstance(model, ReadsStates) else LookupFirst(lookup, model)
+
+
+class LookupFirst:
+    """Two methods as one: `model` drafts where `lookup` finds nothing, or is unsure and the tree may be extended."""
+
+    def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
+        self._lookup = lookup
+        self._model = model
+        self._open: dict[str, Open] = {}
+
+    @property
+    def shapes(self) -> frozenset[Shape]:
+        return self._model.shapes
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._model.tokens_per_forward
+
+    def open(self, request: Open) -> None:
+        self._open[request.session] = request
+        self._lookup.open(request)
+        self._model.open(request)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._lookup.committed(session, tokens)
+        self._model.committed(session, tokens)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        found = [proposal for proposal in self._lookup.draft(requests) if proposal.tokens]
+        rest = self._in_doubt(requests, found)
+        return self._both(rest, found, self._model.draft(rest)) if rest else found
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        found = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
+        rest = self._in_doubt(requests, found)
+        if not rest:
+            return found
+        early(found)
+        drafted = self._model.draft_ahead(rest, interrupted, lambda so_far: early(self._both(rest, found, so_far)))
+        return self._both(rest, found, drafted)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        for session in sessions:
+            self._open.pop(session, None)
+        self._lookup.close(sessions)
+        self._model.close(sessions)
+
+    # ------------------------------------------------------------ helpers
+
+    def _in_doubt(self, requests: Sequence[AnyRequest], found: Iterable[Proposal]) -> list[AnyRequest]:
+        """Returns the requests that the model drafts for too."""
+        expected: defaultdict[str, float] = defaultdict(float)  # expected accepted tokens, by session
+        for proposal in found:
+            expected[proposal.session] += proposal.chance * sum(proposal.chances)
+        served = {proposal.session for proposal in found}
+        return [
+            request
+            for request in requests
+            if request.session not in served
+            or (self._takes_both(request) and expected[request.session] < SURE * request.max_tokens)
+        ]
+
+    def _takes_both(self, request: DraftRequest | AheadRequest) -> bool:
+        return request.shape is Shape.TREE and self._open[request.session].takes_trees
+
+    def _both(
+        self, requests: Sequence[DraftRequest | AheadRequest], found: Iterable[Proposal], drafted: Iterable[Proposal]
+    ) -> list[Proposal]:
+        """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
+        asked = {request.session: request for request in requests}
+        together: dict[tuple[str, int, int], Proposal] = {}
+        for proposal in (*found, *drafted):
+            address = (proposal.session, proposal.base_len, proposal.prefix_hash)
+            known = together.get(address)
+            together[address] = proposal if known is None else self._merged(known, proposal, asked[proposal.session])
+        return sorted(together.values(), key=lambda proposal: -proposal.chance)
+
+    def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | AheadRequest) -> Proposal:
+        most = min(request.max_tokens, max_block_len(self._open[request.session], one.base_len))
+        return merged(one, other, most, request.least_chance)
+
+
+class StatesLookupFirst(LookupFirst):
+    """Variant for a model that reads the target's hidden states, which are passed on to it."""
+
+    def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
+        super().__init__(lookup, model)
+        assert isinstance(model, ReadsStates), "the model reads states"
+        self._reader = model
+
+    @property
+    def states_format(self) -> StatesFormat:
+        return self._reader.states_format
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        self._reader.states(session, first, rows)

@@ -1,0 +1,270 @@
+"""Turns a draft model's logits into draft tokens: the target's likeliest tokens, or draws for rejection sampling."""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.drafters.model.calibration import LEAST_OTHERS, Calibration, Candidates, DraftKind
+from actors.drafters.model.limits import DraftingLimits
+from actors.sampling.filters import filtered
+from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
+from actors.sampling.logits.processor import Maker, ProcessorChain
+from actors.sampling.logits.processor_registry import MAKERS, chain_of
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.draft_state import BlockDraft
+from cluster.drafting.session_updates import SessionText
+from protos.messages import Sampling
+
+log = logging.getLogger(__name__)
+
+# Candidates per position. With 2048 the first choice is right no more often, a third one by 0.02 at temperature 1.
+CONSIDERED = 64
+CHOICES = 16  # candidates that are considered as outcomes
+LEAST_LOG_PROB = -30.0
+LEAST_LOGIT = torch.finfo(torch.float32).min
+
+
+Read = tuple[BlockDraft, Tensor, Tensor | None]
+"""A block, and the model's output for its next places: logits, (places, columns), and states, (places, hidden)."""
+
+
+class _Place(NamedTuple):
+    draft: BlockDraft
+    logits: Tensor  # (columns,)
+    state: Tensor | None  # (hidden,)
+    position: int
+    is_further: bool
+
+
+class DraftSampler:
+    """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of size `vocabulary`.
+
+    A block ends before a place with NaN or infinite logits. This is exact under rejection sampling too, because whether
+    a token is drawn there depends only on the tokens before it.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        vocabulary: int,
+        limits: DraftingLimits,
+        calibration: Calibration,
+        makers: tuple[Maker, ...] = MAKERS,
+    ) -> None:
+        self._processors = SessionProcessors(makers)
+        self._token_ids = token_ids  # (columns,)
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._calibration = calibration
+        self._has_warned = False
+
+    def extend(self, read: Sequence[Read]) -> None:
+        """Adds a token for each place, or ends the block."""
+        together: list[_Place] = []
+        for draft, logits, hidden in read:
+            places = [
+                _Place(draft, row, state, draft.position + place, draft.is_further(place))
+                for place, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
+            ]
+            if draft.ratio:
+                self._draw(places)
+            elif (chain := self._processors.of(draft.text)) is not None:
+                for place in places:  # each place depends on the one before it
+                    self._offer_processed(place, chain)
+            else:
+                together += places
+        if together:
+            self._offer(together)
+
+    def decided(self, session: str, tokens: Sequence[int]) -> None:
+        """Updates the calibration with the session's decided text."""
+        self._calibration.decided(session, tokens)
+
+    def close(self, session: str) -> None:
+        self._calibration.close(session)
+        self._processors.close(session)
+
+    # ------------------------------------------------------------ prediction of the target's draw
+
+    def _offer(self, places: Sequence[_Place]) -> None:
+        """Adds the tokens likeliest to be the target's, using the noise of the target's own draw."""
+        finite, log_probs, ids, noise = self._considered(places)
+        for place, is_finite, *said in zip(places, finite, log_probs, ids, noise, strict=True):
+            draft = place.draft
+            if draft.is_complete:
+                continue
+            if not is_finite:
+                self._end(draft)
+                continue
+            sampling = draft.text.open.sampling
+            candidates = _candidates(sampling, *said)
+            kind = DraftKind.of(sampling, place.is_further)
+            self._calibration.note(draft.request.session, draft.place, kind, candidates)
+            choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
+            draft.append(choices.tokens[0], choices, place.state)
+
+    def _considered(self, places: Sequence[_Place]) -> tuple[NDArray[Any], ...]:
+        """Returns whether the logits are finite, (places,), and the candidates, (places, considered) each.
+
+        Candidates are log probabilities, falling, then token ids, then noise.
+        """
+        logits = torch.stack([place.logits for place in places]).float()
+        finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask tokens
+        logits = logits.masked_fill(~torch.isfinite(logits), LEAST_LOGIT)
+        requests = [place.draft.text.open for place in places]
+        temperatures = [request.sampling.temperature or 1.0 for request in requests]
+        scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        above = logits - logits.max(dim=-1, keepdim=True).values
+        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(min(CONSIDERED, logits.shape[-1]), dim=-1)
+        ids = self._token_ids[columns]
+        noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
+        sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
+        if sampled:
+            keys = torch.tensor([_draw_key(places[row]) for row in sampled], device=ids.device)
+            noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
+        return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
+
+    def _offer_processed(self, place: _Place, chain: ProcessorChain) -> None:
+        """Applies the request's logits processors after the text so far, the block's own tokens included.
+
+        If a grammar allows exactly one token, it is certain, even if the draft's head lacks its column.
+        """
+        draft = place.draft
+        whole = self._whole(place.logits).unsqueeze(0)
+        if not draft.is_complete and not bool(torch.isfinite(whole.max())):
+            self._end(draft)
+            return
+        processed = chain.apply(whole, [chain.path(draft.whole_text)])[0]
+        left = torch.isfinite(processed).nonzero().flatten()
+        if len(left) == 1:
+            draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), place.state)
+        else:
+            offered = processed[self._token_ids[: len(place.logits)]]
+            self._offer([place._replace(logits=offered.masked_fill(offered.isneginf(), LEAST_LOGIT))])
+
+    def _end(self, draft: BlockDraft) -> None:
+        """Ends a block whose next logits are NaN or infinite."""
+        draft.is_cut = True
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("the draft computed NaN or infinite logits, and blocks end before them; this is logged once")
+
+    # ------------------------------------------------------------ own draws, for rejection sampling
+
+    def _draw(self, places: Sequence[_Place]) -> None:
+        for draft, logits, state, *_ in places:
+            if draft.is_complete:
+                continue
+            whole = self._whole(logits).unsqueeze(0)
+            if not bool(torch.isfinite(whole.max())):
+                self._end(draft)
+                continue
+            if (chain := self._processors.of(draft.text)) is not None:
+                whole = chain.apply(whole, [chain.path(draft.whole_text)])
+            row = filtered(whole, draft.text.open.sampling)[0]
+            token, ids, weights = self._draw_by_ratio(draft, row)
+            draft.append(token, _choices(row), state, ids, weights)
+
+    def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Draws a token from the truncated and rounded distribution that is sent, and returns both.
+
+        The noise is a function of seed and prefix: a prefix has the same continuation however often and at whatever
+        length it is drafted for.
+        """
+        top_k = self._limits.top_k
+        logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
+        if bool(logits.isneginf().all()):  # the head has none of the tokens that the request allows
+            logits[self._token_ids[0]] = 0.0
+        values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
+        weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()
+        session = draft.text.open
+        at = key(session.seed, session.choice, draft.prefix_hash, Purpose.DRAFT)
+        token = int(ids[gumbel_argmax(weights.double().log(), at)])
+        padding = top_k - len(ids)
+        return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Scatters logits to the whole vocabulary, float32; a draft head may choose among fewer tokens."""
+        whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
+        whole[self._token_ids[: len(logits)]] = logits.float()
+        return whole
+
+
+class SessionProcessors:
+    """Logits processors of a drafter's sessions, created when a session is first drafted for."""
+
+    def __init__(self, makers: tuple[Maker, ...]) -> None:
+        self._makers = makers
+        self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
+
+    def of(self, text: SessionText) -> ProcessorChain | None:
+        """Returns the session's processors, advanced over its decided text; None for a plain request."""
+        name = text.open.session
+        known, chain = self._all.get(name, (None, None))
+        if known is not text:  # new or reopened
+            chain = chain_of(text.open, self._makers)
+            self._all[name] = text, chain
+        if chain is not None:
+            chain.follow(text.tokens)
+        return chain
+
+    def close(self, session: str) -> None:
+        self._all.pop(session, None)
+
+
+def _draw_key(place: _Place) -> int:
+    """Returns the key of the noise that the target draws with at this place."""
+    request = place.draft.text.open
+    return key(request.seed, request.choice, place.position, Purpose.DRAW)
+
+
+def _candidates(
+    sampling: Sampling, log_probs: NDArray[np.float64], ids: NDArray[np.int64], noise: NDArray[np.float64]
+) -> Candidates:
+    """Keeps those candidates that top-k, top-p and min-p are likely to leave."""
+    probs = np.exp(log_probs)
+    kept = _kept(log_probs, probs, sampling)
+    others = 1.0 - float(probs.sum()) if kept == len(ids) else 0.0
+    within = math.log(probs[:kept].sum()) if kept < len(ids) else 0.0
+    log_probs = np.maximum(log_probs[:kept] - within, LEAST_LOG_PROB)
+    return Candidates(ids[:kept], log_probs, noise[:kept], math.log(max(others, LEAST_OTHERS)))
+
+
+def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
+    """Counts the likeliest tokens that the request's filters leave; at least one."""
+    kept = len(probs)
+    if sampling.greedy:
+        return kept
+    if sampling.top_k:
+        kept = min(kept, sampling.top_k)
+    if sampling.top_p < 1:
+        total = probs[:kept].sum() if sampling.top_k else 1.0
+        before = probs[:kept].cumsum() - probs[:kept]
+        kept = int((before < sampling.top_p * total).sum())
+    if sampling.min_p > 0:
+        kept = int((log_probs[:kept] >= log_probs[0] + math.log(sampling.min_p)).sum())
+    return max(1, kept)
+
+
+def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
+    """Sorts the candidates, likeliest first."""
+    order = np.argsort(-chances[:-1], kind="stable")[:CHOICES]
+    return Choices(candidates.ids[order].tolist(), chances[order].tolist())
+
+
+def _choices(logits: Tensor) -> Choices:
+    """Returns the likeliest tokens by the draft model alone, likeliest first."""
+    chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
+    return Choices(ids.tolist(), chances.tolist())
+
+
+def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
+    """Returns the state of each token, (hidden,)."""
+    return repeat(None, tokens) if states is None else states

@@ -1,0 +1,73 @@
+"""Cost of drafting passes on this machine, measured once through the method's interface."""
+
+from functools import partial
+from statistics import median
+
+from actors.engine.profile import least_seconds
+from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.method import DraftingMethod, ReadsStates
+from cluster.drafting.session_table import DrafterLimits
+from protos.messages import Acceptance, DraftRequest, Open, Sampling
+from protos.prefix import Prefix
+
+ROWS = (1, 4, 16)  # sessions in a drafting pass
+LONG = 4  # forwards of a drafting pass
+PROMPT_TOKENS = 8
+
+
+def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost:
+    """Measures drafting passes over sessions with known prompts, and closes the sessions again.
+
+    A method that finds no candidates in these prompts is measured at finding none.
+    """
+    sizes = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions]
+    width = method.tokens_per_forward
+    lengths = (1, width, LONG * width)
+    sessions = [_session(limits, index) for index in range(sizes[-1])]
+    for session in sessions:
+        method.open(session)
+        if isinstance(method, ReadsStates):  # all zeros
+            method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
+    asked = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
+    seconds = iter(least_seconds([partial(method.draft, requests) for requests in asked]))
+    method.close([session.session for session in sessions])
+    forwards = []
+    further = []
+    passes = []
+    for rows, (one, whole, long) in zip(sizes, zip(seconds, seconds, seconds, strict=True), strict=True):
+        rest_s = max(0.0, whole - one)  # all but the first of a forward's tokens
+        forward_s = max(0.0, (long - whole) / (LONG - 1) - rest_s)
+        forwards.append((rows, forward_s))
+        further.append((rows, rest_s / max(1, width - 1)))
+        passes.append(max(0.0, one - forward_s))
+    return DraftCost(
+        forward=ForwardCost(by_tokens=tuple(forwards)),
+        further=ForwardCost(by_tokens=tuple(further)),
+        per_pass_s=median(passes),
+        tokens_per_forward=width,
+    )
+
+
+def _session(limits: DrafterLimits, index: int) -> Open:
+    """Returns a greedy session. No two of these prompts share a page."""
+    tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
+    return Open(
+        session=f"profile {index}",
+        attempt=1,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        max_len=limits.max_context,
+        stop_ids=(),
+        sampling=Sampling(temperature=0.0),
+        seed=0,
+        choice=0,
+        hash_key=0,
+        acceptance=Acceptance.COUPLED,
+        max_draft_tokens=limits.max_context,
+    )
+
+
+def _request(session: Open, length: int) -> DraftRequest:
+    """Requests a block of this length, however unlikely its tokens."""
+    prefix_hash = Prefix(session.hash_key, session.tokens).hash
+    return DraftRequest(session.session, session.attempt, len(session.tokens), prefix_hash, length)

@@ -1,0 +1,110 @@
+"""Drafting methods by name. A method is a module with a function `create`, and one line in `MODULES`.
+
+The module is imported only when its method is configured, so a drafter without a model needs no torch. A method that
+reads the target's hidden states (listed in `STATE_READERS` of the configuration) also has
+
+    states_needed(draft: DraftPool, target: Path) -> StatesNeeded
+    load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
+
+where `target` is the target's folder. `load_projection` may be omitted if `states_needed` never sets a
+`projected_width`. It runs in the target's process and loads only the projection.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from actors.drafters.setup import DraftSetup
+from cluster.config import DraftPool
+from cluster.draft_options import STATE_READERS
+from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
+from cluster.drafting.method import DraftingMethod
+from protos.states import StateDtype, StatesFormat, StatesNeeded
+
+if TYPE_CHECKING:
+    from actors.engine.capture import CaptureSpec, StateProjection
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "draft_model": "actors.drafters.loading",
+        "prompt_lookup": "actors.drafters.lookup.ngram",
+        "lookup_first": "actors.drafters.lookup.hybrid",
+        "layer_skip": "actors.drafters.layer_skip",
+        "suffix": "actors.drafters.lookup.suffix",
+        "medusa": "actors.drafters.heads.last_state.medusa",
+        "mlp_speculator": "actors.drafters.heads.last_state.mlp_speculator",
+        "dflash": "actors.drafters.heads.dflash.loading",
+        "eagle": "actors.drafters.eagle",
+        "mtp": "actors.drafters.mtp",
+    }
+)
+
+
+def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    """Creates the configured method. Raises ModelError if its model does not fit the target's."""
+    return _created(draft.method, draft, setup)
+
+
+def create_model_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    """Creates the method that drafts with `draft.model`, where another method runs before it."""
+    return _created(draft.model_method, draft, setup)
+
+
+def _created(method: str, draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    create: Callable[[DraftPool, DraftSetup], DraftingMethod] = import_module(MODULES[method]).create
+    return create(draft, setup)
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
+    """Returns which hidden states of the target in folder `target` the method reads; None for most methods."""
+    if draft.model_method not in STATE_READERS:
+        return None
+    found: StatesNeeded = _module(draft).states_needed(draft, target)
+    return found
+
+
+def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
+    """Returns how rows of hidden states are encoded; None if the method reads none."""
+    needed = states_needed(draft, target)
+    return None if needed is None else _format(draft, needed)
+
+
+def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
+    """Returns which hidden states a drafter accepts and keeps."""
+    needed = states_needed(draft, target)
+    if needed is None:
+        return NO_BOUNDS
+    enough = None if draft.states.keep else min(draft.states.window, needed.sees or draft.states.window)
+    return StateBounds(needed.window, enough, draft.states.kept_tokens)
+
+
+def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
+    """Returns what the target must capture for the method; None if the method reads no hidden states."""
+    from actors.engine.capture import CaptureSpec
+
+    needed = states_needed(draft, target)
+    if needed is None:
+        return None
+    is_projected = draft.states.projects_at_target(needed)
+    load = partial(_load_projection, draft, target, dtype) if is_projected else None
+    return CaptureSpec(needed.layers, _format(draft, needed), load, draft.states.keep)
+
+
+def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
+    """Raises ModelError if the target is to project and the method has no projection."""
+    width = needed.projected_width if draft.states.projects_at_target(needed) else needed.width
+    assert width is not None, "what is projected has a width"
+    return StatesFormat(width, StateDtype[draft.states.dtype.upper()])
+
+
+def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) -> "StateProjection":
+    projection: StateProjection = _module(draft).load_projection(draft, target, dtype, device)
+    return projection
+
+
+def _module(draft: DraftPool) -> Any:
+    """Imports the module of the method that reads states."""
+    return import_module(MODULES[draft.model_method])

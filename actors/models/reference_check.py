@@ -1,0 +1,351 @@
+"""Proves, before anything is served, that a model's class and config give the right logits here.
+
+A small random model of the same class and config takes steps as they are served: parts of prompts, single tokens,
+blocks, a rejection, a tree, two sessions side by side. Its logits are compared with transformers' own forward over the
+whole texts. What differs, fails, attends past the cache or caches other sizes than planned is refused.
+"""
+
+import copy
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from actors.attention.batch import RaggedBatch
+from actors.attention.sdpa_gather import Gathered
+from actors.attention.shape import attention_shape
+from actors.compute.collectives import Alone, Group, ThreadGroup
+from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.models.config_reader import read_config
+from actors.models.decoder import decoder_for
+from actors.models.rotary import check_positions
+from actors.models.sharding import shard
+from actors.models.small_config import SMALL_VOCABULARY, TEXT_TOKENS, small_config
+from cluster.errors import ModelError
+from cluster.page_allocator import PlaceMove
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
+NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+FIX = "use another model, or target.engine: vllm for a target"
+PAGE_SIZE = 8
+PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # of either session: backwards, and one after the other
+FIRST_TOKEN = 3  # those before it may be padding
+TOLERANCE = 1e-3  # of the largest logit: sums in another order differ by 1e-6, a wrong key by .1
+SEEDS = (0, 1)  # two experts may be equally good for a token to the last bit, but not for two models in turn
+MOST_PARAMETERS = 20_000_000  # of a model that is made to be checked
+NOISE = 0.1  # added to norms and biases, which start as ones and noughts
+TREE = (-1, 0, -1, 2)  # parents of the nodes: two branches of two
+BASE = 33  # tokens before the tree
+A_TOKENS = BASE + 5  # of the first session: the second branch, and three more
+B_TOKENS = 93  # of the second
+
+
+def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None) -> None:
+    """Raises ModelError when a checkpoint's class and config cannot be proved right; reads no weights.
+
+    With several `ranks`, also split over two. `max_context` is the longest session, where it is known.
+    """
+    config = read_config(folder)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise ModelError(
+            f"{folder} is a {config.model_type}, which transformers has no causal language model of; {FIX}"
+        )
+    is_part = kind.config_class is type(config.get_text_config())  # the text model of one with images alone
+    check_class(kind, config.get_text_config() if is_part else config, ranks=ranks, context=max_context)
+
+
+def check_class(
+    kind: type[PreTrainedModel], config: PretrainedConfig, *, ranks: int = 1, context: int | None = None
+) -> None:
+    """Raises ModelError as `check_model` does; one class and config are proved once in a process."""
+    compared = {name: value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
+    _prove(_Case(kind, json.dumps(compared, sort_keys=True, default=str), min(ranks, 2), context, config))
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A class and config to prove, equal to another by what the config says."""
+
+    kind: type[PreTrainedModel]
+    fields: str
+    ranks: int
+    context: int | None
+    config: PretrainedConfig = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _prove(case: _Case) -> None:
+    """Raises ModelError where it fails; an error is not remembered."""
+    text = case.config.get_text_config()
+    if by_layer := text.to_dict().get("per_layer_config"):
+        different = sorted({name for fields in by_layer.values() for name in fields})
+        raise ModelError(
+            f"{case.kind.__name__} has layers that differ in {', '.join(different)} (per_layer_config), which is not"
+            f" supported; {FIX}"
+        )
+    if not getattr(text, "num_attention_heads", None):
+        raise ModelError(f"{case.kind.__name__} has no attention heads by its config, so nothing to cache; {FIX}")
+    check_positions(case.config, case.context)
+    others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise ModelError(
+            f"{case.kind.__name__} has layers that are not supported ({', '.join(sorted(others))}), expected"
+            f" full_attention or sliding_attention; {FIX}"
+        )
+    problem: _WrongError
+    for seed in SEEDS:
+        try:
+            return _serve_small(case, seed)
+        except _DifferentLogitsError as error:
+            problem = error
+        except _WrongError as error:
+            problem = error
+            break
+    raise ModelError(f"{case.kind.__name__} cannot be served: {problem}; {FIX}") from problem
+
+
+class _WrongError(Exception):
+    """Something is wrong with a class as it is served."""
+
+
+class _DifferentLogitsError(_WrongError):
+    """Logits are not those of transformers, which may be chance once: two experts that are equally good."""
+
+
+def _serve_small(case: _Case, seed: int) -> None:
+    """Serves a small random model; raises _WrongError with what is wrong."""
+    texts, model = _reference(case, seed)
+    try:
+        models: list[tuple[PreTrainedModel, Group]] = (
+            [(model, Alone())] if case.ranks == 1 else _shares(model, case.ranks)
+        )
+    except ModelError as error:
+        raise ModelError(f"{case.kind.__name__} cannot be split: {error}") from error
+    try:
+        ranks = [_CheckedRank(part, group, case.context) for part, group in models]
+    except Exception as error:  # whatever a class raises here, it would raise at load
+        raise _wrong(error) from error
+    with ThreadPoolExecutor(len(ranks)) as pool:  # rather than one after the other: ranks exchange sums
+        errors = [future.exception() for future in [pool.submit(rank.run, texts) for rank in ranks]]
+    failures = [error for error in errors if error is not None]
+    failures.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # that of another's failure last
+    if failures:
+        raise _wrong(failures[0]) from failures[0]
+
+
+def _wrong(error: BaseException) -> _WrongError:
+    if isinstance(error, _WrongError):
+        return error
+    return _WrongError(str(error) if isinstance(error, ModelError) else f"a small model of it fails ({_named(error)})")
+
+
+def _named(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+# ---------------------------------------------------------------- transformers' side
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Two sessions' tokens, what is drafted in vain, and transformers' logits of each."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    rejected: tuple[int, ...]  # after 27 tokens of a
+    branch: tuple[int, ...]  # of the tree, beside the one that a goes on with
+    logits: dict[tuple[int, ...], Tensor]  # by whole text: (tokens, vocabulary)
+
+    def expected(self, text: tuple[int, ...], count: int) -> Tensor:
+        """The logits of a text's last `count` tokens."""
+        whole = next(logits for of, logits in self.logits.items() if of[: len(text)] == text)
+        return whole[len(text) - count : len(text)]
+
+
+def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
+    """Returns what transformers computes without a cache, and the model; the first small config that works serves."""
+    reasons = []
+    for with_widths in (True, False):
+        try:
+            config = small_config(case.config, context=case.context, with_widths=with_widths)
+            model = _random_model(case.kind, config, seed)
+            return _plain_logits(model, seed), model
+        except Exception as error:  # noqa: BLE001 - configs validate in their own ways; the reason is reported
+            reasons.append(_named(error))
+    raise _WrongError(f"no small model of it can be built to compare with transformers ({reasons[0]})")
+
+
+def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """Returns a model with weights so large that a wrong key shows; leaves torch's own generator as it was."""
+    with torch.device("meta"):
+        parameters = kind._from_config(config, dtype=torch.float32).num_parameters()
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"it still has {parameters} parameters")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        for weight in model.parameters():
+            noise = torch.randn_like(weight)
+            weight.data = weight + NOISE * noise if weight.ndim < 2 else noise / weight.shape[-1] ** 0.5
+    return model.requires_grad_(False)
+
+
+@torch.inference_mode()
+def _plain_logits(model: PreTrainedModel, seed: int) -> _Texts:
+    vocabulary = min(SMALL_VOCABULARY, int(model.config.get_text_config().vocab_size))
+    drawn = torch.randint(
+        FIRST_TOKEN, vocabulary, (2, B_TOKENS), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    a, b = tuple(drawn[0][:A_TOKENS]), tuple(drawn[1])
+    rejected, branch = tuple(drawn[0][-3:]), tuple(drawn[0][-5:-3])
+    whole = (a, b, a[:27] + rejected, a[:BASE] + branch)
+    logits = {text: model(input_ids=torch.tensor([text]), use_cache=False).logits[0] for text in whole}
+    return _Texts(a, b, rejected, branch, logits)
+
+
+# ---------------------------------------------------------------- our side
+
+
+@dataclass(frozen=True, slots=True)
+class _Attended:
+    """What one call of attention was given."""
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+class _RecordedBatch(RaggedBatch):
+    """Records what each layer attends with."""
+
+    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache) -> None:
+        super().__init__(rows, cache, Gathered())
+        self.attended: list[_Attended] = []
+
+    def attend(self, layer: int, query: Tensor, key_value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        _, both, head_dim = key_value.shape
+        self.attended.append(_Attended(layer, both // 2, head_dim, window))
+        return super().attend(layer, query, key_value, scaling, window)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A row of a step, and the texts whose logits it is to give: of a tree one for each node."""
+
+    row: FeedRow
+    expected: Tensor
+
+
+class _CheckedRank:
+    """A rank's share of the small model, or the whole of it, and the cache that it is served with."""
+
+    def __init__(self, model: PreTrainedModel, group: Group, context: int | None) -> None:
+        self._config = model.config.get_text_config()
+        self._shape = attention_shape(model, PAGE_SIZE, group.size)
+        self._decode = decoder_for(model, context=context and min(context, TEXT_TOKENS))
+        self._cache = PagedCache(len(PAGES[0]) + len(PAGES[1]), PAGE_SIZE, torch.float32, torch.device("cpu"))
+        self._group = group
+
+    def run(self, texts: _Texts) -> None:
+        """Takes every kind of step; raises _WrongError at the first that is not as transformers and the config say."""
+        try:
+            self._run(texts)
+        except BaseException:
+            if isinstance(self._group, ThreadGroup):
+                self._group.abort()  # the other ranks wait for this one
+            raise
+
+    @torch.inference_mode()
+    def _run(self, texts: _Texts) -> None:
+        a, b = texts.a, texts.b
+        wrong = a[:27] + texts.rejected
+        steps = (
+            ("the beginning of a prompt", [(0, a[:14], 0, 2)]),
+            ("parts of two prompts", [(0, a[:20], 14, 1), (1, b[:33], 0, 33)]),
+            ("a token beside a part of a prompt", [(0, a[:21], 20, 1), (1, b[:60], 33, 1)]),
+            ("two blocks", [(0, a[:26], 21, 5), (1, b[:66], 60, 6)]),
+            ("a block that is rejected beside a token", [(0, wrong, 26, 4), (1, b[:67], 66, 1)]),
+            ("a block after a rejection", [(0, a[:32], 27, 5), (1, b[:90], 67, 2)]),
+        )
+        for what, parts in steps:
+            chains = [self._chain(texts, *part) for part in parts]
+            self._step(what, chains)
+        tree = _Part(
+            FeedRow((a[BASE - 1], *texts.branch, *a[BASE : BASE + 2]), BASE - 1, 5, PAGES[0], TREE),
+            torch.cat(
+                [
+                    texts.expected(a[:BASE], 1),
+                    texts.expected(a[:BASE] + texts.branch, 2),
+                    texts.expected(a[: BASE + 2], 2),
+                ]
+            ),
+        )
+        self._step("a tree", [tree, self._chain(texts, 1, b[:91], 90, 1)])
+        places = [PAGES[0][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(BASE, BASE + len(TREE))]
+        self._cache.move((PlaceMove(places[2], places[0]), PlaceMove(places[3], places[1])))
+        after = [self._chain(texts, 0, a, BASE + 2, 3), self._chain(texts, 1, b, 91, 2)]
+        self._step("tokens after a tree", after)
+
+    def _chain(self, texts: _Texts, session: int, text: tuple[int, ...], start: int, count: int) -> _Part:
+        return _Part(FeedRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
+
+    def _step(self, what: str, parts: Sequence[_Part]) -> None:
+        batch = _RecordedBatch([part.row for part in parts], self._cache)
+        logits = self._decode(batch).logits
+        self._check_attention(batch.attended)
+        expected = torch.cat([part.expected for part in parts])
+        furthest = float((logits - expected).abs().max() / expected.abs().max())
+        if not furthest < TOLERANCE:  # NaN differs too
+            raise _DifferentLogitsError(
+                f"its logits differ by {furthest:.2g} of the largest from those of transformers' own forward, compared"
+                f" for {what} with small random weights"
+            )
+
+    def _check_attention(self, attended: Sequence[_Attended]) -> None:
+        """Raises _WrongError unless every layer attended once, with the sizes and windows that its config gives."""
+        times = Counter(call.layer for call in attended)
+        for layer in range(self._shape.layers):
+            if times[layer] != 1:
+                raise _WrongError(
+                    f"layer {layer} attends {times[layer]} times a step through the paged cache, expected once"
+                )
+        if len(times) != self._shape.layers:
+            raise _WrongError(f"{len(times)} layers attend, but its config has {self._shape.layers}")
+        kinds = getattr(self._config, "layer_types", None) or [""] * self._shape.layers
+        for call in attended:
+            planned = (self._shape.kv_heads, self._shape.head_dim)
+            if (call.kv_heads, call.head_dim) != planned:
+                raise _WrongError(
+                    f"layer {call.layer} caches {call.kv_heads} key-value heads of size {call.head_dim}, but its config"
+                    f" gives {planned[0]} of size {planned[1]} for every layer"
+                )
+            if call.window is None and kinds[call.layer] == "sliding_attention":
+                raise _WrongError(f"layer {call.layer} has a sliding window by its config, but attends without one")
+            if call.window is not None and not self._shape.slides:
+                raise _WrongError(f"layer {call.layer} attends with a window, but its config has none")
+
+
+def _shares(model: PreTrainedModel, ranks: int) -> list[tuple[PreTrainedModel, Group]]:
+    return [(_share(model, group), group) for group in ThreadGroup.of_size(ranks)]
+
+
+def _share(model: PreTrainedModel, group: Group) -> PreTrainedModel:
+    """Returns one rank's share of a model, as loading would make it."""
+    share = copy.deepcopy(model)
+    weights = dict(model.state_dict())
+    cuts = shard(share, group)
+    weights |= {name: weights[name][cut.index].contiguous() for name, cut in cuts.items()}
+    share.load_state_dict(weights, assign=True)
+    return share.requires_grad_(False)

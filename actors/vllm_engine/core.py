@@ -1,0 +1,181 @@
+"""vLLM's EngineCore in this process, run step by step as the verification scheduler plans.
+
+Waiting and event loops are in `vllm_engine.py`. Written for the vLLM version in `arguments.VERSION`.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from actors.engine.capture import CaptureSpec
+from actors.vllm_engine.arguments import VERSION, engine_arguments
+from actors.vllm_engine.coupled_sampler import Told, extra_args
+from actors.vllm_engine.states_executor import with_states
+from cluster.config import SlipstreamConfig
+from cluster.engines.session_memory import EnginePages
+from cluster.errors import EngineError, ModelError
+from cluster.verification.step import Outcome, StateRead, StepPlan, riding
+from protos.messages import Open
+
+
+class VllmCore:
+    """Computes step plans, one at a time and on one thread; `memory` records what each has fed."""
+
+    def __init__(
+        self,
+        config: SlipstreamConfig,
+        folder: str,
+        vocabulary: int,
+        failed: Callable[[], None] | None = None,
+        capture: CaptureSpec | None = None,
+    ) -> None:
+        """Loads the model. Raises ModelError for another vLLM version, or arguments that vLLM rejects.
+
+        `capture` names the hidden states to keep beside the cache.
+        """
+        if vllm.__version__.partition("+")[0] != VERSION:
+            raise ModelError(f"vLLM {vllm.__version__} is installed, expected {VERSION}: install the extra [vllm]")
+        first_runner = not (HAS_TRITON and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0")
+        if first_runner and capture is not None:
+            raise ModelError(
+                f"draft.method {config.draft.method} reads the target's hidden states, which vLLM's first model runner"
+                " does not tell: its second one needs Triton, and VLLM_USE_V2_MODEL_RUNNER not to be 0; without, use a"
+                " method that reads none, or target.engine slipstream"
+            )
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(not first_runner))
+        try:
+            args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner))
+            settings = args.create_engine_config()
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"vLLM does not take these arguments: {error}; see target.vllm") from error
+        executor = Executor.get_class(settings)
+        kind = executor if capture is None else with_states(executor, capture)
+        self._core = EngineCore(settings, kind, False, failed)
+        found = self._core.collective_rpc("draw_as_slipstream", args=(vocabulary, folder))
+        self.runner = str(found[0])
+        self._scheduler: Any = self._core.scheduler
+        cache = settings.cache_config
+        self.memory = EnginePages(int(cache.num_gpu_blocks), int(cache.block_size))
+        self._keeps_states = capture is not None
+        if self._keeps_states:
+            layer = self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names[0]
+            self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
+        self._names: dict[str, str] = {}  # vLLM's, by session
+        self._asking: set[str] = set()  # sessions that request more than tokens
+        self._numbers = count()  # of requests
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        """Closes and opens sessions, feeds rows and decides; returns one outcome per fed row that decides."""
+        for session in plan.closes:
+            self._core.abort_requests([self._names.pop(session)])
+            self._asking.discard(session)
+        for request in plan.opens:
+            self._open(request)
+        if not plan.rows:
+            return []
+        self._scheduler.begin({self._names[row.session]: row for row in plan.rows})
+        _, computed = self._core.step()
+        self._core.post_step(computed)
+        fed = self._scheduler.fed
+        self.memory.step_made(fed, self._scheduler.held_pages, self._computed())
+        rows = [fed[outcome.session] for outcome in self._scheduler.outcomes]
+        outcomes = riding(rows, self._scheduler.outcomes, self._states_at)
+        return self._with_what_is_told(outcomes)
+
+    def read(self, asked: StateRead) -> bytes:
+        """Returns hidden states of positions in the session's pages."""
+        return self._states_at(self._scheduler.places(self._names[asked.session], asked.places))
+
+    def begin_grammar(self, grammar: str) -> None:
+        """Starts compiling a grammar in the workers, for a future session."""
+        self._core.collective_rpc("begin_grammar", args=(grammar,))
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is left and no page is held."""
+        return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1  # one is vLLM's
+
+    @property
+    def preempted(self) -> int:
+        """Number of preemptions of current requests, each of which is recomputed from its beginning."""
+        return sum(request.num_preemptions for request in self._scheduler.requests.values())
+
+    def _states_at(self, places: Sequence[int]) -> bytes:
+        states: bytes = self._core.collective_rpc("read_states", args=(places,))[0]
+        return states
+
+    def _computed(self) -> dict[str, int]:
+        """Returns how many tokens are in each session's pages; empty if no hidden states are kept."""
+        if not self._keeps_states:
+            return {}
+        computed = self._scheduler.computed  # without requests that reached max_len, whose pages are free
+        return {session: computed.get(name, 0) for session, name in self._names.items()}
+
+    def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
+        if not any(outcome.session in self._asking for outcome in outcomes):
+            return outcomes
+        told: dict[str, Told] = self._core.collective_rpc("told")[0]  # all ranks make the same decisions
+        answers = [(outcome, told.get(outcome.session, Told())) for outcome in outcomes]
+        return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
+
+    def _open(self, request: Open) -> None:
+        """Adds a request. The verification scheduler detects ends, so vLLM knows only the maximum length."""
+        name = f"{request.session}/{next(self._numbers)}"
+        assert request.session not in self._names, f"session {request.session} is open already"
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_len - len(request.tokens),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra_args(request),
+        )
+        asked = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(request.tokens),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=_cache_salt(request),
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(asked))
+        self._names[request.session] = name
+        if Told.is_asked_by(request):
+            self._asking.add(request.session)
+
+
+def _cache_salt(request: Open) -> str | None:
+    """Returns the salt that limits page sharing; an audit shares nothing, so that it computes all of its text."""
+    return f"audit {request.session}" if request.audit else request.cache_salt or None
+
+
+def start_core(
+    config: SlipstreamConfig,
+    folder: str,
+    vocabulary: int,
+    failed: Callable[[], None] | None = None,
+    capture: CaptureSpec | None = None,
+) -> VllmCore:
+    """Creates a `VllmCore`; converts what vLLM raises at its start into EngineError."""
+    try:
+        return VllmCore(config, folder, vocabulary, failed, capture)
+    except ModelError:
+        raise
+    except Exception as error:  # vLLM has no class of its own for what fails at its start
+        raise EngineError(f"vLLM did not start: {error}") from error

@@ -1,0 +1,95 @@
+"""Sampling of a session's tokens in vLLM's workers, by the rules, noise and scores of our own engine.
+
+A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine. This
+module knows nothing of vLLM.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from actors.sampling.logits.processor import Maker, ProcessorChain
+from actors.sampling.logits.processor_registry import chain_of
+from actors.sampling.near_tie import margin
+from actors.sampling.reference import BlockDecision, DrawAddress
+from actors.sampling.rejection_sampler import PendingBlock, decide
+from actors.sampling.scoring import decided_scores
+from protos.draft_tree import DraftTree
+from protos.frozen import value
+from protos.messages import Acceptance, Open
+from protos.scores import TokenScore
+
+EXTRA_ARG = "slipstream"
+Text = Callable[[int, int], Sequence[int]]
+"""Returns the tokens of a session between two positions, all of them decided."""
+
+
+def extra_args(request: Open) -> dict[str, Any]:
+    return {EXTRA_ARG: request}
+
+
+def request_in(args: Mapping[str, Any] | None) -> Open | None:
+    """Returns the Open in the extra arguments; None for vLLM's own requests, such as those for warm-up."""
+    return (args or {}).get(EXTRA_ARG)
+
+
+@value
+class Told:
+    """Additional results of a step beside the decided tokens, if the session's Open requests them."""
+
+    scores: tuple[TokenScore, ...] = ()
+    margin: float | None = None
+
+    @staticmethod
+    def is_asked_by(request: Open) -> bool:
+        return request.scoring.top is not None or request.rival is not None
+
+
+class SessionDraws:
+    """Sampling of one session in one worker."""
+
+    def __init__(self, request: Open, chain: ProcessorChain | None) -> None:
+        self.request = request
+        self._chain = chain
+
+    @classmethod
+    def of(cls, request: Open, makers: tuple[Maker, ...]) -> Self:
+        return cls(request, chain_of(request, makers))
+
+    def block(self, length: int, text: Text, drafted: Sequence[int]) -> PendingBlock:
+        """Returns the decision to make after `length` tokens about a chain of draft tokens."""
+        if self._chain is not None:
+            self._chain.advance(text(self._chain.length, length))
+        return PendingBlock(
+            rule=Acceptance.COUPLED,
+            sampling=self.request.sampling,
+            draft=DraftTree.chain(tuple(drafted)),
+            chain=self._chain,
+            at=DrawAddress(self.request.seed, self.request.choice, length),
+        )
+
+
+def decide_all(
+    sessions: Sequence[SessionDraws], blocks: Sequence[PendingBlock], logits: Tensor
+) -> tuple[list[BlockDecision], dict[str, Told]]:
+    """Decides all blocks; also returns, by session, the additional results that sessions request."""
+    decisions = decide(blocks, logits)
+    asking = [session.request for session in sessions]
+    if not any(Told.is_asked_by(request) for request in asking):
+        return decisions, {}
+    scores = decided_scores(blocks, decisions, [request.scoring.top for request in asking], logits)
+    told = {}
+    at = 0
+    for request, block, score in zip(asking, blocks, scores, strict=True):
+        if Told.is_asked_by(request):
+            told[request.session] = Told(score, _margin(request, block, logits[at]))
+        at += block.positions
+    return decisions, told
+
+
+def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:
+    """Returns the margin for an audit that names a rival."""
+    if request.rival is None:
+        return None
+    return margin(logits, block.sampling, block.chain, block.at, request.rival)

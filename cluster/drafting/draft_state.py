@@ -1,0 +1,270 @@
+"""A block while it is being drafted: its final and its replaceable tokens, and the value of another forward pass."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from cluster.drafting.candidates.outcomes import Choices
+from cluster.drafting.candidates.tree_growth import Limb, least_of, likeliest_paths, tree_of
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.session_updates import SessionText
+from protos.draft_tree import DraftTree, SparseProbs
+from protos.frozen import value
+from protos.messages import Acceptance, DraftRequest, Shape
+from protos.prefix import hashes_after
+
+SECOND_THOUGHT = 0.25  # share of a block's value gained by a forward pass that replaces a recurrent head's prediction
+
+
+@value
+class DraftedToken:
+    """A drafted token with the alternatives considered at its position."""
+
+    token: int
+    choices: Choices  # at its position
+    p_accepted: float  # cumulative acceptance probability, by the draft model's own estimates
+    ids: tuple[int, ...] = ()  # of draft_probs, under rejection sampling; `weights` likewise
+    weights: tuple[int, ...] = ()
+    by_head: bool = False  # a draft head predicted it, without a forward pass of the model
+    state: Any = None  # private to the method: what the token was drawn from, if a draft head may go on from there
+
+
+@dataclass(kw_only=True, eq=False)
+class BlockDraft:
+    """A block while it is being drafted.
+
+    A *root* is a block under verification that is read token by token to predict its outcomes. A block may have
+    *limbs*, branches that go on from tokens beside its own; each is drafted like a block of its own.
+    """
+
+    request: DraftRequest | AheadRequest
+    text: SessionText  # the session's; it does not change while a block is drafted
+    base_hash: int  # hash of the tokens before the block
+    max_tokens: int
+    outcome: tuple[int, ...] = ()  # assumed verdict before the block
+    chance: float = 1.0  # probability of the outcome
+    state: Any = None  # private to the method: like a drafted token's, for the position just before the block
+    unverified: tuple[int, ...] | None = None  # tokens of a root
+    tells_all: bool = False  # of a root: alternatives to its tokens are unknown until it is read
+    main: "BlockDraft | None" = None  # of a root that reads a token beside the main path: the root of the main path
+    stem: tuple[int, ...] = ()  # of a limb: the tokens before it, the last of them beside the main path
+    limbs: list["BlockDraft"] = field(default_factory=list)
+    grown: list[Limb] = field(default_factory=list)  # limbs that are finished
+    min_confidence: float = 0.0  # cumulative probability below which the block ends
+    drafted: list[DraftedToken] = field(default_factory=list)
+    settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
+    is_guessed: bool = False  # whether a draft head predicted tokens
+    is_cut: bool = False  # the next token is too unlikely, or its logits are not finite
+    ratio: bool = field(init=False)  # rejection sampling: the target decides by draft_probs
+
+    def __post_init__(self) -> None:
+        self.ratio = self.text.open.acceptance is Acceptance.RATIO and not self.text.open.sampling.greedy
+
+    @property
+    def ahead(self) -> AheadRequest:
+        """The request of a block that is drafted ahead."""
+        assert isinstance(self.request, AheadRequest), "this block is wanted now"
+        return self.request
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple([token.token for token in self.drafted])
+
+    @property
+    def last(self) -> tuple[Any, int]:
+        """The last token so far (the outcome's if none was drafted), and the state that it was drawn from."""
+        if self.drafted:
+            return self.drafted[-1].state, self.drafted[-1].token
+        return self.state, (self.outcome or self.text.tokens)[-1]
+
+    @property
+    def choices(self) -> list[Choices]:
+        return [token.choices for token in self.drafted]
+
+    @property
+    def by_model(self) -> list[DraftedToken]:
+        """The first offered tokens, as far as the model itself predicted them."""
+        return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.trunk)]))
+
+    @property
+    def is_root(self) -> bool:
+        return self.unverified is not None
+
+    @property
+    def p_accepted(self) -> float:
+        """Probability that all tokens so far are accepted."""
+        return self.drafted[-1].p_accepted if self.drafted else 1.0
+
+    @property
+    def prefix_hash(self) -> int:
+        """Hash of all tokens so far, drafted ones included."""
+        return hashes_after(self.base_hash, self.tokens)[-1] if self.drafted else self.base_hash
+
+    @property
+    def missing(self) -> int:
+        """Number of tokens that forward passes may still predict."""
+        return self.max_tokens - self.settled
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no token can be added."""
+        return self.is_cut or len(self.drafted) == self.max_tokens
+
+    def is_further(self, place: int) -> bool:
+        """Returns True if the token `place` tokens on is predicted after another, without a forward pass in between."""
+        return self.is_guessed or (place > 0 and not self.is_root)
+
+    @property
+    def is_done(self) -> bool:
+        """True if another forward pass cannot improve the block either."""
+        return self.is_complete and (self.ratio or not self.is_guessed)
+
+    @property
+    def least_chance(self) -> float:
+        """Cumulative probability that a token needs to be worth sending; relative to its stem in a limb."""
+        if self.ratio or self.is_root:
+            return 0.0
+        return self.request.least_chance / self.chance if self.stem else self.request.least_chance
+
+    @property
+    def urgency(self) -> float:
+        """Expected value of the next forward pass.
+
+        Under rejection sampling it does not depend on the tokens drafted so far, because a block's use must not.
+        """
+        if self.ratio:
+            return self.chance
+        stands = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
+        return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
+
+    @property
+    def position(self) -> int:
+        """Position of the token to draft next."""
+        return self.base_len + len(self.drafted)
+
+    @property
+    def whole_text(self) -> list[int]:
+        """All tokens so far, prompt included."""
+        return [*self.text.tokens, *self.outcome, *self.tokens]
+
+    @property
+    def base_len(self) -> int:
+        """Number of tokens before the block."""
+        return self.request.base_len + len(self.outcome)
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Place of the token to draft next: the number of decided tokens, and the tokens assumed to follow them."""
+        return self.request.base_len, self.outcome + self.tokens
+
+    @property
+    def takes_trees(self) -> bool:
+        """True if tokens may be offered beside the block's own."""
+        return self.request.shape is Shape.TREE and not self.is_root and not self.ratio
+
+    @property
+    def tree(self) -> DraftTree:
+        """The tree that is offered."""
+        if self.takes_trees and self.drafted:
+            return tree_of(self.paths)
+        probs = None
+        drafted = self.drafted
+        if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
+            probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
+        return DraftTree.chain(self.tokens, probs)
+
+    @property
+    def paths(self) -> list[tuple[tuple[int, ...], float]]:
+        """Paths to the nodes of the tree so far with their probabilities, in falling order."""
+        return likeliest_paths(self._limbs(), self.max_tokens, self.least_chance)
+
+    def _limbs(self) -> list[Limb]:
+        whole = Limb((), 1.0, self.tokens, self.choices)
+        return [whole, *[Limb(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs], *self.grown]
+
+    def append(
+        self,
+        token: int,
+        choices: Choices,
+        state: Any = None,
+        ids: tuple[int, ...] = (),
+        weights: tuple[int, ...] = (),
+    ) -> None:
+        """Adds a token, or ends the block; a root takes its own token, whatever the method predicts."""
+        if self.is_complete:
+            return
+        if self.unverified is not None and len(self.drafted) < len(self.unverified):
+            token = self.unverified[len(self.drafted)]
+            choices = choices.including(token, self.ahead.claim((*self.tokens, token)))
+        p_accepted = self.p_accepted * choices.chances[0]
+        if p_accepted < max(self.least_chance, self._least_of_tree):
+            self.is_cut = True
+            return
+        by_head = self.is_guessed
+        self.drafted.append(DraftedToken(token, choices, p_accepted, ids, weights, by_head, state))
+        self.is_cut = p_accepted < self.min_confidence
+
+    def recall(self, considered: Iterable[DraftedToken]) -> None:
+        """Adds earlier predictions for the first positions of a root.
+
+        Ends with the first position whose token under verification is another than the predicted one.
+        """
+        for thought, token in zip(considered, self.unverified or (), strict=False):
+            there = thought.choices.including(token, self.ahead.claim((*self.tokens, token)))
+            p_accepted = self.p_accepted * there.chance_of(token)
+            self.drafted.append(replace(thought, token=token, choices=there, p_accepted=p_accepted))
+            if token != thought.token:
+                break
+        self.settled = len(self.drafted)
+
+    def forget_guesses(self) -> None:
+        """Drops what a draft head predicted, because the model has read on."""
+        del self.drafted[self.settled :]
+        self.is_guessed = self.is_cut = False
+
+    def settle(self) -> None:
+        """Makes all tokens so far final; the next forward pass reads them."""
+        self.settled = len(self.drafted)
+
+    def after(self, outcome: tuple[int, ...], chance: float, max_tokens: int) -> "BlockDraft":
+        """Returns the block that comes after an outcome of this root's verification."""
+        return BlockDraft(
+            request=self.request,
+            text=self.text,
+            base_hash=hashes_after(self.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            outcome=outcome,
+            chance=chance,
+        )
+
+    def proposal(self) -> Proposal:
+        is_tree = self.takes_trees and bool(self.drafted)
+        paths = self.paths if is_tree else []
+        return Proposal(
+            session=self.request.session,
+            base_len=self.base_len,
+            prefix_hash=self.base_hash,
+            tree=tree_of(paths) if is_tree else self.tree,
+            outcome=self.outcome,
+            is_at_once=not self.outcome and bool(self.drafted) and self.drafted[0].by_head,
+            confidence=self.confidence,
+            chances=tuple([chance for _, chance in paths]) if is_tree else self._chain_chances,
+            chance=self.chance,
+        )
+
+    @property
+    def confidence(self) -> float | None:
+        """Probability of the first token; None if the method considered no other token, so did not estimate it."""
+        if not self.drafted or len(self.drafted[0].choices.tokens) == 1:
+            return None
+        return self.drafted[0].choices.chance_of(self.drafted[0].token)
+
+    @property
+    def _chain_chances(self) -> tuple[float, ...]:
+        return () if self.ratio else tuple([token.p_accepted for token in self.drafted])
+
+    @property
+    def _least_of_tree(self) -> float:
+        """Probability that the next token needs; below it, other tokens are offered instead."""
+        return least_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0

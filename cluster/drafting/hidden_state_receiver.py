@@ -1,0 +1,160 @@
+"""Hidden states as they reach a drafter: each session's in order, without a gap, and matching its own text."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+
+from cluster.drafting.draft_sequence import DraftedSession
+from cluster.drafting.session_updates import NewsCollector
+from cluster.envelope import Send, states_stream
+from protos.frozen import value
+from protos.messages import States, StatesAck
+from protos.states import StatesFormat
+
+MOST_EARLY = 64  # messages per session that may wait for the verdict with their tokens
+
+
+@value
+class StateBounds:
+    """Bounds on the hidden states that a method reads."""
+
+    window: int | None = None  # number of a text's latest states that are read; None: all
+    enough: int | None = None  # number to begin with if earlier ones would have to be recomputed; None: all
+    most: int | None = None  # over all sessions; None: no bound
+
+
+NO_BOUNDS = StateBounds()
+
+
+class StateIntake:
+    """Receives the hidden states of all sessions; drops and counts those that do not fit. With no format nothing fits.
+
+    `attach` makes the message that asks for missing states. `give_up` ends a session whose states exceed the bound, and
+    makes the messages that report it.
+    """
+
+    def __init__(
+        self,
+        layout: StatesFormat | None,
+        bounds: StateBounds,
+        sessions: Mapping[str, DraftedSession],
+        news: NewsCollector,
+        counts: Counter[str],
+        attach: Callable[[DraftedSession], Send],
+        give_up: Callable[[DraftedSession, str], list[Send]],
+    ) -> None:
+        self._layout = layout
+        self._bounds = bounds
+        self._sessions = sessions
+        self._news = news
+        self._counts = counts
+        self._attach = attach
+        self._give_up = give_up
+        self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, in order of arrival
+        self._asked: dict[str, tuple[int, int]] = {}  # latest request for states: position, text length
+
+    def opened(self, session: DraftedSession) -> None:
+        """Resets a session that begins, or begins again, to having no states."""
+        self.forget(session.open.session)
+        if self._layout is not None:
+            window = self._bounds.window
+            enough = self._bounds.enough
+            read_to = session.prefix.length - 1  # the target need not have read the last token
+            session.states_len = 0 if window is None else max(0, read_to - window)
+            session.states_by = session.states_len if enough is None else max(session.states_len, read_to - enough)
+
+    def forget(self, session: str) -> None:
+        self._early.pop(session, None)
+        self._asked.pop(session, None)
+
+    def receive(self, peer: str, states: States) -> list[Send]:
+        """Handles states from a target's address, or from its states stream; acknowledges those from the stream."""
+        session = self._sessions.get(states.session)
+        if session is None or peer not in (session.target, states_stream(session.target)):
+            self._counts["states_unknown"] += 1
+            return []
+        is_gap = self._take(session, states)
+        if why := self.no_room():
+            return self._give_up(session, why)
+        return self._answer(session, is_gap) if is_gap or peer != session.target else []
+
+    def no_room(self, more: int = 0, instead_of: str = "") -> str:
+        """Returns why the states of a text of `more` tokens cannot be kept; empty if they can.
+
+        The states of the session `instead_of`, which the new text replaces, are not counted.
+        """
+        most = self._bounds.most
+        if most is None or self._layout is None:
+            return ""
+        kept = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
+        if kept + self._of(more) <= most:
+            return ""
+        return f"hidden states of {kept} tokens are kept, and there is room for {most}"
+
+    def _kept(self, session: DraftedSession) -> int:
+        return self._of((session.states_len or 0) - session.states_first)
+
+    def _of(self, tokens: int) -> int:
+        """Returns the number of states that are kept for a text of `tokens` tokens."""
+        window = self._bounds.window
+        return tokens if window is None else min(window, tokens)
+
+    def heard(self, session: DraftedSession) -> list[Send]:
+        """Retries states that arrived before the verdict with their tokens."""
+        waiting = self._early.pop(session.open.session, None)
+        if not waiting:
+            return []
+        gaps = [states for states in waiting if self._take(session, states)]
+        if why := self.no_room():
+            return self._give_up(session, why)
+        return self._answer(session, is_gap=bool(gaps))
+
+    def _take(self, session: DraftedSession, states: States) -> bool:
+        """Keeps, queues or drops states; returns True if earlier states are missing and must be requested."""
+        if states.format != self._layout or session.states_len is None or session.states_by is None:
+            self._counts["states_unfit"] += 1
+        elif states.end > session.prefix.length:
+            self._wait(states)
+        elif not session.prefix.matches(states.end, states.prefix_hash):
+            self._counts["states_mismatch"] += 1
+        elif states.first > session.states_by:
+            self._counts["states_gap"] += 1
+            return self._is_new_gap(session, session.states_len)
+        elif states.end <= session.states_len:
+            self._counts["states_known"] += 1
+        else:
+            self._keep(session, max(session.states_len, states.first), states)
+        return False
+
+    def _answer(self, session: DraftedSession, is_gap: bool) -> list[Send]:
+        if is_gap:
+            return [self._attach(session)]
+        if not session.states_len:
+            return []
+        return [(states_stream(session.target), StatesAck(session.open.session, session.states_len))]
+
+    def _wait(self, states: States) -> None:
+        waiting = self._early[states.session]
+        if len(waiting) < MOST_EARLY:
+            waiting.append(states)
+        else:
+            self._counts["states_early"] += 1
+
+    def _is_new_gap(self, session: DraftedSession, states_len: int) -> bool:
+        """Returns True once for each length of the text.
+
+        States that were under way when the missing ones were requested arrive after the same gap.
+        """
+        missing = (states_len, session.prefix.length)
+        is_new = self._asked.get(session.open.session) != missing
+        self._asked[session.open.session] = missing
+        return is_new
+
+    def _keep(self, session: DraftedSession, first: int, states: States) -> None:
+        """Passes on the rows from position `first`, which follows the states kept so far or begins them."""
+        if first != session.states_len:
+            session.states_first = first
+        rows = states.rows[(first - states.first) * states.format.row_bytes :]
+        self._news.states(session.open.session, first, rows)
+        session.states_len = states.end
+        session.states_by = states.end
+        self._counts["states"] += states.end - first

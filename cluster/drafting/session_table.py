@@ -1,0 +1,319 @@
+"""A drafter's sessions, which follow their targets: from an Open, through verdicts and draft requests, to the end.
+
+A session that cannot follow asks the target for what it missed. If that fails, it asks the router for the ledger.
+"""
+
+import logging
+import math
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from cluster.draft_quality.load_check import LoadCheck
+from cluster.drafting.backpressure import Capacity
+from cluster.drafting.draft_sequence import DraftedSession
+from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds, StateIntake
+from cluster.drafting.requests import Proposal
+from cluster.drafting.session_updates import NewsCollector
+from cluster.drafting.timing.step_interval import StepIntervalEstimate
+from cluster.envelope import Send, peer_of
+from protos.messages import (
+    Close,
+    Detach,
+    DraftAnswer,
+    DraftRequest,
+    Finish,
+    Hello,
+    Leaving,
+    Message,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    States,
+    Verdict,
+)
+from protos.prefix import Prefix
+from protos.states import StatesFormat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLimits:
+    """Limits of one drafter."""
+
+    vocabulary: int
+    max_context: int
+    max_sessions: int
+    states: StatesFormat | None = None  # format of the target's hidden states, if the method reads them
+    state_bounds: StateBounds = NO_BOUNDS
+
+
+class FollowedSessions:
+    """All sessions of one drafter; `counts` counts events."""
+
+    def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str], load_check: LoadCheck) -> None:
+        self.all: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
+        self.news = NewsCollector()  # for the drafting method, with the next pass
+        self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
+        self.load_check = load_check
+        self.is_leaving = False  # if True, new sessions are refused
+        self._limits = limits
+        self._draft_ahead = draft_ahead
+        self._counts = counts
+        self._states = StateIntake(
+            limits.states, limits.state_bounds, self.all, self.news, counts, self._attach, self._give_up
+        )
+        self._capacity = Capacity(limits.max_sessions)
+        self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
+        self._resting: set[str] = set()  # targets whose latest request was for no tokens
+
+    # ------------------------------------------------------------ messages from peers
+
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Handles a message from a router's stream or a target's address; returns the messages to send in response."""
+        match message:
+            case Verdict():
+                return self._verdict(peer, message, now)
+            case States():
+                return self._states.receive(peer, message)
+            case DraftRequest():
+                return self._draft_request(peer, message)
+            case Open():
+                return self._open(peer, message)
+            case Close():
+                return self._close(peer, message)
+            case Resync():
+                return self._begin_anew(peer, message)
+            case Hello():
+                return self._hello(peer, message)
+        raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
+
+    def connected(self, target: str) -> list[Send]:
+        """Attaches every session that is verified at `target`, whose stream is new."""
+        return [self._attach(session) for session in self.all.values() if session.target == target]
+
+    def gone(self, peer: str) -> None:
+        """Handles a broken stream.
+
+        A router's sessions are forgotten. A target's sessions wait until the target is back or they are moved.
+        """
+        self._resting.discard(peer)
+        for name, session in list(self.all.items()):
+            if session.router == peer:
+                self._forget(name)
+            elif session.target == peer:
+                session.attached = False
+
+    def leave(self) -> list[Send]:
+        """Stops accepting sessions and asks the routers to move the existing ones."""
+        self.is_leaving = True
+        return [(router, Leaving()) for router in dict.fromkeys(session.router for session in self.all.values())]
+
+    # ------------------------------------------------------------ routers
+
+    def _hello(self, router: str, hello: Hello) -> list[Send]:
+        """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
+        wanted = {item.session for item in hello.live}
+        for name, session in list(self.all.items()):
+            if peer_of(session.router) != peer_of(router):
+                continue
+            session.router = router
+            if name not in wanted:
+                self._forget(name)
+        return []
+
+    def _open(self, router: str, request: Open) -> list[Send]:
+        """Starts drafting for a session from its ledger; replaces an open session unless the request is older.
+
+        Returns the Attach for the session's target, or a Refusal for the router.
+        """
+        if refusal := self._refuse(request):
+            return [(router, refusal), *([(router, Leaving())] if self.is_leaving else [])]
+        known = self.all.get(request.session)
+        if known is not None and known.open.attempt > request.attempt:
+            return []
+        if known is not None:
+            self.news.closed(request.session)  # the method's copy may be the one that is wrong
+        session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
+        self._states.opened(session)
+        if request.target_address in self._resting:
+            session.asked = 0  # until the target answers the Attach: reading a prompt takes long, and may be wasted
+        self.all[request.session] = session
+        self.news.opened(request)
+        return [self._attach(session)]
+
+    def _close(self, router: str, close: Close) -> list[Send]:
+        """Forgets a session, unless it is unknown, another router's, or a newer attempt.
+
+        Returns the Detach for the session's target, which may continue with the session.
+        """
+        known = self.all.get(close.session)
+        if known is None or known.router != router or known.open.attempt > close.attempt:
+            return []
+        self._forget(close.session)
+        return [_detach(known)]
+
+    # ------------------------------------------------------------ targets
+
+    def _verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
+        """Follows the target.
+
+        After a gap, asks the target for what is missing; after a contradiction, asks the router.
+        """
+        session = self._session_at(target, verdict)
+        if session is None:
+            self._counts["verdict_unknown"] += 1
+            return []
+        if verdict.base_len > session.prefix.length:
+            self._counts["verdict_gap"] += 1
+            return [self._attach(session)]
+        if not session.prefix.matches(verdict.base_len, verdict.prefix_hash):
+            self._counts["verdict_mismatch"] += 1
+            return [_resync(session)]
+        new = verdict.tokens[session.prefix.length - verdict.base_len :]
+        if not new and verdict.finish is Finish.NONE:
+            return []  # a repeat: nothing in it is new
+        if new and max(new) >= self._limits.vocabulary:
+            self._counts["verdict_invalid"] += 1
+            self._forget(verdict.session)
+            return []
+        was_sent = session.sent_len == verdict.base_len
+        self._follow(session, new, now)
+        if verdict.finish is not Finish.NONE:
+            self._forget(verdict.session)
+            return []
+        sends = self._states.heard(session)
+        if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
+            sends += self.note_block(late=verdict.answer is DraftAnswer.MISSED)
+        return sends
+
+    def _follow(self, session: DraftedSession, tokens: tuple[int, ...], now: float) -> None:
+        """Applies a verdict's tokens; a block sent ahead may already be at the target."""
+        self.ahead.discard(session.open.session)
+        if session.step_began_s is not None:
+            interval = self._step_interval(session.target)
+            self._step_intervals[session.target] = interval.after(now - session.step_began_s)
+        if session.first is not None and tokens:
+            self._note_first(*session.first, tokens[0])
+        guessed = bool(session.guesses)
+        hit = session.extend(tokens, now)
+        self.news.committed(session.open.session, tokens)
+        if hit is not None:
+            self.hit(session, hit)
+        elif guessed:
+            self._counts["guess_miss"] += 1
+
+    def _note_first(self, drafted: int, confidence: float, decided: int) -> None:
+        """Updates the load check with a first token, which counts as accepted if the target decided the same one."""
+        was_over = self.load_check.is_over
+        self.load_check = self.load_check.after(confidence, drafted == decided)
+        if self.load_check.warning is not None and not was_over:
+            log.warning("this drafter is of little use: %s", self.load_check.warning)
+
+    def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
+        """Applies what the target wants from now on.
+
+        Ignores a request for another prefix: it is too late, or its verdict was lost.
+        """
+        session = self._session_at(target, request)
+        if session is not None and session.address == (request.base_len, request.prefix_hash):
+            session.take(request, goes_ahead=self._draft_ahead)
+            (self._resting.discard if session.asked else self._resting.add)(target)
+            if session.lacks_states and session.lacks_block:  # the target must not wait for missing states
+                return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
+        return []
+
+    def _begin_anew(self, target: str, resync: Resync) -> list[Send]:
+        """Handles the target's report that the tokens here are not its own: asks the router for the ledger."""
+        session = self.all.get(resync.session)
+        if session is None or session.target != target:
+            return []
+        self._counts["resync"] += 1
+        session.attached = False
+        return [_resync(session)]
+
+    # ------------------------------------------------------------ results of passes
+
+    def verdict_due(self, session: DraftedSession) -> float:
+        """Returns the earliest likely time of the pending verdict; infinity while nothing is known."""
+        least_s = self._step_interval(session.target).least_s
+        return math.inf if least_s is None or session.step_began_s is None else session.step_began_s + least_s
+
+    def hit(self, session: DraftedSession, proposal: Proposal) -> None:
+        """Records that a block drafted ahead is the one wanted now."""
+        self._counts["guess_hit"] += 1
+        self.all.move_to_end(proposal.session)
+        session.sent(proposal)
+
+    def note_block(self, late: bool) -> list[Send]:
+        """Applies back-pressure: gives up sessions while most blocks are late, those unserved for longest first.
+
+        Keeps sessions that nothing is requested for, because they take no drafting time.
+        """
+        self._counts["blocks_late" if late else "blocks_in_time"] += 1
+        excess = self._capacity.note(late, len(self.all))
+        drafted_for = [session for session in self.all.values() if session.asked] if excess else []
+        why = "blocks come too late for so many sessions"
+        return [send for session in drafted_for[:excess] for send in self._give_up(session, why)]
+
+    # ------------------------------------------------------------ helpers
+
+    def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftedSession | None:
+        """Returns the session that a target's message refers to.
+
+        None if the session is unknown, has another target, or the message is from an earlier attempt.
+        """
+        session = self.all.get(message.session)
+        if session is None or session.target != target or message.attempt < session.open.attempt:
+            return None
+        return session
+
+    def _step_interval(self, target: str) -> StepIntervalEstimate:
+        return self._step_intervals.get(target) or StepIntervalEstimate()
+
+    def _attach(self, session: DraftedSession) -> Send:
+        return session.target, session.begin_anew()
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        limits = self._limits
+        reason = RefusalReason.INVALID
+        why = ""
+        if max(request.tokens) >= limits.vocabulary:
+            why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
+        elif request.max_len > limits.max_context:
+            why = f"max_len is {request.max_len}, the drafter's context holds {limits.max_context} tokens"
+        elif not request.target_address:
+            why = "target_address is empty"
+        elif self.is_leaving:
+            reason = RefusalReason.OVERLOADED
+            why = "this drafter is stopping"
+        elif len(self.all) >= self._capacity.sessions and request.session not in self.all:
+            reason = RefusalReason.OVERLOADED
+            why = f"{len(self.all)} sessions are drafted for already"
+        elif why := self._states.no_room(len(request.tokens), request.session):
+            reason = RefusalReason.OVERLOADED
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _give_up(self, session: DraftedSession, why: str) -> list[Send]:
+        """Refuses a session that another drafter may have capacity for."""
+        self._counts["given_up"] += 1
+        name = session.open.session
+        self._forget(name)
+        refusal = Refusal(name, session.open.attempt, RefusalReason.OVERLOADED, why)
+        return [(session.router, refusal), _detach(session)]
+
+    def _forget(self, name: str) -> None:
+        del self.all[name]
+        self.ahead.discard(name)
+        self.news.closed(name)
+        self._states.forget(name)
+
+
+def _detach(session: DraftedSession) -> Send:
+    return session.target, Detach(session.open.session)
+
+
+def _resync(session: DraftedSession) -> Send:
+    return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)

@@ -1,0 +1,52 @@
+"""The whole round on one screen: draft, verify, commit. Every other schedule must produce the same tokens.
+
+The schedulers are the real ones, with a single request, messages in sequence, and nothing lost or late. The lossless
+tests and the simulator compare their committed tokens with this.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from cluster.drafting.method import DraftingMethod, make_pass, tell
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.envelope import Scheduler, Send
+from cluster.routing.ledger import Command, Emit, Phase, Session, ToDrafter, ToTarget
+from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.step import StepEngine
+
+ROUTER = "router#1"
+DRAFTER = "drafter#1"
+TARGET = "target:1"
+STEP_S = 0.01  # duration of every step
+
+
+def lock_step(
+    session: Session, drafter: DraftScheduler, method: DraftingMethod, target: VerificationScheduler, engine: StepEngine
+) -> Iterator[Emit]:
+    """Yields the committed tokens of one session, round after round, until it is over."""
+    now = 0.0
+    schedulers: dict[str, Scheduler] = {DRAFTER: drafter, TARGET: target}
+
+    def deliver(sender: str, sends: Iterable[Send]) -> Iterator[Emit]:
+        for receiver, message in sends:
+            if receiver == ROUTER:
+                yield from carry_out(session.receive(sender, message))
+            else:
+                yield from deliver(receiver, schedulers[receiver].receive(sender, message, now))
+
+    def carry_out(commands: Iterable[Command]) -> Iterator[Emit]:
+        for command in commands:
+            if isinstance(command, Emit):
+                yield command
+            elif isinstance(command, ToTarget | ToDrafter):
+                yield from deliver(ROUTER, [(command.address, command.message)])
+
+    yield from carry_out(session.assign_target(TARGET))
+    yield from carry_out(session.assign_drafter(DRAFTER) if session.wants_drafter else ())
+    while session.phase is Phase.RUNNING:
+        proposals = make_pass(method, drafter.next_pass(limit=1, ahead_limit=0), interrupted=lambda: False)
+        yield from deliver(DRAFTER, drafter.proposed(proposals, now))
+        plan = target.plan(now)
+        assert plan is not None, "every block is there that a step may wait for"
+        now += STEP_S
+        yield from deliver(TARGET, target.apply(engine.step(plan), STEP_S, now))
+    tell(method, drafter.next_pass(limit=0, ahead_limit=0).news)

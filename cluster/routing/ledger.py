@@ -1,0 +1,377 @@
+"""The ledger of one request: its committed tokens, its target and drafter, and what to do when they fail.
+
+Events in, commands out; nothing here waits, sends or reads a clock. The rules that it keeps:
+
+* only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
+* a committed token is never taken back, and the ledger suffices to open the session anywhere;
+* a lost drafter costs speed; a lost target costs a new attempt, at most twice without progress in between;
+* a target that leaves as planned is no loss: it costs a new attempt too, any number of times.
+
+It knows nothing of text, of streams, or of how a peer was chosen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from cluster.errors import NonFiniteLogitsError, RequestError, SlipstreamError, TargetLostError
+from cluster.trust.assignment_tokens import issue
+from protos.frozen import value
+from protos.messages import (
+    NO_RULES,
+    Acceptance,
+    Close,
+    DraftAnswer,
+    Finish,
+    Message,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    TokenRules,
+    Verdict,
+)
+from protos.prefix import Prefix
+from protos.scores import NO_SCORING, Scoring, TokenScore
+
+MAX_REOPENS = 2  # a request that crashes targets must not crash them all
+# Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures, by
+# what a step of it does or by its length, fails again within a few tokens.
+GETS_ON = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Parameters of one session's generation, all resolved."""
+
+    session: str
+    prompt: tuple[int, ...]
+    max_len: int
+    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    draft_seed: int  # independent of `seed`; sent to drafters under rejection sampling
+    choice: int
+    hash_key: int
+    acceptance: Acceptance
+    max_draft_tokens: int
+    traceparent: str = ""  # W3C trace context of the session's parent span; empty: not traced
+    grammar: str = ""  # see `Open`
+    rules: TokenRules = NO_RULES
+    scoring: Scoring = NO_SCORING
+    priority: int = 0
+    cache_salt: str = ""
+    wants_rejected: bool = False  # whether `Emit` contains rejected draft tokens
+
+
+@value
+class ToTarget:
+    """A command to send a message to the target at `address`."""
+
+    address: str
+    message: Open | Close
+
+
+@value
+class ToDrafter:
+    """A command to send a message to the drafter at `address`."""
+
+    address: str
+    message: Open | Close
+
+
+@value
+class Emit:
+    """Newly committed tokens for the client; the first `accepted` of them were drafted."""
+
+    tokens: tuple[int, ...]
+    accepted: int
+    drafted: int  # tokens in the block that was verified
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, if requested
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens from the second on; only with the first tokens
+    cached: int = 0  # prompt tokens that the target had cached; only with the first tokens
+    rejected: tuple[int, ...] = ()  # draft tokens after the accepted ones, if requested
+
+
+@value
+class Ended:
+    """The session is over."""
+
+    finish: Finish
+
+
+@value
+class Failed:
+    """The session cannot continue."""
+
+    error: SlipstreamError
+
+
+Event = Emit | Ended | Failed
+"""Events for the client's stream of the session."""
+
+Command = ToTarget | ToDrafter | Event
+
+
+class Phase(Enum):
+    SEEKING = "seeking"  # has no target
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass
+class Counts:
+    """Verification totals of a session."""
+
+    verifies: int = 0  # verdicts committed
+    blocks: int = 0  # those with a block
+    drafted: int = 0
+    accepted: int = 0
+    void: int = 0  # verdicts ignored
+
+
+class Session:
+    """The ledger's state machine."""
+
+    def __init__(self, generation: Generation, ticket_key: bytes = b"") -> None:
+        """Creates a session; without `ticket_key`, which is secret, any drafter may take part in it."""
+        self.generation = generation
+        self._ticket_key = ticket_key
+        self._drafters = 0  # number of drafters assigned so far
+        self.phase = Phase.SEEKING
+        self.attempt = 0
+        self.failures = 0  # targets lost in a row without progress in between
+        self._lost_at = 0  # length of the ledger at the latest loss
+        self.target: str | None = None
+        self.drafter: str | None = None
+        self.has_drafted = False  # whether this drafter ever had a block in time, or answered that it has none
+        self._answers: list[DraftAnswer] = []  # answers to the requests for blocks since `take_answers`
+        self.failed_targets: frozenset[str] = frozenset()
+        self.drafts = generation.max_draft_tokens > 0
+        self.counts = Counts()
+        self._prefix = Prefix(generation.hash_key, generation.prompt)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and all committed tokens."""
+        return self._prefix.tokens
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return tuple(self._prefix.tokens[len(self.generation.prompt) :])
+
+    @property
+    def wants_drafter(self) -> bool:
+        running = self.phase is Phase.RUNNING
+        return running and self.drafter is None and self.drafts
+
+    # ------------------------------------------------------------ assignment
+
+    def assign_target(self, address: str) -> list[Command]:
+        """Opens the session on a target under a new attempt; its drafter is opened again too."""
+        assert self.phase is Phase.SEEKING
+        self.phase = Phase.RUNNING
+        self.target = address
+        self.attempt = self.attempt + 1
+        return [ToTarget(address, self._open()), *self._open_drafter()]
+
+    def assign_drafter(self, address: str) -> list[Command]:
+        """Assigns a drafter and opens the session there."""
+        assert self.wants_drafter
+        self.drafter = address
+        self._drafters += 1
+        self.has_drafted = False
+        self._answers = []
+        return self._open_drafter()
+
+    def leave_drafter(self) -> list[Command]:
+        """Releases a drafter that is alive but does not help; another may be assigned."""
+        assert self.drafter is not None
+        left = self.drafter
+        self.drafter = None
+        return [ToDrafter(left, Close(self.generation.session, self.attempt))]
+
+    def leave_target(self) -> list[Command]:
+        """Releases a target that is alive and about to end; another must be assigned."""
+        assert self.phase is Phase.RUNNING
+        assert self.target is not None
+        left = self.target
+        self.phase = Phase.SEEKING
+        self.target = None
+        return [ToTarget(left, Close(self.generation.session, self.attempt))]
+
+    def take_answers(self) -> list[DraftAnswer]:
+        """Returns what came of the blocks requested from its drafter since the previous call."""
+        answers = self._answers
+        self._answers = []
+        return answers
+
+    # ------------------------------------------------------------ events
+
+    def receive(self, peer: str, message: Message) -> list[Command]:
+        """Handles a message from the session's target or drafter."""
+        match message:
+            case Verdict():
+                return self.on_verdict(peer, message)
+            case Resync():
+                return self.on_drafter_resync(peer)
+            case Refusal() if peer == self.target:
+                return self.on_target_refusal(peer, message)
+            case Refusal():
+                return self.on_drafter_refusal(peer, message)
+        raise AssertionError(f"nobody sends a router a {type(message).__name__}")
+
+    def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
+        """Commits what the current attempt decided at exactly this length and hash; any other verdict is void."""
+        current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
+        here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
+        if not (current and here and verdict.tokens):
+            self.counts.void += 1
+            return []
+        prompt_len = len(self.generation.prompt)
+        is_first = self._prefix.length == prompt_len
+        self._prefix.extend(verdict.tokens)
+        self.counts.verifies += 1
+        self.counts.blocks += verdict.drafted > 0
+        self.counts.drafted += verdict.drafted
+        self.counts.accepted += verdict.accepted
+        if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
+            self._answers.append(verdict.answer)
+            self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
+        cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
+        commands: list[Command] = [
+            Emit(
+                verdict.tokens,
+                verdict.accepted,
+                verdict.drafted,
+                verdict.scores,
+                verdict.prompt_scores,
+                cached,
+                rejected=verdict.rejected,
+            )
+        ]
+        if verdict.finish is not Finish.NONE:
+            commands += [*self._release(), Ended(verdict.finish)]
+        return commands
+
+    def on_drafter_resync(self, source: str) -> list[Command]:
+        """Sends the ledger again to a drafter that cannot follow."""
+        return self._open_drafter() if source == self.drafter else []
+
+    def on_drafter_gone(self, source: str) -> list[Command]:
+        """Removes a drafter that is lost; the target continues alone until another is assigned."""
+        if source == self.drafter:
+            self.drafter = None
+        return []
+
+    def on_drafter_refusal(self, source: str, refusal: Refusal) -> list[Command]:
+        """Leaves a full drafter for another; continues without any if the drafter finds the request invalid."""
+        if source == self.drafter and refusal.reason is RefusalReason.INVALID:
+            self.drafts = False
+        if source != self.drafter:
+            return []
+        return self.leave_drafter()  # it may have accepted a later Open that crossed its refusal
+
+    def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
+        """Seeks another target. A target that was lost is avoided from now on, and too many losses fail the session.
+
+        If machines fail one after the other, a long request may lose any number of targets without being the cause.
+        """
+        if self.phase is not Phase.RUNNING or source != self.target:
+            return []
+        self.phase = Phase.SEEKING
+        self.target = None
+        if is_planned:
+            return []
+        self.failed_targets |= {source}
+        here = self._prefix.length
+        self.failures = self.failures + 1 if here < self._lost_at + GETS_ON else 1
+        self._lost_at = here
+        if self.failures <= MAX_REOPENS:
+            return []
+        lost = TargetLostError(f"{self.failures} target replicas failed one after the other while serving this request")
+        return [*self._release(), Failed(lost)]
+
+    def on_target_unreadable(self, source: str, attempt: int) -> list[Command]:
+        """Handles a malformed message from the target: the session is closed there, and the target counts as lost."""
+        if self.phase is not Phase.RUNNING or source != self.target or attempt != self.attempt:
+            return []
+        return [ToTarget(source, Close(self.generation.session, attempt)), *self.on_target_gone(source)]
+
+    def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
+        """Leaves a full target for another; any other reason fails the session at once."""
+        if source != self.target or refusal.attempt != self.attempt:
+            return []
+        self.target = None
+        if refusal.reason is RefusalReason.OVERLOADED:
+            self.phase = Phase.SEEKING  # no failure: another target, or this one later, accepts it
+            return []
+        is_nonfinite = refusal.reason is RefusalReason.NONFINITE_LOGITS
+        error = NonFiniteLogitsError(refusal.message) if is_nonfinite else RequestError(refusal.message)
+        return [*self._release(), Failed(error)]
+
+    def cancel(self) -> list[Command]:
+        """Ends a session that is no longer wanted."""
+        return self._release()
+
+    def fail(self, error: SlipstreamError) -> list[Command]:
+        """Fails the session with `error`, unless it is over."""
+        return [*self._release(), Failed(error)] if self.phase is not Phase.DONE else []
+
+    # ------------------------------------------------------------ helpers
+
+    def _open(self) -> Open:
+        g = self.generation
+        return Open(
+            session=g.session,
+            attempt=self.attempt,
+            tokens=tuple(self._prefix.tokens),
+            prompt_len=len(g.prompt),
+            max_len=g.max_len,
+            stop_ids=g.stop_ids,
+            sampling=g.sampling,
+            seed=g.seed,
+            choice=g.choice,
+            hash_key=g.hash_key,
+            acceptance=g.acceptance,
+            max_draft_tokens=g.max_draft_tokens,
+            grammar=g.grammar,
+            ticket_key=self._ticket_key,
+            traceparent=g.traceparent,
+            rules=g.rules,
+            scoring=g.scoring,
+            priority=g.priority,
+            cache_salt=g.cache_salt,
+            wants_rejected=g.wants_rejected,
+        )
+
+    def _open_drafter(self) -> list[Command]:
+        if self.drafter is None or self.target is None:
+            return []
+        g = self.generation
+        seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
+        ticket = issue(self._ticket_key, g.session, self._drafters) if self._ticket_key else None
+        said = replace(
+            self._open(),
+            seed=seed,
+            target_address=self.target,
+            ticket_key=b"",
+            ticket=ticket,
+            scoring=NO_SCORING,
+            priority=0,
+            wants_rejected=False,
+        )
+        return [ToDrafter(self.drafter, said)]
+
+    def _release(self) -> list[Command]:
+        """Closes the session at both peers; idempotent."""
+        self.phase = Phase.DONE
+        close = Close(self.generation.session, self.attempt)
+        commands: list[Command] = []
+        if self.target is not None:
+            commands.append(ToTarget(self.target, close))
+        if self.drafter is not None:
+            commands.append(ToDrafter(self.drafter, close))
+        self.target = self.drafter = None
+        return commands

@@ -1,0 +1,201 @@
+"""Hidden states for drafters: what each lacks, what is sent with a verdict, and what is read from pages and sent apart.
+
+Pages serve as the queue. States are read from them only when a drafter's window has capacity, so nothing waits in
+memory, and unsent states stay in the pages. If pages keep no states, the states of a step are sent before the next
+step, and `FreshStates` recomputes what is missing after that. Pure; the engine reads.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.envelope import Send, peer_of, states_stream
+from cluster.verification.admission import Admission
+from cluster.verification.sequence import StateFeed, TargetSession
+from cluster.verification.state_recompute import FreshStates
+from cluster.verification.step import Outcome, Row, StateRead, places_of
+from protos.messages import Attach, DraftRequest, States, StatesAck, Verdict
+from protos.states import StatesFormat
+
+RIDE_BYTES = 256 << 10  # states of known tokens that may go with a verdict: 2 ms at 1 Gbit/s
+WINDOW_BYTES = 4 << 20  # unacknowledged states per drafter: 3 ms at 10 Gbit/s, more than a round trip
+UNKEPT_WINDOW_BYTES = 64 << 20  # the same if no page keeps what cannot be sent at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """States that a session's drafter lacks and that can be read now."""
+
+    session: TargetSession
+    feed: StateFeed
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.feed.sent
+
+
+class StateFeeds:
+    """Feeds of all sessions of a target; with no format, no drafter reads states and nothing is sent.
+
+    `is_kept`: pages beside the cache keep the states.
+    """
+
+    def __init__(self, layout: StatesFormat | None, admission: Admission, is_kept: bool = True) -> None:
+        self.rows: Counter[str] = Counter()  # rows sent, with verdicts or apart
+        self.fresh = None if is_kept else FreshStates(admission.pages.page_size)
+        self._layout = layout
+        self._admission = admission
+        self._pages = admission.pages
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows and bytes sent with verdicts and apart from them, and the recomputed and lost ones if pages keep
+        none."""
+        row_bytes = self._layout.row_bytes if self._layout is not None else 0
+        rows = {way: self.rows[way] for way in ("verdict", "apart")}
+        found = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
+        return found if self.fresh is None else {**found, "again": self.fresh.again, "lost": self.fresh.lost}
+
+    # ------------------------------------------------------------ steps
+
+    def before_step(self) -> None:
+        """Prepares feeds before a step is planned; does nothing if states are kept."""
+        if self.fresh is not None:
+            self.fresh.rewind(self._admission.running.values())
+
+    def step_made(self, rows: Sequence[tuple[TargetSession, Row]], decided: Mapping[str, Outcome]) -> None:
+        """Makes the step's states readable for the sessions that are still open."""
+        if self.fresh is not None and rows:
+            running = self._admission.running
+            self.fresh.step_made([each for each in rows if running.get(each[1].session) is each[0]], decided)
+
+    # ------------------------------------------------------------ messages from drafters
+
+    def attached(self, session: TargetSession, drafter: str, attach: Attach) -> None:
+        """Starts a feed of everything that the attaching drafter does not report to have."""
+        first = attach.states_from
+        if first is None or self._layout is None:
+            session.feed = None
+        else:
+            session.feed = StateFeed(drafter, first, first, first if attach.states_by is None else attach.states_by)
+
+    def acked(self, peer: str, ack: StatesAck) -> None:
+        """Records that states have arrived.
+
+        Only the session's own drafter can acknowledge, and only what it was sent.
+        """
+        session = self._admission.find(ack.session)
+        feed = session.live_feed if session is not None else None
+        if feed is not None and peer_of(feed.drafter) == peer_of(peer):
+            feed.acked = max(feed.acked, min(ack.have_len, feed.sent))
+
+    # ------------------------------------------------------------ with verdicts
+
+    def to_ride(self, session: TargetSession, row: Row) -> tuple[int, ...]:
+        """Returns the places of the states that are to come back with the row's outcome, if they are few enough."""
+        feed = session.live_feed
+        if self._layout is None or feed is None or session.paused or not row.decide:
+            return ()
+        known = (row.base_len - feed.sent) * self._layout.row_bytes
+        if not 0 <= known <= RIDE_BYTES or (self.fresh is not None and feed.sent < row.start):
+            return ()
+        return self._places(session, feed.sent, row.start + len(row.tokens))
+
+    def with_states(
+        self, session: TargetSession, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
+    ) -> list[Verdict | States | DraftRequest]:
+        """Inserts the states that go with a verdict between the verdict and the next request.
+
+        None if the session is over.
+        """
+        if not outcome.states or len(news) < 2:
+            return [*news]
+        return [news[0], *self._riding(session, row, outcome), *news[1:]]
+
+    def _riding(self, session: TargetSession, row: Row, outcome: Outcome) -> list[States]:
+        """Returns the states to send with a verdict.
+
+        Returns none while earlier ones are under way on the states stream, which these would overtake, or if the
+        drafter has attached again meanwhile and lacks others.
+        """
+        feed = session.live_feed
+        if feed is None or not feed.sent == feed.acked == row.states_from:
+            return []
+        found = list(self._messages(session, feed.sent, outcome.states))
+        feed.went_out(found[-1].end)
+        feed.acked = feed.sent  # a broken stream is noticed, so these need no acknowledgement
+        self.rows["verdict"] += feed.sent - row.states_from
+        return found
+
+    # ------------------------------------------------------------ apart from verdicts
+
+    def next_read(self) -> StateRead | None:
+        """Returns the states to read from pages now, for the drafter that lacks least, so that decoding does not wait
+        for prompts."""
+        layout = self._layout
+        if layout is None:
+            return None
+        on_way = self._rows_on_way()
+        window = max(1, (WINDOW_BYTES if self.fresh is None else UNKEPT_WINDOW_BYTES) // layout.row_bytes)
+        found = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
+        if not found:
+            return None
+        lack = min(found, key=lambda each: each.rows)
+        first = lack.feed.sent
+        end = min(lack.end, first + layout.rows_in_message)
+        name = lack.session.open.session
+        if self.fresh is not None:
+            return StateRead(name, first, self.fresh.places(name, first, end))
+        return StateRead(name, first, self._places(lack.session, first, end))
+
+    def sent(self, asked: StateRead, rows: bytes) -> list[Send]:
+        """Returns the messages for states that were read, unless their drafter has gone or the session has changed."""
+        session = self._admission.find(asked.session)
+        feed = session.live_feed if session is not None else None
+        if session is None or feed is None or feed.sent != asked.first or asked.end > session.cached_len:
+            return []
+        feed.went_out(asked.end)
+        self.rows["apart"] += len(asked.places)
+        return [(states_stream(feed.drafter), states) for states in self._messages(session, asked.first, rows)]
+
+    # ------------------------------------------------------------ helpers
+
+    def _lacks(self) -> Iterator[_Lack]:
+        for session in self._admission.running.values():
+            feed = session.live_feed
+            if feed is None or session.paused:
+                continue
+            if self.fresh is not None:
+                self.fresh.begin(session, feed)
+            end = self._readable_to(session, feed)
+            if end > feed.sent:
+                yield _Lack(session, feed, end)
+
+    def _readable_to(self, session: TargetSession, feed: StateFeed) -> int:
+        if self.fresh is not None:
+            return self.fresh.end(session.open.session, feed.sent)
+        end = self._pages.held(session.open.session, session.cached_len)
+        return end if session.displaced_from is None else min(end, session.displaced_from)
+
+    def _rows_on_way(self) -> Counter[str]:
+        """Returns the number of unacknowledged rows, by drafter."""
+        found: Counter[str] = Counter()
+        for session in self._admission:
+            if (feed := session.live_feed) is not None:
+                found[feed.drafter] += feed.sent - feed.acked
+        return found
+
+    def _places(self, session: TargetSession, first: int, end: int) -> tuple[int, ...]:
+        return tuple(places_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))
+
+    def _messages(self, session: TargetSession, first: int, rows: bytes) -> Iterator[States]:
+        layout = self._layout
+        assert layout is not None, "states come from an engine that captures them"
+        size = layout.row_bytes * layout.rows_in_message
+        for at in range(0, len(rows), size):
+            part = rows[at : at + size]
+            begin = first + at // layout.row_bytes
+            prefix_hash = session.prefix.hash_at(begin + len(part) // layout.row_bytes)
+            assert prefix_hash is not None, "states are of decided tokens"
+            yield States(session.open.session, begin, prefix_hash, layout.dtype, layout.width, part)

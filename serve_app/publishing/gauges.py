@@ -1,0 +1,77 @@
+"""Metrics of a process's current state, and vLLM's counters of an engine: families made at collection time.
+
+Share of the time that speculation was on, by replica:
+
+    avg_over_time(ray_slipstream_speculation_on[1h])
+
+Time from the previous verdict to the arrival of a block at the target:
+
+    sum(rate(ray_slipstream_block_delay_seconds_total[5m])) / sum(rate(ray_slipstream_timed_blocks_total[5m]))
+"""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cluster.verification.reporter import TargetActivity
+from serve_app.publishing.vllm_names import MODEL, PREFIX
+from serve_app.router import RouterActivity
+
+
+def target_levels(activity: TargetActivity, preempted: int, model: str) -> Iterator[Metric]:
+    """Yields the families of a target replica."""
+    yield _gauge("slipstream_speculation_on", "Whether drafts are asked for", float(activity.speculates))
+    yield _gauge("slipstream_speculation_gain", "Throughput with speculation over plain decoding's", activity.gain)
+    yield _gauge("slipstream_plain_tokens_per_second", "Of plain decoding, as measured", activity.plain_rate)
+    chosen = {str(tokens): count for tokens, count in sorted(activity.chosen.items())}
+    yield _counter("slipstream_chosen_lengths", "Verdicts after which a block of so many tokens was asked for", chosen)
+    yield _total("slipstream_timed_blocks", "Blocks that came after they were asked for", activity.blocks_timed)
+    delays = "From the verdict before to the arrival of a block that was asked for, of all together"
+    yield _total("slipstream_block_delay_seconds", delays, activity.block_delay_s)
+    of_model = {MODEL: model}
+    yield _gauge(f"{PREFIX}num_requests_running", "Sessions in the cache", activity.running, of_model)
+    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a place", activity.queued, of_model)
+    yield _gauge(
+        f"{PREFIX}kv_cache_usage_perc", "Share of the cache's pages that sessions hold", activity.cache, of_model
+    )
+    yield _total(f"{PREFIX}prefix_cache_queries", "Tokens looked up in the cache", activity.prefix_tokens, of_model)
+    yield _total(f"{PREFIX}prefix_cache_hits", "Tokens that were in the cache", activity.prefix_hits, of_model)
+    yield _total(f"{PREFIX}num_preemptions", "Sessions that lost their pages to older ones", preempted, of_model)
+
+
+def drafter_levels(sessions: Mapping[str, float], pass_s: Mapping[str, float]) -> Iterator[Metric]:
+    """Yields the families of a drafter."""
+    yield _gauge("slipstream_drafter_sessions", "Sessions drafted for", sessions["sessions"])
+    yield _counter("slipstream_drafting_seconds", "In passes asked for, and ahead of verdicts", pass_s, "cause")
+
+
+def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
+    """Yields the families of a router, in addition to its measurements of requests."""
+    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a place", activity.seeking, {MODEL: model})
+    breakers = GaugeMetricFamily("slipstream_breaker_open", "Whether a drafter gets no sessions", labels=("drafter",))
+    for drafter, is_open in activity.breakers.items():
+        breakers.add_metric((drafter,), float(is_open))
+    yield breakers
+    opened = CounterMetricFamily("slipstream_breaker_openings", "By drafter and cause", labels=("drafter", "cause"))
+    for labels, count in activity.opened.items():
+        opened.add_metric(labels, count)
+    yield opened
+
+
+def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    made = GaugeMetricFamily(name, text, labels=tuple(labels or {}))
+    made.add_metric(tuple((labels or {}).values()), value)
+    return made
+
+
+def _total(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    made = CounterMetricFamily(name, text, labels=tuple(labels or {}))
+    made.add_metric(tuple((labels or {}).values()), value)
+    return made
+
+
+def _counter(name: str, text: str, values: Mapping[str, float], label: str = "tokens") -> Metric:
+    made = CounterMetricFamily(name, text, labels=(label,))
+    for key, value in values.items():
+        made.add_metric((key,), value)
+    return made

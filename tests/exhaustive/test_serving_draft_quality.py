@@ -1,0 +1,96 @@
+"""The sentinel in the whole product: over Ray and HTTP a drafter turns to noise, and operators see what is done."""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import SlipstreamConfig
+from serve_app.deployments import DraftDeployment
+from serve_app.status.acceptance import remedies_table
+from tests.exhaustive.noisy_drafter import AfterTokens, TurnsToNoise
+from tests.integration.serving import Reference, Served, demo_served
+
+MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # names a file; the drafter that creates it is the noisy one
+GOOD_TOKENS = 200
+VOCABULARY = 49_152
+PROMPTS = 4  # at once
+ROUNDS = 12  # most
+ANSWER = 160  # tokens
+
+
+def is_first(mark: Path, name: str) -> bool:
+    """Whether nobody else has left a name there."""
+    try:
+        with mark.open("x") as file:
+            file.write(name)
+    except FileExistsError:
+        return False
+    return True
+
+
+class OneIsNoisy(DraftDeployment):
+    """The first drafter of the pool turns to noise; the others are as they should be."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
+    ) -> None:
+        await super().__init__(config, targets)  # type: ignore[misc]
+        if is_first(Path(os.environ[MARK]), self._server.address):
+            self._drafter._method = TurnsToNoise(self._drafter._method, AfterTokens(GOOD_TOKENS), VOCABULARY)
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "noisy"
+    monkeypatch.setenv(MARK, str(path))
+    monkeypatch.setattr("serve_app.app.DraftDeployment", OneIsNoisy)
+    return path
+
+
+@pytest.fixture
+def served(mark: Path) -> Iterator[Served]:
+    drafters = ("draft.replicas={min: 2, max: 2}", "draft.resources.num_cpus=0.2")
+    with demo_served(*drafters, "speculation.pacing=lock_step", "speculation.max_draft_tokens=4") as served:
+        yield served
+
+
+def test_a_drafter_that_turns_to_noise_is_resynchronised_replaced_and_left_out(served: Served, mark: Path) -> None:
+    """No request fails, no text changes, and `slipstream status` shows every step."""
+    reference = Reference(served.config.model.target)
+    noisy = mark.read_text()
+    answers: dict[str, str] = {}
+    steps: dict[tuple[str, str], int] = {}
+    for number in range(ROUNDS):
+        prompts = [f"Tell me {1 + number} things about the number {7 * number + i}." for i in range(PROMPTS)]
+        answers = ask_all(served, prompts)
+        (router,) = served.inspect("Router")
+        steps = router["remedies"]
+        if (noisy, "given up") in steps:
+            break
+    assert {step for drafter, step in steps if drafter == noisy} >= {"resynced", "given up"}, steps
+    assert sum(steps.get((noisy, step), 0) for step in ("replaced", "plain")) >= 1, steps
+    assert not [step for drafter, step in steps if drafter != noisy], "the other drafter is as good as ever"
+    for prompt, text in answers.items():
+        reference.assert_greedy(prompt, ANSWER, text)
+    assert noisy in list(remedies_table([router]).columns[0].cells)
+
+
+def ask_all(served: Served, prompts: Sequence[str]) -> dict[str, str]:
+    """All at once; a request that fails raises."""
+
+    def ask(prompt: str) -> str:
+        answer = served.client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=ANSWER,
+            temperature=0,
+        )
+        return str(answer.choices[0].message.content)
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return dict(zip(prompts, threads.map(ask, prompts), strict=True))

@@ -1,0 +1,61 @@
+"""The coordinator's way to its leading rank: a real socket between two threads."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine.uds_rpc import StepCaller, StepListener
+
+
+class Answering:
+    """A listener that serves on a thread of its own."""
+
+    def __init__(self, answer: Any) -> None:
+        self.raised: BaseException | None = None
+        self.listener = StepListener()
+        self._thread = threading.Thread(target=self._serve, args=(answer,))
+        self._thread.start()
+
+    def _serve(self, answer: Any) -> None:
+        try:
+            self.listener.serve(answer)
+        except ZeroDivisionError as error:
+            self.raised = error
+
+    def join(self) -> None:
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive(), "it serves on although nobody calls"
+
+
+async def test_messages_of_any_size_are_answered_in_turn_until_the_caller_hangs_up():
+    serving = Answering(lambda numbers: numbers[::-1])
+    caller = await StepCaller.dial(serving.listener.path)
+    for size in (0, 1, 100_000):
+        assert await caller.call(list(range(size))) == list(range(size))[::-1]
+    caller.close()
+    await asyncio.to_thread(serving.join)
+    assert serving.raised is None
+
+
+async def test_what_fails_on_the_far_side_ends_the_conversation_there_and_here():
+    serving = Answering(lambda number: 1 // number)
+    caller = await StepCaller.dial(serving.listener.path)
+    with pytest.raises((ConnectionError, EOFError)):
+        await caller.call(0)
+    caller.close()
+    await asyncio.to_thread(serving.join)
+    assert isinstance(serving.raised, ZeroDivisionError)
+
+
+async def test_the_socket_is_gone_once_it_was_dialled():
+    serving = Answering(lambda message: message)
+    folder = Path(serving.listener.path).parent
+    assert folder.stat().st_mode & 0o077 == 0, "others may not even look"
+    caller = await StepCaller.dial(serving.listener.path)
+    assert await caller.call("ready") == "ready"
+    assert not folder.exists()
+    caller.close()
+    await asyncio.to_thread(serving.join)

@@ -1,0 +1,136 @@
+"""The fast loop against the slow one, which is its executable specification: draft, verify, commit, one cohort.
+
+The same sessions under both pacings; what is drawn by coupled noise, or not drawn at all, must be the same tokens.
+Sampled ratio output may depend on the blocks, so of it the distribution is compared, as in the tests of that.
+"""
+
+import functools
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from protos.messages import Acceptance, Sampling
+from tests.lossless.parts import EOS, Setting, generations, rounds_in_lock_step, texts_in_lock_step
+from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value
+from tests.lossless.test_distribution import TARGET as FEW_TOKENS
+from tests.lossless.world import World, calm, near_patience, stormy
+
+VOCABULARY = 40
+BLOCK_LEN = 4
+NEW_TOKENS = 24
+AT_ONCE = 8
+WORLDS = 2
+SCHEDULES = [calm, stormy, near_patience]
+
+
+def logits(seed: int, scale: float) -> torch.Tensor:
+    drawn = scale * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    drawn[:, EOS] -= 2.0  # or most texts would be over before anything was drafted
+    return drawn
+
+
+TARGET = logits(21, 2.5)
+DRAFT = TARGET + logits(22, 0.6)
+
+
+def worlds(setting: Setting) -> list[World]:
+    """Run, each with a prompt and seeds of its own."""
+    made = [World(replace(setting, prompt=(1 + seed,)), AT_ONCE, seed) for seed in range(WORLDS)]
+    for world in made:
+        world.run()
+    return made
+
+
+@functools.cache
+def plain(sampling: Sampling) -> list[tuple[int, ...]]:
+    """The texts without any draft, which no rule and no schedule has a part in."""
+    setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
+    return texts(worlds(setting))
+
+
+@functools.cache
+def specified(acceptance: Acceptance, sampling: Sampling) -> list[tuple[int, ...]]:
+    """What `cluster.reference_loop` commits of the same sessions; it knows no schedule."""
+    setting = Setting(TARGET, DRAFT, acceptance, calm, BLOCK_LEN, NEW_TOKENS, sampling)
+    return [
+        text
+        for seed in range(WORLDS)
+        for text in texts_in_lock_step(replace(setting, prompt=(1 + seed,)), AT_ONCE, seed)
+    ]
+
+
+def texts(found: list[World]) -> list[tuple[int, ...]]:
+    return [session.committed for world in found for session in world.sessions.values()]
+
+
+def counts(found: list[World]) -> Counter[str]:
+    return sum((world.drafting.counts for world in found), Counter[str]())
+
+
+def rows_without_block(world: World) -> int:
+    """Those with room for one, but for the first step's: that is made before any drafter is there."""
+    longest = 1 + NEW_TOKENS
+    rows = (row for step in world.steps[1:] for row in step)
+    return sum(not row.drafted and row.base_len + 1 < longest for row in rows)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    ("acceptance", "sampling"),
+    [
+        pytest.param(Acceptance.COUPLED, Sampling(temperature=0.0), id="greedy"),
+        pytest.param(Acceptance.RATIO, Sampling(temperature=0.0), id="greedy by ratio"),
+        pytest.param(Acceptance.COUPLED, Sampling(temperature=0.7), id="coupled"),
+        pytest.param(Acceptance.COUPLED, Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5), id="penalties"),
+    ],
+)
+def test_both_loops_decide_what_plain_decoding_does(acceptance, sampling, schedule):
+    setting = Setting(TARGET, DRAFT, acceptance, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
+    assert specified(acceptance, sampling) == plain(sampling)
+    slow = worlds(replace(setting, lock_step=True))
+    fast = worlds(setting)
+    assert texts(slow) == plain(sampling)
+    assert texts(fast) == plain(sampling)
+    for found in (slow, fast):
+        assert sum(s.counts.accepted for world in found for s in world.sessions.values()) > len(plain(sampling))
+    assert counts(slow)["guesses"] == 0, "lock step drafts nothing ahead"
+    assert counts(fast)["guess_hit"] > 0, "nothing that was drafted ahead was used: the two loops were one"
+
+
+@pytest.mark.parametrize("schedule", [calm, near_patience], ids=lambda s: s.__name__)
+def test_lock_step_drafts_for_all_and_verifies_all(schedule):
+    """Or the comparison above would be with something else than the specification."""
+    setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, schedule, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
+    for world in worlds(replace(setting, lock_step=True)):
+        assert rows_without_block(world) == 0, "a session did not wait for its block"
+        # The first step begins as soon as one session is there.
+        cohorts = [{row.session for row in step} for step in world.steps[1:]]
+        assert all(later <= earlier for earlier, later in pairwise(cohorts)), "a session stayed out of a step"
+    assert all(rows_without_block(world) > 0 for world in worlds(setting)), "the other loop waits for all of them too"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
+def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
+    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, schedule, lock_step=True)
+    world = World(setting, SESSIONS, seed=11)
+    assert p_value(setting, world.run()) > FALSE_ALARM
+    assert world.drafting.counts["guesses"] == 0
+    assert sum(s.counts.drafted for s in world.sessions.values()) > SESSIONS / 5, "the drafter was hardly used"
+
+
+def test_the_specification_has_the_targets_distribution_under_sampled_ratio():
+    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, calm)
+    assert p_value(setting, texts_in_lock_step(setting, SESSIONS, seed=17)) > FALSE_ALARM
+
+
+def test_the_specification_drafts_verifies_and_commits_in_every_round():
+    """Or it would be plain decoding, and what it is compared with might be too."""
+    setting = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
+    (generation,) = generations(setting, 1, random.Random(5))
+    emits = list(rounds_in_lock_step(setting, generation))
+    assert all(emit.accepted for emit in emits[:-1]), "the draft is the target"
+    assert max(emit.accepted for emit in emits) == BLOCK_LEN

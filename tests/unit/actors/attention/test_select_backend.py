@@ -1,0 +1,248 @@
+"""Which attention is taken: the fastest that is right, and why the others are not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import flex_attention
+
+from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch
+from actors.attention.flashinfer import FlashInfer
+from actors.attention.flex import COMPILED, Flex, compiled
+from actors.attention.sdpa_gather import Gathered, GatheredPlan
+from actors.attention.select_backend import (
+    REPEATS,
+    AttentionReport,
+    Trial,
+    Tried,
+    choose_attention,
+    fallback_warning,
+    fastest,
+)
+from actors.attention.shape import AttentionShape
+from actors.attention.varlen import Varlen
+from actors.compute.kv_cache import FeedRow, PagedCache
+from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _flex_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called plainly it would still be traced, which takes seconds."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+class Clock:
+    """Time passes only as backends are made to take it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Paced:
+    """Gathers, in a layer for so many seconds, and with a change to the result."""
+
+    takes_trees = True
+
+    def __init__(
+        self, name: str, clock: Clock, seconds: float, change: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> None:
+        self.name = name
+        self._clock = clock
+        self._seconds = seconds
+        self._change = change
+
+    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+        paced = self
+
+        class Plan(GatheredPlan):
+            def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+                paced._clock.now += paced._seconds
+                return paced._change(super().__call__(query, pool, scaling, window))
+
+        return Plan(rows, cache)
+
+
+def getting_faster() -> Callable[[], float]:
+    """A clock by which what is tried second takes a tenth of the time."""
+    seconds = iter([*[10.0 * at for at in range(2 * REPEATS)], *[1000.0 + at for at in range(2 * REPEATS)]])
+    return lambda: next(seconds)
+
+
+def failing() -> AttentionBackend:
+    raise ImportError("no such library")
+
+
+def test_the_fastest_right_backend_is_taken_and_the_others_say_why_not(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("actors.attention.select_backend.Gathered", lambda: Paced("gathered", clock, 3.0))
+    makes = {
+        "slow": lambda: Paced("slow", clock, 2.0),
+        "wrong": lambda: Paced("wrong", clock, 0.5, lambda found: found * 1.01),
+        "nan": lambda: Paced("nan", clock, 0.5, lambda found: torch.full_like(found, torch.nan)),
+        "quick": lambda: Paced("quick", clock, 1.0),
+        "absent": failing,
+    }
+    backend, report = fastest(makes, Trial(SHAPE, CPU), 1e-4, clock)
+    assert backend.name == report.chosen == "quick"
+    times = {tried.name: tried.step_ms for tried in report.tried}
+    assert times == {"gathered": 6000, "slow": 4000, "wrong": None, "nan": None, "quick": 2000, "absent": None}
+    refused = {tried.name: tried.refused for tried in report.tried if tried.refused}
+    assert list(refused) == ["wrong", "nan", "absent"]
+    assert refused["absent"] == "ImportError: no such library"
+
+
+def test_the_reference_stays_where_nothing_is_faster():
+    clock = Clock()
+    backend, report = fastest({"absent": failing}, Trial(SHAPE, CPU), 1e-4, clock)
+    assert type(backend) is Gathered
+    assert report.chosen == "gathered"
+
+
+def test_an_error_that_is_no_refusal_is_not_swallowed():
+    def broken() -> AttentionBackend:
+        raise KeyError("a mistake of ours")
+
+    with pytest.raises(KeyError):
+        fastest({"broken": broken}, Trial(SHAPE, CPU), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_the_trial_finds_documented_kernels_right_although_other_memory_holds_nan(name):
+    backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
+    _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert [tried.refused for tried in report.tried] == ["", ""]
+
+
+def test_a_backend_that_is_wrong_about_trees_serves_without_them():
+    """Else blocks that are trees would be decided by wrong logits; and a kernel is worth having for chains alone."""
+
+    class Blind(Flex):
+        name = "blind"
+
+        def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+            return GatheredPlan([replace(row, parents=()) for row in rows], cache)
+
+    _, report = fastest({"blind": lambda: Blind(flex_attention)}, Trial(SHAPE, CPU), 1e-4, getting_faster())
+    assert (report.chosen, report.takes_trees) == ("blind", False)
+    assert "off by" in report.tried[1].no_trees
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_the_trial_says_which_documented_kernels_take_trees(name):
+    backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
+    _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, getting_faster())
+    assert (report.chosen, report.takes_trees) == (name, name == "flashinfer")
+
+
+def test_the_trial_notices_a_window_that_is_one_too_long():
+    def wide(*arguments, window_size, **more):
+        left, right = window_size
+        return varlen(*arguments, window_size=(left + 1 if left >= 0 else left, right), **more)
+
+    _, report = fastest({"wide": lambda: Varlen(wide)}, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert "with a window of 100" in report.tried[1].refused
+
+
+def test_a_model_without_windows_is_tried_without_them():
+    """Kernels are built by window or none, and each takes its time."""
+
+    def windowless(*arguments, window_size, **more):
+        assert window_size[0] < 0, "a window"
+        return varlen(*arguments, window_size=window_size, **more)
+
+    trial = Trial(replace(SHAPE, slides=False), CPU)
+    _, report = fastest({"windowless": lambda: Varlen(windowless)}, trial, 1e-4, Clock())
+    assert report.tried[1].refused == ""
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_kernels_for_trees_are_built_only_for_who_takes_them(trees):
+    planned: list[FeedRow] = []
+
+    class Noting(Gathered):
+        def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+            planned.extend(rows)
+            return super().plan(rows, cache)
+
+    Trial(SHAPE, CPU).build(Noting(), trees)
+    assert any(row.parents for row in planned) == trees
+
+
+def test_on_a_cpu_there_is_nothing_to_choose():
+    backend, report = choose_attention(SHAPE, CPU)
+    assert type(backend) is Gathered
+    assert report == AttentionReport("gathered")
+
+
+def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
+    """Uncompiled it multiplies all of the pool, and what others left there with it."""
+    _, report = fastest({"flex": lambda: Flex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert "off by nan" in report.tried[1].refused
+
+
+def steps_of_a_server() -> list[list[FeedRow]]:
+    """Of prompts and blocks as they come, in no order that a trial knows."""
+    pages = tuple(range(40))
+    tree = (-1, 0, 0, 1, 1, 3)
+    told = [FeedRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]
+    trees = [FeedRow((1,) * (1 + at % 6), 7 * at + 3, 0, pages, tree[: at % 6]) for at in range(1, 9)]
+    prompts = [FeedRow((1,) * length, 0, 0, pages) for length in (1, 2, 17, 129, 400)]
+    alone = [[row] for row in (*prompts, *told[:4], *trees)]
+    return [*alone, told, trees, told + trees, [*told, prompts[3]], [*trees, prompts[4]], [*prompts, *told]]
+
+
+def test_what_flex_builds_is_built_before_anything_is_served(monkeypatch):
+    """A kernel takes seconds to build, in which all of a replica's sessions would wait."""
+    torch.compiler.reset()
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    built = CompileCounter()
+    backend = Flex(compiled(built))
+    with torch.inference_mode():
+        Trial(SHAPE, CPU).build(backend, trees=True)
+        before = built.frame_count
+        assert before <= COMPILED / 2, "few, for each costs time at a start"
+        cache = PagedCache(64, SHAPE.page_size, SHAPE.dtype, CPU)
+        for rows in steps_of_a_server():
+            total = sum(len(row.tokens) for row in rows)
+            fused = torch.zeros(total, SHAPE.heads + 2 * SHAPE.kv_heads, SHAPE.head_dim)
+            query, new = fused.split([SHAPE.heads, 2 * SHAPE.kv_heads], dim=1)
+            for window in (None, 20):
+                RaggedBatch(rows, cache, backend).attend(0, query, new, 0.3, window)
+    assert built.frame_count == before
+
+
+def test_gathered_on_a_gpu_is_a_fallback_that_says_what_is_missing():
+    own = Tried("gathered", 3.0)
+    missing = Tried("flashinfer", None, "ImportError: no such library")
+    slower = Tried("flex", 4.0)
+    report = AttentionReport("gathered", (own, missing, slower))
+    assert report.is_fallback
+    assert fallback_warning(report).endswith(
+        "Install what is missing: flashinfer: ImportError: no such library; flex: slower, 4.00 ms"
+    )
+
+
+def test_where_there_was_no_choice_or_a_better_one_nothing_is_a_fallback():
+    assert not AttentionReport("gathered").is_fallback, "on a CPU"
+    assert not AttentionReport("flex", (Tried("gathered", 3.0), Tried("flex", 1.0))).is_fallback
+
+
+def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
+    report = AttentionReport("gathered", (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler")))
+    monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_: (Gathered(), report))
+    monkeypatch.setattr("actors.attention.select_backend.Trial", lambda *_: Mock())
+    choose_attention(SHAPE, torch.device("cuda"))
+    assert [(record.levelname, "RuntimeError: no compiler" in record.message) for record in caplog.records] == [
+        ("ERROR", True)
+    ]

@@ -1,0 +1,101 @@
+"""EAGLE heads in published layouts with what their makers' code computed (`tests/data/heads`), driven here."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actors.compute.kv_cache import FeedRow
+from actors.drafters.heads.eagle.config import EagleOverrides
+from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, load_eagle
+from actors.drafters.heads.eagle.runner import EagleRunner
+from actors.drafters.heads.files import read_head
+from actors.models.forward_output import ForwardOutput
+
+DATA = Path(__file__).parents[4] / "data" / "heads"
+TARGET = DATA / "target"
+HEADS = ("eagle1", "eagle3", "eagle3_speculators")
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+PAGES = tuple(range(16))
+TOLERANCE = 1e-4  # an independent restatement is within 6e-6, a wrong convention 0.05 to 10 off
+
+Case = dict[str, Tensor]
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def checkpoint(name: str) -> Path:
+    return DATA / name / "checkpoint"
+
+
+def case(name: str) -> Case:
+    """What went into the reference and what came out."""
+    with np.load(DATA / name / "case.npz") as stored:
+        return {key: torch.from_numpy(stored[key]) for key in stored.files}
+
+
+def loaded(folder: Path, overrides: EagleOverrides = AS_CONFIGURED, **options: Any) -> EagleHead:
+    return load_eagle(folder, TARGET, torch.float32, CPU, overrides, **options)
+
+
+def altered(
+    folder: Path, name: str, change: Change = dict, drop: tuple[str, ...] = (), section: str = "", **config: Any
+) -> Path:
+    """A copy of a fixture's checkpoint with other tensors, without some keys of its configuration, and with others."""
+    files = read_head(checkpoint(name))
+    kept = {key: value for key, value in files.config.items() if key not in drop}
+    if section:
+        kept[section] = {key: value for key, value in kept[section].items() if key not in drop} | config
+    else:
+        kept |= config
+    (folder / "config.json").write_text(json.dumps(kept))
+    tensors = {key: tensor.contiguous().clone() for key, tensor in change(dict(files.tensors)).items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class Drive:
+    """A head that is fed one sequence."""
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head
+        self.runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
+
+    def feed(
+        self, tokens: Tensor, states: Tensor, start: int, logits: int | None = None, parents: tuple[int, ...] = ()
+    ) -> ForwardOutput:
+        """At places from `start`; `states` are projected ones."""
+        wanted = len(tokens) if logits is None else logits
+        row = FeedRow(tuple(tokens.tolist()), start, wanted, PAGES, parents, states)
+        return self.runner.forward([row])
+
+    def prefill(self, known: Case) -> ForwardOutput:
+        """The prompt and the token after it."""
+        tokens = torch.cat([known["input_ids"][1:], known["next_token"].reshape(1)])
+        return self.feed(tokens, self.runner.project(known["features"]), 0)
+
+    def chain(self, after: ForwardOutput, start: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Greedy tokens, the logits and the states that they were chosen from; the first come of `after`."""
+        logits = [after.logits[-1]]
+        assert after.hidden is not None
+        hidden = [after.hidden[-1]]
+        tokens = [self.token(logits[-1])]
+        for place in range(start, start + count - 1):
+            output = self.feed(tokens[-1].reshape(1), hidden[-1].reshape(1, -1), place)
+            assert output.hidden is not None
+            logits.append(output.logits[0])
+            hidden.append(output.hidden[0])
+            tokens.append(self.token(logits[-1]))
+        return torch.stack(tokens), torch.stack(logits), torch.stack(hidden)
+
+    def token(self, logits: Tensor) -> Tensor:
+        return self.head.token_ids[logits.argmax()]
+
+
+def off_by(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())

@@ -1,0 +1,99 @@
+"""The options of `draft.eagle`: each corrects what the head's own configuration says, in every process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from actors.drafters.heads.eagle.config import EagleOverrides, OutputNorm, overrides_of
+from actors.drafters.heads.eagle.layer_ids import LayerIdMeaning
+from actors.drafters.registry import capture_spec, create_method, states_format
+from actors.drafters.setup import DraftSetup
+from cluster.config import DraftPool, validated
+from cluster.draft_options import EagleOptions
+from cluster.errors import ConfigError
+from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, case, checkpoint, off_by
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def a_draft(folder: Any = None, **options: Any) -> DraftPool:
+    return DraftPool(method="eagle", model=str(folder or checkpoint("eagle3")), eagle=EagleOptions(**options))
+
+
+def layers_of(draft: DraftPool) -> tuple[int, ...]:
+    """That the target captures."""
+    spec = capture_spec(draft, TARGET, "float32")
+    assert spec is not None
+    return spec.layers
+
+
+def config_of(draft: DraftPool) -> Any:
+    """What the drafter understands the head to be."""
+    tokens = {token: str(token) for token in range(96)}
+    setup = DraftSetup("float32", 64, 4, tokens, str(TARGET), states_format(draft, TARGET))
+    method: Any = create_method(draft, setup)
+    return method._method._forwards._runner._head.config
+
+
+def test_without_options_a_head_is_as_its_configuration_says() -> None:
+    assert overrides_of(EagleOptions()) == EagleOverrides()
+
+
+def test_states_names_those_that_are_read() -> None:
+    draft = a_draft(states=(0, 1, 7))
+    assert layers_of(draft) == config_of(draft).needs.layers == (0, 1, 7)
+
+
+@pytest.mark.parametrize(("said", "layers"), [("state", (1, 4, 6)), ("output", (2, 5, 7)), (None, (1, 4, 6))])
+def test_layer_ids_says_what_an_id_means(tmp_path: Any, said: str | None, layers: tuple[int, ...]) -> None:
+    draft = a_draft(altered(tmp_path, "eagle3", **{IDS: [1, 4, 6]}), layer_ids=said)
+    assert layers_of(draft) == config_of(draft).needs.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("said", "norm"), [("nothing", OutputNorm.NOTHING), ("logits", OutputNorm.LOGITS), ("both", OutputNorm.BOTH)]
+)
+def test_output_norm_says_what_the_last_norm_is_for(said: str, norm: OutputNorm) -> None:
+    assert config_of(a_draft(output_norm=said)).output_norm is norm
+
+
+def test_max_positions_is_how_far_a_head_goes() -> None:
+    assert config_of(a_draft(max_positions=4096)).max_positions == 4096
+
+
+def test_the_projection_at_the_target_is_of_the_states_that_are_named() -> None:
+    """It is loaded in another process, by the same options."""
+    raw = case("eagle3")["features"]
+    spec = capture_spec(a_draft(states=(0, 1, 7)), TARGET, "float32")
+    usual = capture_spec(a_draft(), TARGET, "float32")
+    assert spec is not None
+    assert usual is not None
+    one = spec.projection_on(CPU)
+    other = usual.projection_on(CPU)
+    assert one is not None
+    assert other is not None
+    with torch.inference_mode():
+        assert off_by(one(raw), other(raw)) == 0.0
+
+
+def test_they_are_one_to_one_with_what_a_head_takes() -> None:
+    options = EagleOptions(states=(1, 2), layer_ids="output", output_norm="both", max_positions=9)
+    assert overrides_of(options) == EagleOverrides((1, 2), LayerIdMeaning.OUTPUT, OutputNorm.BOTH, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"states": [3, 1]}, "eagle.states"),
+        ({"states": []}, "eagle.states"),
+        ({"states": [-1, 2]}, "eagle.states"),
+        ({"layer_ids": "input"}, "eagle.layer_ids"),
+        ({"output_norm": "some"}, "eagle.output_norm"),
+        ({"max_positions": 0}, "eagle.max_positions"),
+        ({"norm_output": True}, "eagle.norm_output"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        validated({"model": {"target": "t"}, "draft": {"method": "eagle", "model": "m", "eagle": options}})

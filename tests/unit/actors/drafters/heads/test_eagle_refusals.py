@@ -1,0 +1,172 @@
+"""EAGLE heads that cannot draft for a target are refused, and told why; layer ids in all their meanings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.drafters.heads.eagle.config import EagleOverrides
+from actors.drafters.heads.eagle.layer_ids import LayerIdMeaning, states_read
+from cluster.errors import ModelError
+from tests.unit.actors.drafters.heads.eagle_fixtures import Change, altered, checkpoint, loaded
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+LAYERS = 36
+
+
+# ---------------------------------------------------------------- which states
+
+
+@pytest.mark.parametrize(
+    ("config", "states"),
+    [
+        ({}, (2, 18, 33)),
+        ({KEY: [2, 18, 33]}, (2, 18, 33)),
+        ({KEY: [1, 17, 32]}, (1, 17, 32)),
+        ({KEY: [33, 2, 18]}, (2, 18, 33)),
+        ({"eagle_config": {KEY: [1, 17, 32]}}, (2, 18, 33)),
+        ({"eagle_config": {KEY: [0, 10, 30]}}, (1, 11, 31)),
+        ({"eagle_config": {KEY: [2, 18, 33]}}, (2, 18, 33)),
+        ({KEY: [3, 4, 5], "eagle_config": {KEY: [1, 17, 32]}}, (3, 4, 5)),
+        ({KEY: None, "eagle_config": {KEY: None, "use_aux_hidden_state": True}}, (2, 18, 33)),
+        ({"target_layer_ids": [1, 17, 32]}, (2, 18, 33)),
+    ],
+)
+def test_ids_mean_what_their_key_says(config: dict[str, Any], states: tuple[int, ...]) -> None:
+    assert states_read(config, LAYERS, 3) == states
+
+
+@pytest.mark.parametrize(
+    ("meaning", "states"), [(LayerIdMeaning.STATE, (1, 17, 32)), (LayerIdMeaning.OUTPUT, (2, 18, 33))]
+)
+def test_the_meaning_of_ids_can_be_overridden(meaning: LayerIdMeaning, states: tuple[int, ...]) -> None:
+    for config in ({KEY: [1, 17, 32]}, {"eagle_config": {KEY: [1, 17, 32]}}):
+        assert states_read(config, LAYERS, 3, meaning) == states
+    assert states_read({}, LAYERS, 3, meaning) == (2, 18, 33), "the default is of states, whoever reads it"
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "message"),
+    [
+        ({KEY: [2, 18]}, LAYERS, r"reads 3 states side by side, but layer ids \[2, 18\] names 2"),
+        ({KEY: [2, 18, 36]}, LAYERS, r"states \[2, 18, 36\], expected different ones from 0 to 35"),
+        ({"eagle_config": {KEY: [1, 17, 35]}}, LAYERS, r"states \[2, 18, 36\]"),
+        ({KEY: [2, 2, 18]}, LAYERS, "expected different ones"),
+        ({KEY: [-1, 2, 18]}, LAYERS, "expected different ones"),
+        ({KEY: "2,18,33"}, LAYERS, "expected a list of whole numbers"),
+        ({}, 4, r"is not in its configuration, and the default of the EAGLE-3 head means the states \[2, 2, 1\]"),
+    ],
+)
+def test_states_that_there_are_none_of_are_refused(config: dict[str, Any], layers: int, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        states_read(config, layers, 3)
+
+
+def test_the_states_themselves_can_be_given() -> None:
+    given = EagleOverrides(states=(0, 1, 7))
+    assert loaded(checkpoint("eagle3"), given).config.needs.layers == (0, 1, 7)
+    for states in ((0, 1), (0, 1, 8)):
+        with pytest.raises(ModelError, match="the list of states that was given"):
+            loaded(checkpoint("eagle3"), EagleOverrides(states=states))
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def without(name: str) -> Change:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in tensors.items() if key != name}
+
+    return change
+
+
+def added(name: str, *shape: int) -> Change:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors | {name: torch.ones(shape)}
+
+    return change
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "vocabulary": ("eagle3", {"vocab_size": 128}, "made for a vocabulary of 128, but the target has 96"),
+    "target_hidden_size": ("eagle3", {"target_hidden_size": 64}, "a hidden size of 64, but the target has 32"),
+    "fc": ("eagle3", {"change": added("fc.weight", 32, 80)}, "80 inputs, which is no multiple of .* 32"),
+    "one state too many": ("eagle3", {"change": added("fc.weight", 32, 128)}, "reads 4 states side by side, but"),
+    "hidden size of EAGLE-1": (
+        "eagle1",
+        {"hidden_size": 16, "change": added("layers.0.self_attn.q_proj.weight", 32, 16)},
+        "final states of 16 elements, but the target's hidden size is 32",
+    ),
+    "no head": (
+        "eagle3",
+        {"change": without("midlayer.self_attn.q_proj.weight")},
+        "holds no tensor layers.0.self_attn",
+    ),
+    "another method's": (
+        "eagle1",
+        {"change": lambda _: {"0.0.linear.weight": torch.ones(32, 32)}},
+        r"is no EAGLE head: it has the decoder layers \[\]",
+    ),
+    "inputs of neither kind": (
+        "eagle3",
+        {"change": added("midlayer.self_attn.q_proj.weight", 32, 40)},
+        r"has 40 inputs, expected 32 and a tensor fc.weight \(EAGLE-1/2\) or 64 \(EAGLE-3\)",
+    ),
+    "a gap": (
+        "eagle1",
+        {"change": added("layers.2.self_attn.q_proj.weight", 32, 32)},
+        r"decoder layers \[0, 2\], expected 0",
+    ),
+    "layer count": ("eagle1", {"num_hidden_layers": 2}, "2 decoder layers by its config.json, but tensors of 1"),
+    "no size": ("eagle1", {"drop": ("hidden_size",)}, "hidden_size in the config.json of .* is None"),
+    "shape": ("eagle1", {"intermediate_size": 60}, r"gate_proj.weight in .* has shape \(64, 32\), expected \(60, 32\)"),
+    "head_dim": ("eagle1", {"head_dim": 16}, r"q_proj.weight in .* has shape \(32, 32\), expected \(64, 32\)"),
+    "missing tensor": ("eagle1", {"change": without("layers.0.mlp.up_proj.weight")}, "no tensor layers.0.mlp.up_proj"),
+    "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "no EAGLE head known .*: .*sinks"),
+    "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but holds no tensor d2t"),
+    "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "holds no lm_head.weight for them"),
+    "draft_vocab_size": ("eagle3", {"draft_vocab_size": 97}, "is 97, expected 1 to 96"),
+    "norm before fc that is not there": ("eagle3", {"norm_before_fc": True}, "no tensor input_norm.weight, but"),
+    "norm before fc that is not said": (
+        "eagle3_speculators",
+        {"change": added("input_norm.weight", 96)},
+        "a tensor input_norm.weight, but its config.json says otherwise",
+    ),
+    "both norms": (
+        "eagle3",
+        {"change": lambda t: t | added("input_norm.weight", 96)({}) | added("fc_norm.0.weight", 32)({})},
+        "both input_norm and fc_norm",
+    ),
+    "a mask token without its state": ("eagle3", {"mask_token_id": 3}, "mask token 3, but no tensor mask_hidden"),
+    "a state without its mask token": (
+        "eagle3",
+        {"change": added("mask_hidden", 1, 96)},
+        "mask token of .* is None by",
+    ),
+    "a mask token beyond": (
+        "eagle3",
+        {"change": added("mask_hidden", 1, 96), "pard_token": 96},
+        "is 96 by .*, expected an id from 0 to 95",
+    ),
+    "a mask's state": (
+        "eagle3",
+        {"change": added("mask_hidden", 1, 32), "pard_token": 9},
+        "mask_hidden in .* has 32 elements, expected 96",
+    ),
+    "attention_bias": ("eagle3", {"attention_bias": True}, "attention_bias, but no tensor"),
+    "fc bias": ("eagle1", {"bias": True}, "bias, but no tensor fc.bias"),
+    "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu, expected silu"),
+    "sliding window": ("eagle3", {"layer_types": ["sliding_attention"]}, "layers of sliding_attention"),
+    "quantised": ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "is a quantised draft head"),
+    "rope": ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, "of kind 'spiral', expected one of"),
+    "rotated in part": ("eagle3", {"partial_rotary_factor": 0.5}, "a part of each attention head only"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_does_not_fit_is_refused(tmp_path: Path, refused: str) -> None:
+    name, changes, message = REFUSED[refused]
+    with pytest.raises(ModelError, match=message):
+        loaded(altered(tmp_path, name, **changes))

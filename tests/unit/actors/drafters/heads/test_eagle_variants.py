@@ -1,0 +1,180 @@
+"""Each way in which published EAGLE heads differ, against a restatement in plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actors.compute.kv_cache import FeedRow
+from actors.drafters.eagle import eagle_draft_model
+from actors.drafters.heads.eagle.config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
+from actors.drafters.heads.eagle.runner import EagleRunner
+from actors.drafters.model.limits import DraftingLimits
+from actors.models.forward_output import ForwardOutput
+from protos.prefix import Prefix
+from tests.unit.actors.drafters.drafting_requests import Want, propose
+from tests.unit.actors.drafters.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by
+from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
+from tests.unit.cluster.samples import GREEDY, KEY, an_open
+
+LENGTH = 9
+IDS = "eagle_aux_hidden_state_layer_ids"
+VARIANTS = {
+    "eagle3": Variant(),
+    "norm_before_residual": Variant(norm_before_residual=True),
+    "norm_output": Variant(norm_output=True),
+    "norm_before_fc": Variant(feature_norm="input_norm", config={"norm_before_fc": True}),
+    "norm_before_fc in eagle_config": Variant(
+        feature_norm="input_norm", config={"eagle_config": {"norm_before_fc": True}}
+    ),
+    "fc_norm": Variant(feature_norm="fc_norm", config={"fc_norm": True}),
+    "fc_norm by its legacy names": Variant(feature_norm="legacy", config={"use_aux_norm": True}),
+    "fc_norm that is not configured": Variant(feature_norm="fc_norm"),
+    "all that EAGLE 3.1 has": Variant(feature_norm="fc_norm", norm_before_residual=True, norm_output=True),
+    "draft vocabulary": Variant(columns=40),
+    "draft_vocab_size null": Variant(config={"draft_vocab_size": None}),
+    "the target's embedding": Variant(own_embedding=False, columns=40),
+    "the target's head": Variant(own_head=False),
+    "tied": Variant(own_head=False, tied=True),
+    "tied with the target's embedding": Variant(own_head=False, tied=True, own_embedding=False),
+    "several layers": Variant(layers=3),
+    "q_norm and k_norm": Variant(head_norms=True),
+    "fc bias": Variant(fc_bias=True, config={"bias": True}),
+    "attention_bias": Variant(attention_bias=True, config={"attention_bias": True}),
+    "another head_dim": Variant(head_dim=16, heads=6, kv_heads=3),
+    "as many key-value heads": Variant(kv_heads=4),
+    "two states": Variant(aux=2, config={IDS: [1, 5]}),
+    "the final state alone": Variant(aux=0, state_norm=False, config={"eagle_config": {"use_aux_hidden_state": False}}),
+    "the final state alone, normed": Variant(aux=0),
+    "no last norm": Variant(last_norm=False),
+    "a hidden size of its own": Variant(hidden=48, config={"target_hidden_size": 32}),
+    "SafeAILab's names": Variant(prefix="midlayer."),
+    "vLLM's names": Variant(prefix="model.layers.0."),
+    "rope_theta": Variant(base=500.0),
+    "rope_parameters before rope_theta": Variant(
+        base=500.0, config={"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    ),
+    "rope_scaling": Variant(base=500.0, factor=4.0, config={"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "rope_parameters before rope_scaling": Variant(
+        base=500.0, config={"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    ),
+    "rope_scaling null": Variant(base=500.0, config={"rope_scaling": None, "rope_parameters": None}),
+    "mrope of text": Variant(config={"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}),
+    "eagle1": Variant(eagle3=False, own_head=False),
+    "eagle1 with fc bias": Variant(eagle3=False, own_head=False, fc_bias=True),
+    "eagle1 with the target's embedding": Variant(eagle3=False, own_head=False, own_embedding=False),
+    "eagle1 of several layers": Variant(eagle3=False, own_head=False, layers=2),
+    "eagle1 with a head of its own": Variant(eagle3=False),
+    "HASS with its norms": Variant(eagle3=False, own_head=False, fc_bias=True, hass=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
+    """A prompt, and two further steps that are fed the head's own states."""
+    restated = RestatedEagle(VARIANTS[variant])
+    head = loaded(restated.save(tmp_path))
+    drive = Drive(head)
+    drawn = torch.Generator().manual_seed(2)
+    tokens = torch.randint(96, (LENGTH + 2,), generator=drawn)
+    raw = 2 * torch.randn(LENGTH, head.config.needs.width, generator=drawn)
+    states = restated.project(raw)
+    assert off_by(drive.runner.project(raw), states) < TOLERANCE
+    found = drive.feed(tokens[:LENGTH], drive.runner.project(raw), 0)
+    for end in (LENGTH, LENGTH + 1, LENGTH + 2):
+        logits, recycled = restated(tokens[:end], states)
+        assert found.hidden is not None
+        assert off_by(found.logits[-1], logits[-1]) < TOLERANCE
+        assert off_by(found.hidden[-1], recycled[-1]) < TOLERANCE
+        states = torch.cat([states, recycled[-1:]])
+        if end < LENGTH + 2:
+            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+    assert head.token_ids.tolist() == restated.token_ids.tolist()
+
+
+@pytest.mark.parametrize("mask_shape", [(1, 96), (1, 1, 96)])
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_a_head_that_predicts_several_tokens_in_one_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, mask_shape: tuple[int, ...]
+) -> None:
+    """P-EAGLE: after the text come mask tokens with the projection of mask_hidden, each a place for a token."""
+    fed: list[list[tuple[int, ...]]] = []  # by forward and row
+    forward = EagleRunner.forward
+
+    def counted(runner: EagleRunner, rows: Sequence[FeedRow], *others: Any) -> ForwardOutput:
+        fed.append([row.tokens for row in rows])
+        return forward(runner, rows, *others)
+
+    monkeypatch.setattr(EagleRunner, "forward", counted)
+    variant = Variant(mask_shape=mask_shape, layers=2, feature_norm="fc_norm", config={key: 90})
+    restated = RestatedEagle(variant)
+    head = loaded(restated.save(tmp_path))
+    method = eagle_draft_model(head, 16, 4, DraftingLimits(top_k=8), 3, lambda: 0.0)
+    assert method.tokens_per_forward == 3
+    text = tuple(range(3, 3 + LENGTH + 4))
+    raw = 2 * torch.randn(len(text) - 1, head.config.needs.width, generator=torch.Generator().manual_seed(2))
+    for length in (LENGTH, LENGTH + 4):  # what masks left in the cache is no part of the second round
+        tokens = text[:length]
+        mask = restated.project(restated.tensors["mask_hidden"].reshape(1, -1))
+        states = torch.cat([restated.project(raw[: length - 1]), mask, mask])
+        logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
+        want = Want(an_open("s", sampling=GREEDY, tokens=(1,)), tokens, Prefix(KEY, tokens).hash, 3)
+        method.open(replace(want.open, tokens=want.tokens))
+        method.states("s", 0, raw[: length - 1])
+        fed.clear()
+        (proposal,) = propose(method, [want])
+        assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
+        assert len(fed) == 1, "all three tokens are of one forward"
+        assert fed[0][0][-2:] == (90, 90)
+        propose(method, [replace(want, unverified=proposal.tree)])
+    states = torch.cat([states[:-2], restated(torch.tensor(tokens[1:]), states[:-2])[1][-1:], mask, mask])
+    tokens = (*tokens, 50)  # whose true state is late: what the text's last place predicted is fed, not what masks did
+    method.open(replace(want.open, tokens=tokens))
+    (proposal,) = method.draft([replace(want, tokens=tokens, prefix_hash=Prefix(KEY, tokens).hash).request])
+    logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
+    assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
+
+
+def config_of(folder: Path, variant: Variant) -> EagleConfig:
+    return loaded(RestatedEagle(variant).save(folder)).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_normed"), [(None, False), ("eagle3", True), ("peagle", False)], ids=["raw", "eagle3", "peagle"]
+)
+def test_where_the_residual_is_not_configured_the_kind_of_file_says(
+    tmp_path: Path, kind: str | None, is_normed: bool
+) -> None:
+    changes = {"norm_before_residual": None} | ({"speculators_model_type": kind} if kind else {})
+    assert config_of(tmp_path, Variant(config=changes)).norm_before_residual is is_normed
+
+
+def test_the_norm_of_hass_without_its_others_is_dropped(tmp_path: Path) -> None:
+    restated = RestatedEagle(Variant(eagle3=False, own_head=False))
+    restated.save(tmp_path)
+    expected = loaded(tmp_path)
+    stray = {"hidden_layernorm.weight": torch.zeros(32)}
+    save_file(load_file(tmp_path / "model.safetensors") | stray, tmp_path / "model.safetensors")
+    found = loaded(tmp_path)
+    tokens = torch.arange(5)
+    states = torch.ones(5, 32)
+    assert torch.equal(Drive(found).feed(tokens, states, 0).logits, Drive(expected).feed(tokens, states, 0).logits)
+
+
+def test_a_head_says_how_it_was_understood(tmp_path: Path) -> None:
+    config = config_of(tmp_path, Variant(columns=40, feature_norm="fc_norm", own_embedding=False, norm_output=True))
+    assert (config.feature_norm, config.output_norm) == (FeatureNorm.EACH, OutputNorm.BOTH)
+    assert (config.embedding, config.lm_head) == (WeightSource.TARGET, WeightSource.HEAD)
+    assert config.describe() == [
+        "EAGLE-3 head: 1 layer(s) of 32, MLP 40, 4 heads, 2 key-value heads of 8, eps 1e-05",
+        "reads the target's states [2, 4, 5] (k: after k layers), 96 elements",
+        "positions up to 512, RoPE base 10000, default",
+        "proposes 40 of 96 tokens",
+        "embedding of the target, LM head of the head",
+        "norm after the last layer: logits and recycled states",
+        "norm before fc: each state by itself; states enter the residual as they come",
+    ]

@@ -1,0 +1,102 @@
+"""Reading a head's folder: safetensors, shards, pickles, aliases, and what is borrowed of the target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles, read_head, target_tensor
+from cluster.errors import ModelError
+
+WEIGHT = torch.arange(6.0).reshape(2, 3)
+
+
+class Unsafe:
+    """Something that unpickles only by running code."""
+
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+def a_folder(path: Path, config: object = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"hidden_size": 3} if config is None else config))
+    return path
+
+
+def test_safetensors_go_before_pickles(tmp_path):
+    folder = a_folder(tmp_path)
+    torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
+    assert set(read_head(folder).tensors) == {"a"}
+    save_file({"b": WEIGHT}, folder / "model.safetensors")
+    found = read_head(folder)
+    assert (found.config, set(found.tensors)) == ({"hidden_size": 3}, {"b"})
+    assert torch.equal(found.tensor("b", (2, 3)), WEIGHT)
+
+
+def test_shards_that_an_index_names_are_read_and_no_others(tmp_path):
+    folder = a_folder(tmp_path)
+    for name in "abc":
+        save_file({name: WEIGHT}, folder / f"part-{name}.safetensors")
+    index = {"weight_map": {name: f"part-{name}.safetensors" for name in "ab"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(read_head(folder).tensors) == {"a", "b"}
+
+
+def test_a_file_of_any_name_is_found(tmp_path):
+    folder = a_folder(tmp_path)
+    torch.save({"0.0.linear.weight": WEIGHT}, folder / "medusa_lm_head.pt")
+    assert torch.equal(read_head(folder).tensor("0.0.linear.weight"), WEIGHT)
+
+
+def test_no_code_of_a_pickle_runs(tmp_path, capsys):
+    folder = a_folder(tmp_path)
+    torch.save({"a": Unsafe()}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot be read as tensors alone"):
+        read_head(folder)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("held", [[WEIGHT], {"a": 1}], ids=["list", "number"])
+def test_a_pickle_of_something_else_is_refused(tmp_path, held):
+    torch.save(held, a_folder(tmp_path) / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="something else than tensors by name"):
+        read_head(tmp_path)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"there is no .*config\.json"):
+        read_head(tmp_path)
+    with pytest.raises(ModelError, match="holds no tensors"):
+        read_head(a_folder(tmp_path))
+    with pytest.raises(ModelError, match="no object of JSON, but list"):
+        read_head(a_folder(tmp_path, []))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is no JSON"):
+        read_head(tmp_path)
+
+
+def test_names_are_replaced_by_the_first_alias_that_fits():
+    files = HeadFiles(Path("head"), {}, {"midlayer.a": WEIGHT, "model.b": WEIGHT, "c.midlayer.d": WEIGHT})
+    renamed = files.renamed([("midlayer", "layers.0"), (r"model\.", "")])
+    assert set(renamed.tensors) == {"layers.0.a", "b", "c.midlayer.d"}
+    with pytest.raises(ModelError, match=r"the tensor b under two names, one of them model\.b"):
+        HeadFiles(Path("head"), {}, {"b": WEIGHT, "model.b": WEIGHT}).renamed([(r"model\.", "")])
+
+
+def test_a_tensor_that_is_not_there_or_has_another_shape_is_refused():
+    files = HeadFiles(Path("head"), {}, {"a": WEIGHT})
+    with pytest.raises(ModelError, match="head holds no tensor b; it holds a"):
+        files.tensor("b")
+    with pytest.raises(ModelError, match=r"a in head has shape \(2, 3\), expected \(3, 2\)"):
+        files.tensor("a", (3, 2))
+
+
+def test_of_the_target_the_first_name_that_is_there_is_read(tmp_path):
+    save_file({"model.embed_tokens.weight": WEIGHT, "other": -WEIGHT}, tmp_path / "model.safetensors")
+    assert torch.equal(target_tensor(tmp_path, EMBEDDING), WEIGHT)
+    assert torch.equal(target_tensor(tmp_path, HEAD), WEIGHT), "the head is tied"
+    with pytest.raises(ModelError, match=r"holds none of lm_head\.bias"):
+        target_tensor(tmp_path, ["lm_head.bias"])

@@ -1,0 +1,241 @@
+"""MTP modules against the equations of DeepSeek-V3's report, section 2.2, in every layout that is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actors.compute.state_codec import encode_rows
+from actors.drafters.heads.mtp.loading import folder_with_mtp, load_mtp
+from actors.drafters.registry import capture_spec, create_method, states_format, states_needed
+from actors.drafters.setup import DraftSetup
+from actors.models import checkpoint, weights
+from actors.models.hub_files import INDEX
+from cluster.config import DraftPool, validated
+from cluster.drafting.method import ReadsStates
+from cluster.drafting.requests import AheadRequest
+from cluster.errors import ConfigError, ModelError
+from protos.draft_tree import DraftTree
+from protos.prefix import Prefix
+from protos.states import StateDtype, StatesFormat
+from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, Drive, off_by
+from tests.unit.actors.drafters.heads.mtp_fixtures import (
+    BASE,
+    EMB,
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    LAYOUTS,
+    OUT_HEAD,
+    SHARED,
+    VOCABULARY,
+    Tensors,
+    deepseek,
+    mimo,
+    module,
+    qwen,
+    target_with,
+)
+from tests.unit.actors.drafters.heads.state_drafting import a_request
+from tests.unit.cluster.samples import KEY, an_open
+
+TOLERANCE = 1e-5
+TEXT = (5, 17, 3, 3, 60, 41, 9, 88, 2)
+
+
+class Equations:
+    """Equations 21 to 23, of depth 1: h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))], TRM over them, OutHead.
+
+    The report says nothing of two things, in which this follows vLLM: with `hides_first`, the first embedding is zero;
+    and the state that is fed for further tokens is TRM's output after the norm that OutHead begins with.
+    """
+
+    def __init__(self, hides_first: bool) -> None:
+        self.t = module()
+        self._hides_first = hides_first
+
+    def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and states, of tokens t_1, ... and the states h_0, ... before them."""
+        embedded = EMB[tokens]
+        if self._hides_first:
+            embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
+        mixed = torch.cat((self._normed(states, "norm of h"), self._normed(embedded, "norm of Emb")), dim=-1)
+        normed = self._normed(self._trm(mixed @ self.t["M"].T), "last norm")
+        return normed @ OUT_HEAD.T, normed
+
+    def chain(self, text: tuple[int, ...], states: Tensor, count: int) -> tuple[int, ...]:
+        tokens = list(text)
+        for _ in range(count):
+            logits, own = self(torch.tensor(tokens[1:]), states)
+            tokens.append(int(logits[-1].argmax()))
+            states = torch.cat((states, own[-1:]))
+        return tuple(tokens[len(text) :])
+
+    def _trm(self, x: Tensor) -> Tensor:
+        normed = self._normed(x, "input_layernorm")
+        q, k, v = ((normed @ self.t[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
+        q = self._turned(self._normed(q, "self_attn.q_norm"))
+        k = self._turned(self._normed(k, "self_attn.k_norm")).repeat_interleave(HEADS // KV_HEADS, dim=1)
+        v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+        x = x + attended @ self.t["self_attn.o_proj"].T
+        normed = self._normed(x, "post_attention_layernorm")
+        gated = F.silu(normed @ self.t["mlp.gate_proj"].T) * (normed @ self.t["mlp.up_proj"].T)
+        return x + gated @ self.t["mlp.down_proj"].T
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.t[name]
+
+    def _turned(self, x: Tensor) -> Tensor:
+        half = HEAD_DIM // 2
+        angles = torch.arange(len(x)).unsqueeze(1) * BASE ** (-torch.arange(half) / half)
+        cos = angles.cos().unsqueeze(1)
+        sin = angles.sin().unsqueeze(1)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def states_of(count: int) -> Tensor:
+    return 2 * torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_computes_the_equations(tmp_path: Path, layout: str) -> None:
+    """A text, and two further tokens that are fed its own states."""
+    equations = Equations(hides_first=layout != "qwen")
+    drive = Drive(load_mtp(target_with(tmp_path, LAYOUTS[layout]()), torch.float32, CPU, range(VOCABULARY)))
+    tokens = torch.tensor((*TEXT[1:], 31, 7))
+    states = states_of(len(TEXT) - 1)
+    length = len(states)
+    found = drive.feed(tokens[:length], states, 0)
+    for end in (length, length + 1, length + 2):
+        logits, own = equations(tokens[:end], states)
+        assert found.hidden is not None
+        assert off_by(found.logits[-1], logits[-1]) < TOLERANCE
+        assert off_by(found.hidden[-1], own[-1]) < TOLERANCE
+        states = torch.cat((states, own[-1:]))
+        if end < length + 2:
+            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "qwen"])
+def test_another_first_embedding_would_be_noticed(tmp_path: Path, layout: str) -> None:
+    drive = Drive(load_mtp(target_with(tmp_path, LAYOUTS[layout]()), torch.float32, CPU, range(VOCABULARY)))
+    tokens = torch.tensor(TEXT[1:])
+    logits, _ = Equations(hides_first=layout == "qwen")(tokens, states_of(len(tokens)))
+    assert off_by(drive.feed(tokens, states_of(len(tokens)), 0).logits, logits) > 0.01
+
+
+def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path) -> None:
+    """From the target's final state, and from its own where that has not come."""
+    folder = target_with(tmp_path, deepseek())
+    draft = DraftPool(method="mtp")
+    needs = states_needed(draft, folder)
+    assert needs is not None
+    assert (needs.layers, needs.width) == ((LAYERS,), HIDDEN)
+    tokens = {token: str(token) for token in range(VOCABULARY)}
+    layout = StatesFormat(HIDDEN, StateDtype.BFLOAT16)
+    method: Any = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))
+    method.open(an_open(tokens=TEXT))
+    method._method.states("s", 0, states_of(len(TEXT) - 1))
+    expected = Equations(hides_first=True).chain(TEXT, states_of(len(TEXT) - 1), 5)
+    (proposal,) = method.draft([a_request(TEXT, 3)])
+    assert proposal.tokens == expected[:3]
+    request = AheadRequest("s", len(TEXT), Prefix(KEY, TEXT).hash, 3, DraftTree.chain(expected[:1]))
+    found = {each.outcome: each.tokens for each in method.draft_ahead([request], lambda: False)}
+    assert found[expected[:2]] == expected[2:5]
+
+
+def test_after_a_lookup_it_is_asked_in_doubt(tmp_path: Path) -> None:
+    folder = target_with(tmp_path, deepseek())
+    draft = DraftPool.model_validate({"method": "lookup_first", "lookup_first": {"then": "mtp"}})
+    layout = states_format(draft, folder)
+    tokens = {token: str(token) for token in range(VOCABULARY)}
+    method = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))
+    assert isinstance(method, ReadsStates)
+    assert layout == StatesFormat(HIDDEN, StateDtype.BFLOAT16)
+    states = states_of(len(TEXT) - 1).bfloat16()
+    text = (*TEXT[:3], 4, *TEXT[4:])  # nothing of it twice
+    method.open(an_open(tokens=text))
+    method.states("s", 0, encode_rows(states, layout.dtype).numpy().tobytes())
+    (proposal,) = method.draft([a_request(text, 3)])
+    assert proposal.tokens == Equations(hides_first=True).chain(text, states.float(), 3)
+
+
+def test_states_have_no_projection_to_go_through(tmp_path: Path) -> None:
+    spec = capture_spec(DraftPool(method="mtp"), target_with(tmp_path, qwen()), "float32")
+    assert spec is not None
+    assert (spec.layers, spec.load_projection) == ((LAYERS,), None)
+    with pytest.raises(ConfigError, match="method mtp has no projection"):
+        validated({"model": {"target": "t"}, "draft": {"method": "mtp", "states": {"project": "target"}}})
+
+
+def test_of_a_target_on_the_hub_the_files_with_the_module_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file for each tensor, named as it is."""
+    whole = target_with(tmp_path, mimo())
+    tensors = load_file(whole / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: name for name in tensors}}))
+    fetched: set[str] = set()
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert name == "org/target"
+        for wanted in tensors.keys() & set(allow_patterns):
+            save_file({wanted: tensors[wanted]}, tmp_path / wanted)
+            fetched.add(wanted)
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    load_mtp(folder_with_mtp("org/target"), torch.float32, CPU, range(VOCABULARY))
+    assert fetched == {*mimo(), *SHARED}
+
+
+def test_of_the_target_only_what_it_shares_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    usual = weights.read_tensors
+
+    def spied(path: Path, names: list[str]) -> Tensors:
+        read.extend(names)
+        return usual(path, names)
+
+    monkeypatch.setattr("actors.drafters.heads.mtp.loading.read_tensors", spied)
+    monkeypatch.setattr("actors.drafters.heads.files.read_tensors", spied)
+    load_mtp(target_with(tmp_path, mimo()), torch.float32, CPU, range(VOCABULARY))
+    assert set(read) == {*mimo(), *SHARED}
+
+
+def added(name: str) -> Tensors:
+    return deepseek() | {f"model.layers.{LAYERS}.{name}.weight": torch.zeros(4, 4)}
+
+
+def gated() -> Tensors:
+    return qwen() | {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(2 * HEADS * HEAD_DIM, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "named"),
+    [
+        ({}, {}, "holds no multi-token prediction module that is known here"),
+        (added("mlp.experts.0.up_proj"), {}, r"decoder layer with mlp\.experts\.0\.up_proj\.weight, expected"),
+        (added("self_attn.kv_a_proj_with_mqa"), {}, "latent attention are not supported"),
+        (gated(), {}, r"q_proj\.weight in .* has shape \(64, 32\), expected \(32, 32\)"),
+        (deepseek(), {"use_sliding_window": True, "sliding_window": 8}, "attends to a window of 8"),
+        (deepseek(), {"attention_bias": True}, "has attention_bias, but no tensor"),
+    ],
+    ids=["none", "experts", "latent attention", "gated attention", "a window", "a bias"],
+)
+def test_what_is_not_supported_is_refused(tmp_path: Path, tensors: Tensors, config: Any, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        load_mtp(target_with(tmp_path, tensors, **config), torch.float32, CPU, range(VOCABULARY))

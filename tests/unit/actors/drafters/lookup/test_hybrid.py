@@ -1,0 +1,234 @@
+"""The model is asked exactly where the text itself has no answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.drafters.lookup.hybrid import LookupFirst, lookup_first
+from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.registry import create_method, states_format, states_needed
+from actors.drafters.setup import DraftSetup
+from cluster.config import DraftPool, validated
+from cluster.drafting.method import Early, ReadsStates, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.errors import ConfigError
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
+from protos.prefix import Prefix
+from tests.unit.actors.drafters.drafting_requests import Want, never, propose
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, case, checkpoint
+from tests.unit.actors.drafters.heads.state_drafting import a_deployed_method, a_request, decided
+from tests.unit.cluster.samples import KEY, an_open
+
+REPEATING = (5, 6, 7, 5, 6)
+NEW = (1, 2, 3, 4, 5)
+
+
+class Asked:
+    """A model that remembers what it was asked for."""
+
+    shapes = frozenset(Shape)
+    tokens_per_forward = 1
+
+    def __init__(self) -> None:
+        self.sessions: list[str] = []
+        self.closed: list[str] = []
+        self.texts: dict[str, list[int]] = {}
+        self.interrupted: Callable[[], bool] | None = None
+
+    def open(self, request: Open) -> None:
+        self.texts[request.session] = list(request.tokens)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self.texts[session] += tokens
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self.sessions += [each.session for each in requests]
+        return [Proposal(each.session, each.base_len, each.prefix_hash, DraftTree.chain((9,))) for each in requests]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        self.interrupted = interrupted
+        self.sessions += [each.session for each in requests]
+        return [
+            Proposal(each.session, each.base_len, each.prefix_hash, DraftTree.chain((9,)), each.unverified.tokens)
+            for each in requests
+        ]
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self.closed += sessions
+
+
+def a_want(session: str, tokens: tuple[int, ...]) -> Want:
+    return Want(an_open(session, tokens=tokens), tokens, 1, max_tokens=2)
+
+
+def test_each_session_is_served_by_the_right_one_and_once() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    wants = [a_want("new", NEW), a_want("repeating", REPEATING)]
+    proposals = sorted((p.session, p.tokens) for p in propose(method, wants, never))
+    assert proposals == [("new", (9,)), ("repeating", (7, 5))]
+    assert model.sessions == ["new"]
+    assert propose(method, wants[1:], never)
+    assert model.sessions == ["new"], "it is not even asked when there is nothing to ask it for"
+
+
+def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_be_interrupted() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    copied = a_want("repeating", REPEATING)
+    new = a_want("new", NEW)
+    proposals = propose(
+        method,
+        [replace(copied, unverified=DraftTree.chain((7, 5))), replace(new, unverified=DraftTree.chain((7,)))],
+        never,
+    )
+    assert sorted((p.session, p.outcome) for p in proposals) == [("new", (7,)), ("repeating", (7, 5, 6))]
+    assert model.sessions == ["new"]
+    assert model.interrupted is never
+
+
+def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
+    model = Asked()
+    method = LookupFirst(PromptLookup(3, 2), model)
+    (proposal,) = propose(method, [replace(a_want("new", NEW), unverified=NO_TREE)], never)
+    assert proposal.tokens == (9,)
+
+
+def test_what_becomes_of_sessions_reaches_both() -> None:
+    model = Asked()
+    lookup = PromptLookup(3, 2)
+    method = LookupFirst(lookup, model)
+    method.open(an_open("s", tokens=NEW))
+    method.committed("s", (2, 3))
+    assert model.texts["s"] == [*NEW, 2, 3]
+    request = DraftRequest("s", 1, len(NEW) + 2, prefix_hash=1, max_tokens=2)
+    (found,) = lookup.draft([request])
+    assert found.tokens == (4, 5)
+    method.close(["s"])
+    assert model.closed == ["s"]
+
+
+class Chanced(Asked):
+    """A model that thinks 9 likely, and 8 after it, after whatever is decided."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [replace(each, tree=TREE, chances=CHANCES) for each in super().draft(requests)]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        super().draft_ahead(requests, interrupted)
+        found = [
+            Proposal(each.session, each.base_len + 1, Prefix(KEY, (*REPEATING, 7)).hash, TREE, (7,), chances=CHANCES)
+            for each in requests
+        ]
+        early(found)
+        return found
+
+
+TREE = DraftTree.chain((9, 8))
+CHANCES = (0.4, 0.2)
+
+
+def a_tree_want(tokens: tuple[int, ...], most: int = 3, **changes: Any) -> Want:
+    return Want(an_open(tokens=tokens, **changes), tokens, Prefix(KEY, tokens).hash, most, shape=Shape.TREE)
+
+
+def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
+    model = Chanced()
+    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [a_tree_want(REPEATING)], never)
+    assert {7, 9} == set(found.tree.children(-1))
+    assert len(found.tokens) == 3
+    assert found.chances == tuple(sorted(found.chances, reverse=True))
+    assert model.sessions == ["s"]
+
+
+def test_where_the_text_is_sure_the_model_is_spared() -> None:
+    model = Chanced()
+    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [a_tree_want(REPEATING * 6)], never)
+    assert found.tokens == (5, 6, 7)
+    assert model.sessions == []
+
+
+def test_under_ratio_one_of_them_drafts_though_trees_are_taken() -> None:
+    model = Chanced()
+    drawn = Sampling(temperature=1.0)
+    want = a_tree_want(REPEATING, acceptance=Acceptance.RATIO, sampling=drawn)
+    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [want], never)
+    assert found.tree == DraftTree.chain((7, 5, 6))
+    assert model.sessions == []
+
+
+def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_early() -> None:
+    told: list[list[Proposal]] = []
+    model = Chanced()
+    want = replace(a_tree_want(REPEATING, max_draft_tokens=8), unverified=NO_TREE)
+    found = propose(LookupFirst(PromptLookup(3, 2), model), [want], never, told.append)
+    assert [proposal.outcome for proposal in told[0]] == [(7,)], "the text's own, before the model is asked"
+    assert 9 not in told[0][0].tree.children(-1)
+    (both,) = [proposal for proposal in found if proposal.outcome == (7,)]
+    assert set(both.tree.children(-1)) == {5, 9}
+    assert told[-1] == found
+
+
+# ---------------------------------------------------------------- over a head that reads states
+
+
+THEN_EAGLE: dict[str, Any] = {"method": "lookup_first", "lookup_first": {"then": "eagle"}}
+
+
+def test_states_pass_through_to_the_second_method() -> None:
+    """With a text that the lookup knows nothing of, it drafts as the head alone does."""
+    known = case("eagle3")
+    tokens = decided(known)
+    draft = DraftPool.model_validate(
+        {**THEN_EAGLE, "model": str(checkpoint("eagle3")), "prompt_lookup": {"min_ngram": 4}}
+    )
+    layout = states_format(draft, TARGET)
+    assert layout is not None
+    setup = DraftSetup("float32", 64, 16, {token: str(token) for token in range(96)}, str(TARGET), layout)
+    both = create_method(draft, setup)
+    alone = a_deployed_method("eagle", checkpoint("eagle3"), "auto")
+    rows = bytes(range(layout.row_bytes)) * (len(tokens) - 1)
+    found = []
+    for method in (both, alone):
+        assert isinstance(method, ReadsStates)
+        assert method.states_format == layout
+        method.open(an_open(tokens=tokens))
+        method.states("s", 0, rows)
+        found.append(method.draft([a_request(tokens, most=2)]))
+        method.close(["s"])
+    assert found[0][0].tokens == found[1][0].tokens != ()
+
+
+def test_without_a_head_nothing_of_the_target_is_read() -> None:
+    draft = DraftPool(method="lookup_first", model="org/draft")
+    assert states_needed(draft, TARGET) is None
+    assert not isinstance(lookup_first(PromptLookup(4, 2), PromptLookup(4, 2)), ReadsStates)
+
+
+@pytest.mark.parametrize(
+    ("draft", "named"),
+    [
+        ({**THEN_EAGLE, "model": "m", "draft_model": {"min_confidence": 0.5}}, "draft_model has options"),
+        ({"method": "lookup_first", "model": "m", "eagle": {"max_positions": 9}}, "eagle has options"),
+        ({"method": "lookup_first", "model": "m", "states": {"keep": False}}, "reads none of the target"),
+        ({"method": "eagle", "model": "m", "lookup_first": {"then": "eagle"}}, "lookup_first has options"),
+        (THEN_EAGLE, "needs a model"),
+        ({"method": "lookup_first", "lookup_first": {"then": "mtp"}, "model": "m"}, "takes no model"),
+        (
+            {**THEN_EAGLE, "model": "m", "eagle": {"quantization": "int8"}, "resources": {"num_gpus": 1}},
+            r"eagle\.quantization int8 is for CPUs",
+        ),
+    ],
+)
+def test_options_of_another_method_than_the_second_are_refused(draft: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        validated({"model": {"target": "t"}, "draft": draft})
+    options = {**THEN_EAGLE, "model": "m", "eagle": {"max_positions": 9}, "states": {"keep": False}}
+    assert validated({"model": {"target": "t"}, "draft": options}).draft.model_method == "eagle"

@@ -1,0 +1,110 @@
+"""The fit of a draft's chances: it finds what a made-up target does, and learns only from what was decided."""
+
+import math
+
+import numpy as np
+import pytest
+
+from actors.drafters.model.calibration import GREEDY, SAMPLED, Calibration, Candidates, DraftKind
+from protos.messages import Sampling
+
+COUNT = 8
+KIND = DraftKind.of(Sampling(temperature=1.0), is_further=False)
+ROUNDS = 4000
+
+
+def some_candidates(rng: np.random.Generator) -> Candidates:
+    log_probs = np.sort(np.log(rng.dirichlet(np.full(COUNT, 0.5)) * 0.9 + 1e-4))[::-1]
+    return Candidates(np.arange(COUNT) + 10, log_probs, rng.gumbel(size=COUNT), math.log(0.1))
+
+
+def target_token(rng: np.random.Generator, candidates: Candidates, error: float) -> int:
+    """Drawn with the same noise from what the draft would say without its errors."""
+    wrong = rng.normal(scale=error, size=COUNT)
+    return int(candidates.ids[(candidates.log_probs + wrong + candidates.noise).argmax()])
+
+
+def fitted(error: float) -> tuple[Calibration, np.random.Generator]:
+    rng = np.random.default_rng(3)
+    calibration = Calibration()
+    for _ in range(ROUNDS):
+        candidates = some_candidates(rng)
+        calibration.note("s", (5, ()), KIND, candidates)
+        calibration.decided("s", [0] * 5 + [target_token(rng, candidates, error)])
+    return calibration, rng
+
+
+@pytest.mark.parametrize("error", [1.5, 4.0])
+def test_chances_are_as_often_right_as_they_say(error):
+    """Of 2000 positions: five standard errors, a false alarm in more than a million runs; and the seed is fixed."""
+    calibration, rng = fitted(error)
+    said = []
+    right = []
+    for _ in range(2000):
+        candidates = some_candidates(rng)
+        chances = calibration.chances(KIND, candidates)
+        best = int(chances[:-1].argmax())
+        said.append(chances[best])
+        right.append(candidates.ids[best] == target_token(rng, candidates, error))
+    bound = 5 * math.sqrt(sum(chance * (1 - chance) for chance in said)) / len(said)
+    assert np.mean(right) == pytest.approx(np.mean(said), abs=bound + 0.02)
+
+
+def test_the_worse_the_draft_the_less_it_is_believed():
+    rng = np.random.default_rng(7)
+    candidates = [some_candidates(rng) for _ in range(200)]
+    surest = [
+        np.mean([calibration.chances(KIND, each)[:-1].max() for each in candidates])
+        for calibration, _ in (fitted(0.5), fitted(1.5), fitted(4.0))
+    ]
+    assert surest == sorted(surest, reverse=True)
+
+
+def test_greedy_requests_have_no_noise_to_learn_of():
+    greedy = DraftKind.of(Sampling(temperature=0.0), is_further=False)
+    calibration = Calibration()
+    still = some_candidates(np.random.default_rng(1))
+    candidates = Candidates(still.ids, still.log_probs, np.zeros(COUNT), still.log_others)
+    for _ in range(100):
+        calibration.note("s", (1, ()), greedy, candidates)
+        calibration.decided("s", [0, int(candidates.ids[1])])
+    other = Candidates(still.ids, still.log_probs, still.noise, still.log_others)
+    assert np.array_equal(calibration.chances(greedy, candidates), calibration.chances(greedy, other))
+
+
+def test_only_places_that_the_text_has_reached_teach_anything():
+    rng = np.random.default_rng(2)
+    candidates = some_candidates(rng)
+    calibration = Calibration()
+    before = calibration.chances(KIND, candidates).tolist()
+    calibration.note("s", (2, (7,)), KIND, candidates)
+    calibration.decided("s", [0, 0, 8, 10])
+    assert calibration.chances(KIND, candidates).tolist() == before, "the text went another way"
+    calibration.note("s", (4, (7,)), KIND, candidates)
+    calibration.decided("s", [0, 0, 8, 10, 7])
+    assert calibration.chances(KIND, candidates).tolist() == before, "that place is not decided yet"
+    calibration.decided("s", [0, 0, 8, 10, 7, 10])
+    assert calibration.chances(KIND, candidates).tolist() != before
+    calibration.note("s", (6, ()), KIND, candidates)
+    after = calibration.chances(KIND, candidates).tolist()
+    calibration.close("s")
+    calibration.decided("s", [0, 0, 8, 10, 7, 10, 10])
+    assert calibration.chances(KIND, candidates).tolist() == after, "a session that is over"
+
+
+def test_kinds_are_fitted_apart_and_begin_with_what_was_measured():
+    assert DraftKind.of(Sampling(temperature=0.0), False).prior.tolist() == list(GREEDY)
+    assert DraftKind.of(Sampling(temperature=1.0), False).prior.tolist() == list(SAMPLED)
+    cooler = DraftKind.of(Sampling(temperature=0.5), False).prior
+    assert cooler.tolist() == [SAMPLED[0] / 2, SAMPLED[1] / 2, *SAMPLED[2:]]
+    assert DraftKind.of(Sampling(temperature=1.0), True) != KIND
+
+
+def test_hopeless_candidates_do_not_end_the_learning():
+    """A model that computes nonsense gives log probabilities as low as can be."""
+    candidates = Candidates(np.arange(2), np.array([-0.1, -30.0]), np.zeros(2), math.log(0.1))
+    calibration = Calibration()
+    for _ in range(50):
+        calibration.note("s", (1, ()), KIND, candidates)
+        calibration.decided("s", [0, 1])
+    assert np.isfinite(calibration.chances(KIND, candidates)).all()

@@ -1,0 +1,136 @@
+"""A draft's folder as a drafting method: with and without what may lie beside the model, and in 8 bits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from actors.drafters import loading
+from actors.drafters.draft_model import DraftModel
+from actors.drafters.loading import load_draft_model
+from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
+from actors.drafters.model.vocab_pruning import FILE as FREQUENT_TOKENS
+from actors.drafters.setup import DraftSetup
+from cluster.config import CacheConfig, DraftPool
+from cluster.draft_options import DraftModelOptions
+from cluster.drafting.requests import Proposal
+from cluster.errors import ModelError
+from protos.messages import Acceptance, Shape
+from tests.unit.actors.drafters.drafting import DRAWN, a_want, never
+from tests.unit.actors.drafters.drafting_requests import propose
+
+VOCABULARY = 40
+HIDDEN = 16
+WIDE = 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.5))
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, device: torch.device = CPU, int8: bool = False) -> DraftModel:
+    options = DraftModelOptions(quantization="int8" if int8 else "none", draft_probs_top_k=4)
+    cache = CacheConfig(page_size=4, gib=0.001)
+    draft = DraftPool(model=str(folder), cache=cache, max_sessions=2, draft_model=options)
+    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(VOCABULARY)}, "")
+    return load_draft_model(folder, draft, setup, device)
+
+
+def drafted(method: DraftModel) -> Proposal:
+    (proposal,) = propose(method, [a_want((1, 2, 3), max_tokens=4)], never)
+    method.close(["s"])
+    return proposal
+
+
+def add_head(folder: Path) -> None:
+    torch.manual_seed(4)
+    weights = {
+        "state_norm.weight": torch.ones(HIDDEN),
+        "token_norm.weight": torch.ones(HIDDEN),
+        "gate_up.weight": torch.randn(2 * WIDE, 2 * HIDDEN),
+        "down.weight": torch.randn(HIDDEN, WIDE),
+    }
+    save_file(weights, folder / RECURRENT_HEAD)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tokens_per_forward": 3}))
+
+
+@torch.inference_mode()
+def test_it_drafts_the_model_s_likeliest_tokens(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokens = [1, 2, 3]
+    for _ in range(4):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert drafted(load(folder)).tokens == tuple(tokens[3:])
+
+
+@pytest.mark.parametrize("with_head", [False, True], ids=["model", "with head"])
+def test_in_eight_bits_it_drafts_the_same_where_nothing_is_near(folder: Path, with_head: bool) -> None:
+    """Random logits this large differ by far more than their rounding."""
+    if with_head:
+        add_head(folder)
+    method = load(folder, int8=True)
+    assert method.tokens_per_forward == (3 if with_head else 1)
+    assert drafted(method) == drafted(load(folder))
+
+
+def test_only_frequent_tokens_are_proposed(folder: Path) -> None:
+    allowed = [7, 21, 5]
+    (folder / FREQUENT_TOKENS).write_text(json.dumps(allowed))
+    assert set(drafted(load(folder)).tokens) <= set(allowed)
+
+
+def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_head(folder)
+    free = drafted(load(folder)).tokens
+    others = [token for token in range(VOCABULARY) if token not in free]
+    (folder / FREQUENT_TOKENS).write_text(json.dumps([*others, *free]))
+    monkeypatch.setattr(loading, "HEAD_TOKENS", len(others))
+    bound = drafted(load(folder)).tokens
+    assert bound[0] == free[0], "the forward's own token may be any"
+    assert set(bound[1:3]) <= set(others)
+
+
+@pytest.mark.parametrize("acceptance", Acceptance)
+@pytest.mark.parametrize("shape", Shape)
+def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
+    tmp_path: Path, acceptance: Acceptance, shape: Shape
+) -> None:
+    """Its table has no row for the next position."""
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": HIDDEN, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
+    method = load(tmp_path)
+    found = []
+    for length in range(3, 14):
+        want = replace(a_want(tuple(range(1, length + 1)), 4, sampling=DRAWN, acceptance=acceptance), shape=shape)
+        (proposal,) = propose(method, [want], never)
+        found.append(len(proposal.tree.trunk))
+        if proposal.tokens:
+            propose(method, [replace(want, unverified=proposal.tree)], never)
+    assert found[-5:] == [0] * 5
+    if acceptance is Acceptance.RATIO:
+        assert found[:6] == [4, 4, 4, 3, 2, 1]
+
+
+def test_eight_bits_are_refused_where_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "can_round", lambda device: False)
+    with pytest.raises(ModelError, match=r"leave draft\.draft_model\.quantization out"):
+        load(folder, int8=True)

@@ -1,0 +1,234 @@
+"""What a target hears of sessions with grammars: once they are compiled, and nothing of those that have gone."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+
+from actors.grammars.gate import GrammarGate
+from actors.target import TargetReplica
+from cluster.trust.refusals import Refusals, not_permitted
+from cluster.verification.limits import VerificationLimits
+from protos.codec import Decoded
+from protos.messages import Close, Hello, LiveSession, Refusal, RefusalReason
+from tests.unit.actors.sampling.processor_opens import opened
+
+
+class Target:
+    """Compiles when told to, and notes what reaches it."""
+
+    def __init__(self):
+        self.compiled = {}
+        self.admitted = []
+        self.refused = []
+        self.routers = {}  # of sessions that have passed
+        self.refusals = Refusals(logging.getLogger(__name__))
+        self.gate = GrammarGate(self.prepare, self.admit, self.refuse, self.routers.get, self.refusals, limit=3)
+
+    async def prepare(self, grammar):
+        return await asyncio.shield(self.compiled.setdefault(grammar, asyncio.get_running_loop().create_future()))
+
+    def admit(self, stream, request):
+        self.admitted.append((stream, request))
+
+    def refuse(self, stream, refusal):
+        self.refused.append((stream, refusal.session, refusal.attempt, refusal.reason, refusal.message))
+
+    async def ends(self, grammar, why=None):
+        await asyncio.sleep(0)
+        if not self.compiled[grammar].done():
+            self.compiled[grammar].set_result(why)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+REQUEST = opened(grammar="g")
+
+
+async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
+    target = Target()
+    assert target.gate.takes("r", REQUEST)
+    await asyncio.sleep(0)
+    assert target.admitted == []
+    assert not target.gate.is_empty
+    await target.ends("g")
+    assert target.admitted == [("r", REQUEST)]
+    assert target.gate.is_empty
+
+
+async def test_all_else_passes_at_once():
+    target = Target()
+    for message in (opened(), Hello("r", "v", "t"), Close("s", 1)):
+        assert not target.gate.takes("r", message)
+    assert target.gate.is_empty
+
+
+async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
+    target = Target()
+    other = replace(REQUEST, session="other", grammar="good")
+    assert target.gate.takes("r", REQUEST)
+    assert target.gate.takes("r", other)
+    await target.ends("g", "it is malformed")
+    await target.ends("good")
+    assert target.refused == [
+        ("r", "s", 1, RefusalReason.INVALID, "the grammar cannot be kept to: it is malformed"),
+    ]
+    assert target.admitted == [("r", other)]
+
+
+async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_comes():
+    target = Target()
+    for name in ("closed", "gone"):
+        assert target.gate.takes(name, replace(REQUEST, session=name))
+    await asyncio.sleep(0)  # both are being compiled
+    assert not target.gate.takes("closed", Close("closed", 1))
+    target.gate.gone("gone")
+    assert target.gate.is_empty
+    await target.ends("g")
+    assert target.admitted == []
+
+
+async def test_of_two_attempts_the_later_one_counts_whichever_comes_first():
+    target = Target()
+    later = replace(REQUEST, attempt=2)
+    assert target.gate.takes("r", REQUEST)
+    assert target.gate.takes("r", later)
+    assert not target.gate.takes("r", Close("s", 1))  # of the first one: the second is still wanted
+    await target.ends("g")
+    assert target.admitted == [("r", later)]
+
+
+async def test_an_attempt_that_is_held_or_an_older_one_changes_nothing():
+    target = Target()
+    held = replace(REQUEST, attempt=2)
+    assert target.gate.takes("r", held)
+    for attempt in (1, 2):
+        assert target.gate.takes("r", replace(REQUEST, attempt=attempt, seed=9))
+        assert target.gate.takes("r", replace(REQUEST, attempt=attempt, grammar=""))
+    await target.ends("g")
+    assert target.admitted == [("r", held)]
+    assert target.refused == []
+
+
+async def test_a_later_attempt_without_a_grammar_passes_at_once_and_alone():
+    target = Target()
+    assert target.gate.takes("r", REQUEST)
+    await asyncio.sleep(0)
+    assert not target.gate.takes("r", replace(REQUEST, attempt=2, grammar=""))
+    assert target.gate.is_empty
+    await target.ends("g")
+    assert target.admitted == []
+
+
+@pytest.mark.parametrize("attempt", [1, 2, 3], ids=["older", "equal", "later"])
+@pytest.mark.parametrize("grammar", ["", "g", "other"])
+async def test_another_routers_open_of_a_held_session_is_not_permitted(attempt, grammar):
+    target = Target()
+    held = replace(REQUEST, attempt=2)
+    theirs = replace(REQUEST, attempt=attempt, grammar=grammar)
+    assert target.gate.takes("r", held)
+    assert target.gate.takes("stranger", theirs)
+    no = not_permitted(theirs)
+    assert target.refused == [("stranger", "s", attempt, no.reason, no.message)]
+    assert target.refusals.counts == {"an Open of another router's session": 1}
+    await target.ends("g")
+    assert target.admitted == [("r", held)]
+    assert list(target.compiled) == ["g"], "nothing is compiled for a stranger"
+
+
+async def test_another_router_closes_no_held_session():
+    target = Target()
+    assert target.gate.takes("r", REQUEST)
+    assert not target.gate.takes("stranger", Close("s", 9))
+    await target.ends("g")
+    assert target.admitted == [("r", REQUEST)]
+
+
+async def test_a_session_that_has_passed_is_held_for_its_own_router_alone():
+    """Another's passes on, to be refused there: held, it would keep out the router whose session it is."""
+    target = Target()
+    target.routers["s"] = "r"
+    later = replace(REQUEST, attempt=2)
+    assert not target.gate.takes("stranger", later)
+    assert target.gate.is_empty
+    assert target.gate.takes("r", later)
+    await target.ends("g")
+    assert target.admitted == [("r", later)]
+
+
+async def test_a_router_that_comes_back_keeps_the_sessions_that_it_lists():
+    """Also once its older stream is known to have broken. It is answered on the new one."""
+    target = Target()
+    for name in ("listed", "unlisted", "of another attempt"):
+        assert target.gate.takes("r#1", replace(REQUEST, session=name, attempt=2))
+    target.gate.greeted("r#2", Hello("r", "v", "m", (LiveSession("listed", 2), LiveSession("of another attempt", 3))))
+    target.gate.gone("r#1")
+    target.gate.takes("r#1", Close("listed", 2))
+    await target.ends("g")
+    assert [(stream, request.session) for stream, request in target.admitted] == [("r#2", "listed")]
+    assert target.gate.is_empty
+
+
+async def test_a_router_claims_no_session_of_another():
+    target = Target()
+    assert target.gate.takes("r#1", REQUEST)
+    target.gate.greeted("stranger#2", Hello("stranger", "v", "m", (LiveSession("s", 1),)))
+    target.gate.gone("stranger#2")
+    await target.ends("g")
+    assert target.admitted == [("r#1", REQUEST)]
+
+
+async def test_as_many_are_held_as_may_be_queued():
+    target = Target()
+    for name in ("a", "b", "c"):
+        assert target.gate.takes("r", replace(REQUEST, session=name))
+    assert target.gate.takes("r", replace(REQUEST, session="d"))
+    assert target.refused == [
+        ("r", "d", 1, RefusalReason.OVERLOADED, "3 sessions wait for their grammars already"),
+    ]
+    assert target.gate.takes("r", replace(REQUEST, session="c", attempt=2))
+    await target.ends("g")
+    assert [(request.session, request.attempt) for _, request in target.admitted] == [("a", 1), ("b", 1), ("c", 2)]
+
+
+async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes_on():
+    """An engine may finish what nobody waits for any more, and another attempt may be held by then."""
+    target = Target()
+
+    async def prepare(grammar):
+        try:
+            return await Target.prepare(target, grammar)
+        except asyncio.CancelledError:
+            return None
+
+    target.gate = GrammarGate(prepare, target.admit, target.refuse, target.routers.get, target.refusals, limit=3)
+    assert target.gate.takes("r", REQUEST)
+    await asyncio.sleep(0)  # it is being compiled
+    later = replace(REQUEST, attempt=2, grammar="other")
+    assert target.gate.takes("r", later)
+    await target.ends("g")
+    assert target.admitted == []
+    await target.ends("other")
+    assert target.admitted == [("r", later)]
+
+
+async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_has_passed():
+    """Its router comes back while the grammar is compiled, and a stranger asks for the session before and after."""
+    target = Target()
+    limits = VerificationLimits(50, max_context=1000, max_sessions=4, max_step_tokens=64, max_queued=1)
+    replica = TargetReplica(target, limits, "v", "m", step_timeout_s=30)
+    old, _ = replica.router_up(Hello("r", "v", "m"))
+    other, told = replica.router_up(Hello("stranger", "v", "m"))
+    replica.receive(old, Decoded((REQUEST,)))
+    new, _ = replica.router_up(Hello("r", "v", "m", (LiveSession("s", 1),)))
+    replica.stream_down(old)
+    theirs = replace(REQUEST, attempt=2)
+    replica.receive(other, Decoded((theirs, replace(theirs, session="one too many"))))
+    await target.ends("g")
+    replica.receive(other, Decoded((theirs,)))
+    assert replica.scheduler.router_of("s") == new
+    _, *refused = await told.take()
+    full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
+    assert refused == [not_permitted(theirs), full, not_permitted(theirs)]
+    assert replica.refusals.counts == {"an Open of another router's session": 2}

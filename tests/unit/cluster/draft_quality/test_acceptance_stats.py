@@ -1,0 +1,34 @@
+"""What blocks brought, told apart by what may break them."""
+
+from cluster.draft_quality.acceptance_stats import MOST_DRAFTERS, AcceptanceTally, BlockKind, kind_of
+from cluster.speculation.acceptance import AcceptanceCounts
+
+
+def test_contexts_are_told_apart_by_octave():
+    assert [kind_of(length, True).context for length in (1, 2, 3, 4, 1023, 1024)] == [1, 2, 2, 4, 512, 1024]
+
+
+def test_blocks_are_counted_by_drafter_context_and_cached_prefix():
+    tally = AcceptanceTally()
+    tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
+    tally.block_verified("a", kind_of(700, True), asked=2, accepted=2)
+    tally.block_verified("a", kind_of(600, False), asked=1, accepted=0)
+    tally.block_verified("b", kind_of(600, True), asked=1, accepted=1)
+    assert tally.counts == {
+        "a": {
+            BlockKind(512, True): AcceptanceCounts((2, 2), (2, 1)),
+            BlockKind(512, False): AcceptanceCounts((1,), (0,)),
+        },
+        "b": {BlockKind(512, True): AcceptanceCounts((1,), (1,))},
+    }
+
+
+def test_drafters_that_are_long_gone_are_forgotten():
+    tally = AcceptanceTally()
+    for index in range(MOST_DRAFTERS):
+        tally.block_verified(f"d{index}", kind_of(1, False), 1, 1)
+    tally.block_verified("d0", kind_of(1, False), 1, 1)
+    tally.block_verified("new", kind_of(1, False), 1, 1)
+    assert "d0" in tally.counts
+    assert "d1" not in tally.counts
+    assert len(tally.counts) == MOST_DRAFTERS

@@ -1,0 +1,105 @@
+"""When blocks must have become bad: found within few, and hardly ever where they have not."""
+
+import random
+from collections.abc import Sequence
+from statistics import median
+
+import pytest
+
+from cluster.draft_quality.cusum import ALARM, PROOF, AcceptanceDrift
+
+
+def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
+    good = AcceptanceDrift()
+    for _ in range(PROOF):
+        good = good.after(accepted=1)
+    rejected = 0
+    while not good.is_collapsed:
+        good = good.after(accepted=0)
+        rejected = rejected + 1
+        assert rejected < 50
+    assert rejected > 3, "a few rejections in a row are nothing"
+    bad = AcceptanceDrift()
+    for _ in range(500):
+        bad = bad.after(accepted=0)
+    assert not bad.is_collapsed, "it never was better"
+
+
+def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
+    """After which blocks of a session there was one; a spell is an acceptance, and for how many blocks it lasts.
+
+    After an alarm the drafter begins anew, and drafts no better for it.
+    """
+    rng = random.Random(seed)
+    drift = AcceptanceDrift()
+    found = []
+    chances = [acceptance for acceptance, length in spells for _ in range(length)]
+    for count, chance in enumerate(chances, 1):
+        drift = drift.after(rng.random() < chance)
+        if drift.is_collapsed:
+            drift = AcceptanceDrift()
+            found.append(count)
+    return found
+
+
+def alarms_per_block(sessions: int, *spells: tuple[float, int]) -> float:
+    """Over so many sessions."""
+    count = sum(len(alarms(seed, *spells)) for seed in range(sessions))
+    return count / (sessions * sum(length for _, length in spells))
+
+
+@pytest.mark.parametrize(("collapsed", "usually", "at_most"), [(0.0, 10, 15), (0.1, 13, 60), (0.2, 19, 120)])
+def test_a_collapse_is_found_within_few_blocks(collapsed: float, usually: int, at_most: int):
+    """It need not be complete: text that is easy to guess is guessed by a drafter out of step too."""
+    good = 100
+    delays = [alarms(seed, (0.8, good), (collapsed, at_most))[0] - good for seed in range(400)]
+    assert min(delays) > 3, "a few rejections in a row are nothing"
+    assert median(delays) <= usually
+
+
+def test_a_short_history_is_enough_for_a_collapse():
+    """Then more blocks are needed."""
+    found = [bool(alarms(seed, (0.8, 2 * PROOF), (0.1, 60))) for seed in range(400)]
+    assert sum(found) > 0.95 * len(found)
+
+
+@pytest.mark.parametrize(("acceptance", "rate"), [(0.95, 1e-5), (0.8, 1e-5), (0.5, 2e-5), (0.2, ALARM), (0.05, 1e-5)])
+def test_blocks_that_fare_as_ever_raise_no_more_alarms_than_is_said(acceptance: float, rate: float):
+    assert alarms_per_block(400, (acceptance, 1000)) <= rate
+
+
+def test_false_alarms_are_as_rare_in_short_sessions():
+    """Where least is known of what is usual; at the acceptance at which they come closest to what is allowed."""
+    assert 0 < alarms_per_block(5000, (0.2, 100)) <= ALARM
+
+
+@pytest.mark.parametrize("spells", [((0.8, 150), (0.7, 350)), ((0.5, 150), (0.43, 350)), ((0.95, 150), (0.81, 350))])
+def test_texts_that_become_harder_raise_no_more_alarms_than_is_said(spells: Sequence[tuple[float, int]]):
+    assert alarms_per_block(400, *spells) <= ALARM
+
+
+def test_what_was_always_poor_cannot_collapse():
+    assert alarms_per_block(400, (0.05, 300), (0.0, 300)) <= 1e-5
+
+
+def test_what_is_usual_outlasts_an_alarm_and_evidence_begins_anew():
+    """A drafter that begins anew and is no better is found out a second time, after as many blocks."""
+    drift = spell(AcceptanceDrift(), 1, 100)
+    first = spell_until_collapse(drift)
+    assert first.latest.value == 0.0
+    assert first.usual > 0.98
+    again = first.anew()
+    assert (again.usual, again.evidence, again.is_collapsed) == (first.usual, 0.0, False)
+    assert spell_until_collapse(again).latest.count == first.latest.count
+
+
+def spell(drift: AcceptanceDrift, accepted: int, blocks: int) -> AcceptanceDrift:
+    for _ in range(blocks):
+        drift = drift.after(accepted)
+    return drift
+
+
+def spell_until_collapse(drift: AcceptanceDrift) -> AcceptanceDrift:
+    while not drift.is_collapsed:
+        drift = drift.after(0)
+    return drift

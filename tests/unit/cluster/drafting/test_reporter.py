@@ -1,0 +1,32 @@
+"""What a drafter reports of its passes."""
+
+import pytest
+
+from cluster.autoscaling.reports import DraftReport
+from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.reporter import DraftReporter
+
+FOR_EACH = DraftCost(forward=ForwardCost.linear(0.0, per_row_s=0.01))
+AS_LONG_FOR_MANY = DraftCost(forward=ForwardCost.linear(0.01))
+UNKNOWN = DraftCost(forward=ForwardCost.linear(0.0))
+
+
+@pytest.mark.parametrize(
+    ("profile", "sessions", "shared"),
+    [(FOR_EACH, 4, 0.375), (FOR_EACH, 1, 0.0), (AS_LONG_FOR_MANY, 4, 0.0), (UNKNOWN, 4, 0.375)],
+    ids=["a row costs", "nobody to share with", "a row is free", "no profile"],
+)
+def test_what_further_drafters_could_save_counts(profile: DraftCost, sessions: int, shared: float) -> None:
+    """Busy for half of the time."""
+    reporter = DraftReporter(profile)
+    reporter.report(0, 0, 100.0)
+    reporter.pass_made(sessions, 3, 1.0)
+    assert reporter.report(0, 0, 102.0) == DraftReport(shared, 0.0)
+
+
+def test_each_report_is_of_the_time_since_the_one_before() -> None:
+    reporter = DraftReporter(FOR_EACH)
+    reporter.report(10, 4, 100.0)
+    reporter.pass_made(2, 1, 1.0)
+    assert reporter.report(18, 6, 101.0) == DraftReport(0.5, 0.25)
+    assert reporter.report(18, 6, 102.0) == DraftReport(0.0, 0.0)

@@ -1,0 +1,31 @@
+"""Values that tests of pacing begin with."""
+
+from collections.abc import Iterable
+
+from cluster.costs import ForwardCost
+from cluster.speculation.acceptance import POSITIONS, Chances, ReplicaStats, SessionStats
+from cluster.speculation.cost_model import Load, StepCost
+from cluster.speculation.ewma import Pairs
+from cluster.speculation.pacer import DELAY_MEMORY
+
+MUCH = 1e6  # blocks: what is known of others does not count any more
+
+
+def a_delay(measured: Iterable[tuple[int, float]]) -> Pairs:
+    """After blocks of so many tokens that took so long."""
+    delay = Pairs()
+    for tokens, seconds in measured:
+        delay = delay.after(tokens, seconds, DELAY_MEMORY)
+    return delay
+
+
+STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
+DRAFT = a_delay([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
+LOAD = Load(STEP, sessions=1, gain=1.5)  # 15 tokens/s
+NOBODY = ReplicaStats(delay=DRAFT)  # whose blocks say what to expect, but for when they come
+
+
+def a_yield(*p_accepted: float, delay_s: float = 0.03) -> SessionStats:
+    chances = [*p_accepted, *[0.0] * (POSITIONS - len(p_accepted))]
+    whole = (MUCH,) * POSITIONS
+    return SessionStats(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), delay_s=delay_s)

@@ -1,0 +1,128 @@
+"""What a replica's pacing makes of steps and blocks over many rounds."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.costs import ForwardCost
+from cluster.speculation.acceptance import SessionStats
+from cluster.speculation.kill_switch import PRICE
+from cluster.speculation.pacer import TIMED_AGAIN, Pacer, StepShape
+from cluster.speculation.policy import Adaptive
+from tests.unit.cluster.speculation.samples import a_yield
+
+PROFILE = ForwardCost.linear(0.099, per_token_s=0.001)
+
+
+def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> Pacer:
+    """Of a replica with ten tokens a second, whose blocks take so long."""
+    pacer = Pacer(Adaptive(), PROFILE)
+    for tokens in (1, 4) * 20:
+        pacer.block_arrived(tokens, base_s + tokens * token_s)
+    return pacer
+
+
+def rejected(pacer: Pacer, sessions: int = 1) -> list[SessionStats]:
+    """Sessions whose blocks were never any good."""
+    found = [SessionStats(delay_s=0.03, hits=0.1) for _ in range(sessions)]
+    for stats in found:
+        for _ in range(40):
+            stats.block_verified(2, 2, range(0))
+            pacer.block_verified(2, 2, 2, range(0))
+    return found
+
+
+def test_what_does_not_pay_is_left_off_and_tried_at_a_price():
+    """However many sessions there are, in one step of a hundred: what a trial costs, all pay."""
+    for count in (1, 50):
+        pacer = a_pacer()
+        sessions = rejected(pacer, count)
+        steps = 5000
+        asked = sum(pacer.decide(sessions[index % count], 2, count).tokens > 0 for index in range(steps * count))
+        assert 0.5 * PRICE * steps < asked < 1.5 * PRICE * steps
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    """A trial goes on while its tokens are accepted, until that is enough."""
+    pacer = a_pacer()
+    [stats] = rejected(pacer)
+    assert pacer.decide(stats, 2, 1).tokens == 0
+    rounds = 0
+    while stats.is_left_off:
+        decision = pacer.decide(stats, 2, 1)
+        if decision.tokens:
+            stats.block_verified(decision.tokens, decision.tokens, range(decision.tokens))
+        rounds += 1
+        assert rounds < 2 / PRICE
+    assert pacer.decide(stats, 2, 1).tokens >= 1
+
+
+def test_what_is_never_waited_for_is_timed_again_now_and_then():
+    """Or blocks that took long once would be taken to do so for ever; and not oftener, for others wait too."""
+    pacer = a_pacer(base_s=0.3)
+    stats = a_yield(0.5, 0.25)
+    waits = [pacer.decide(stats, 2, 1).hold_step for _ in range(3 * (TIMED_AGAIN + 1))]
+    assert [index for index, waited in enumerate(waits) if waited] == [
+        TIMED_AGAIN,
+        2 * TIMED_AGAIN + 1,
+        3 * TIMED_AGAIN + 2,
+    ]
+
+
+def test_steps_that_feed_prompts_say_nothing_of_the_rate():
+    pacer = a_pacer()
+    step = StepShape(rows=1, tokens=1, decoding=1)
+    pacer.step_made(replace(step, prompts=1, prompt_tokens=8, tokens=9), 1, 5.0, took_s=5.0)
+    assert pacer.load.plain_rate == 10.0
+    pacer.step_made(step, 1, 0.2, took_s=0.2)
+    assert pacer.load.plain_rate < 10.0
+
+
+DECODES = StepShape(rows=4, tokens=4, decoding=4, is_open_to_drafts=True)
+FEEDS = replace(DECODES, rows=5, tokens=34, prompts=1, prompt_tokens=30)
+
+
+def share_on(plain_s: dict[StepShape, float], drafted_s: dict[StepShape, float], committed: int, steps: int) -> float:
+    """Of steps that drafts are asked for in the end, where a step of each kind takes so long without and with them."""
+    pacer = a_pacer()
+    stats = SessionStats()
+    asked = [False]
+    for index in range(steps):
+        step = FEEDS if index % 4 == 0 else DECODES
+        is_on = asked[-1]
+        seconds = drafted_s[step] if is_on else plain_s[step]
+        pacer.step_made(replace(step, is_drafted_for=is_on), committed if is_on else 4, 0.1, seconds)
+        asked.append(pacer.decide(stats, 4, 4).tokens > 0)
+    late = asked[steps // 2 :]
+    return sum(late) / len(late)
+
+
+def test_what_speculation_costs_while_prompts_are_fed_counts():
+    """It wins a tenth on every other step, and loses more on those."""
+    plain_s = {DECODES: 0.1, FEEDS: 0.2}
+    assert share_on(plain_s, {DECODES: 0.1, FEEDS: 0.21}, committed=5, steps=3000) > 0.9
+    assert share_on(plain_s, {DECODES: 0.115, FEEDS: 0.4}, committed=5, steps=3000) < 0.2
+
+
+def test_a_wait_counts_in_full():
+    assert share_on({DECODES: 0.1, FEEDS: 0.2}, {DECODES: 0.5, FEEDS: 0.6}, committed=8, steps=3000) < 0.2
+
+
+def test_plain_steps_right_after_drafts_are_no_measure_of_plain_ones():
+    """Drafters are still at work beside them."""
+    pacer = a_pacer()
+    for _ in range(200):
+        for step, seconds in ((replace(DECODES, is_drafted_for=True), 0.1), (DECODES, 0.3), (DECODES, 0.1)):
+            pacer.step_made(step, 4, 0.1, took_s=seconds)
+    assert pacer.load.step.plain_s(4) == pytest.approx(0.1, rel=0.01)
+
+
+def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
+    """Drafters draft for all of them together."""
+    pacer = a_pacer(base_s=0.3)
+    stats = a_yield(0.5, 0.25)
+    slow = [pacer.decide(stats, 2, 1).hold_step for _ in range(3)]
+    quick = [pacer.decide(stats, 2, 8).hold_step for _ in range(3)]
+    assert quick == [True] * 3, "nothing is known of eight yet"
+    assert [pacer.decide(stats, 2, 1).hold_step for _ in range(2)] == [False] * 2
+    assert not slow[-1]

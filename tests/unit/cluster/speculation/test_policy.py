@@ -1,0 +1,163 @@
+"""When drafts pay: how long to wait, how far to draft, when to stop and when to try again."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.costs import ForwardCost
+from cluster.speculation.acceptance import ReplicaStats, SessionStats
+from cluster.speculation.cost_model import Load, StepCost
+from cluster.speculation.policy import TRIAL_TOKENS, Adaptive, Awaited, DraftingDecision, LockStep
+from tests.unit.cluster.speculation.samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
+
+PACING = Adaptive()
+SLOW = ReplicaStats(delay=a_delay([(1, 0.20), (4, 0.30)] * 20))
+
+
+def with_hits(blocks: SessionStats, hits: float) -> SessionStats:
+    return replace(blocks, hits=hits)
+
+
+def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaStats = NOBODY) -> DraftingDecision:
+    return PACING.decide(blocks, replica, limit, load, may_try=False)
+
+
+# ---------------------------------------------------------------- how long to wait
+
+
+def test_a_step_waits_for_what_brings_more_than_the_time_of_all_is_worth():
+    hold_for_s = PACING.hold_for_s
+    assert hold_for_s([Awaited(0.6, in_s=0.03)], LOAD) == pytest.approx(0.6 / 15)
+    assert hold_for_s([Awaited(0.6, in_s=0.05)], LOAD) == 0.0, "it comes too late"
+    assert hold_for_s([Awaited(0.6, in_s=0.03)], replace(LOAD, gain=3.0)) == 0.0, "time is worth more"
+    assert hold_for_s([Awaited(0.6, in_s=0.03)], replace(LOAD, sessions=8)) == 0.0, "seven others would wait too"
+    assert hold_for_s([Awaited(0.6, in_s=-0.1)], LOAD) > 0, "it may come at any time"
+    assert hold_for_s([], LOAD) == 0.0
+
+
+def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not():
+    pair = [Awaited(0.3, in_s=0.03), Awaited(0.3, in_s=0.03)]
+    assert PACING.hold_for_s(pair[:1], LOAD) == 0.0
+    assert PACING.hold_for_s(pair, LOAD) == pytest.approx(0.6 / 15)
+    late = Awaited(0.3, in_s=1.0)
+    assert PACING.hold_for_s([late, *pair], LOAD) == PACING.hold_for_s(pair, LOAD)
+
+
+def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
+    quick = ReplicaStats(delay=a_delay([(1, 0.011), (4, 0.014)] * 20))
+    much = with_hits(a_yield(*[0.98] * 8), 0.0)
+    many = replace(LOAD, sessions=4)
+    ask = asked(much, 8, many, quick)
+    assert ask.hold_step
+    assert ask.skip_for_s == pytest.approx(ask.worth * 4 / many.rate)
+    little = asked(with_hits(a_yield(0.9), 0.0), 8, many, quick)
+    assert (little.hold_step, little.skip_for_s) == (True, 0.0)
+    assert not asked(with_hits(much, 0.9), 8, many, quick).skip_for_s, "there will be a block after the step anyway"
+
+
+def test_nobody_waits_before_a_step_was_measured():
+    """A second has no price yet, whatever blocks are expected to bring."""
+    unmeasured = Load(sessions=4)
+    assert unmeasured.rate == 0.0
+    decision = asked(with_hits(a_yield(*[0.98] * 8), 0.0), 8, unmeasured, ReplicaStats())
+    assert decision.worth > 1.0
+    assert decision.skip_for_s == 0.0
+    assert PACING.hold_for_s([Awaited(decision.worth, in_s=0.01)], unmeasured) == 0.0
+
+
+def test_a_dead_drafter_costs_a_few_short_waits():
+    """The sum over all vain rounds, not only each: patience must not be paid for ever."""
+    waited = with_hits(a_yield(0.9, 0.8), 0.0)
+    total = 0.0
+    first = asked(waited, 2).worth
+    for _ in range(100):
+        total += asked(waited, 2).worth
+        waited.plain_round()
+    assert total <= 2 * first
+    waited.block_arrived(0.01)
+    assert asked(waited, 2).worth == first, "the drafter is back"
+
+
+# ---------------------------------------------------------------- how far to draft
+
+
+def test_each_token_is_asked_for_as_long_as_it_is_likely_enough():
+    assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 4).tokens == 4
+    assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 2).tokens == 2
+    assert asked(a_yield(0.9, 0.5, 0.01, 0.001), 4).tokens == 2
+
+
+def test_a_token_that_costs_more_than_it_brings_is_not_wanted_at_all():
+    """What one more token costs a step is what its chance has to be worth."""
+    ask = asked(a_yield(0.9, 0.8), 2)
+    assert ask.least_chance == pytest.approx(15 * 0.001)
+    assert asked(a_yield(0.9, 0.8), 2, replace(LOAD, sessions=20)).least_chance > 5 * ask.least_chance
+
+
+def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
+    """In full steps a rejected token takes the place of one that is sure."""
+    blocks = a_yield(0.6, 0.36, 0.22, 0.13)
+    full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
+    lengths = [asked(blocks, 4, Load(full, sessions), ReplicaStats()).tokens for sessions in (1, 8, 100)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 4
+    assert lengths[-1] == 0
+
+
+def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
+    ask = asked(a_yield(0.5, 0.25), 2, replica=SLOW)
+    assert (ask.tokens, ask.hold_step) == (2, False)
+    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, replica=SLOW).tokens == 0, "none ever is"
+    assert asked(a_yield(0.5, 0.25), 2, replica=ReplicaStats()).hold_step, "quick ones are"
+
+
+def test_what_is_not_waited_for_is_timed_again_when_there_is_something_to_spend_on_that():
+    decision = PACING.decide(a_yield(0.5, 0.25), SLOW, 2, LOAD, may_try=True)
+    assert (decision.tokens, decision.hold_step, decision.is_trial) == (2, True, True)
+    waited_for = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, LOAD, may_try=True)
+    assert not waited_for.is_trial, "that is known"
+
+
+def test_nothing_is_asked_for_where_speculation_is_known_to_lose():
+    decision = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, replace(LOAD, speculates=False), may_try=True)
+    assert decision == DraftingDecision()
+
+
+def test_what_does_not_pay_is_tried_by_few_tokens_when_there_is_something_to_spend_on_that():
+    bad = a_yield(0.001, 0.0)
+    assert PACING.decide(bad, NOBODY, 4, LOAD, may_try=True) == DraftingDecision(), "it has only just been given up"
+    left_off = replace(bad, is_left_off=True)
+    assert PACING.decide(left_off, NOBODY, 4, LOAD, may_try=False) == DraftingDecision()
+    decision = PACING.decide(left_off, NOBODY, 4, LOAD, may_try=True)
+    assert (decision.tokens, decision.hold_step, decision.is_trial) == (TRIAL_TOKENS, True, True)
+
+
+def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
+    """With half of the blocks accepted, three rejections in a row are an everyday thing."""
+    blocks = SessionStats(delay_s=0.03)
+    for accepted in [1, 0] * 10:
+        blocks.block_verified(2, 2, range(accepted))
+    replica = ReplicaStats(blocks.chances, delay=DRAFT)
+    for _ in range(4):
+        blocks.block_verified(2, 2, range(0))
+    assert asked(blocks, 2, replica=replica).tokens > 0
+
+
+def test_the_edge_between_drafting_and_not_has_two_sides():
+    """Or noise would switch it to and fro."""
+    chances = [step / 1000 for step in range(1, 1000)]
+    gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
+    takes_up = min(c for c in chances if asked(replace(a_yield(c), is_left_off=True), 1).tokens == 1)
+    assert gives_up < takes_up
+
+
+# ---------------------------------------------------------------- lock-step
+
+
+def test_lock_step_waits_for_all_and_asks_for_all():
+    pacing = LockStep(patience=2.0)
+    ask = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False), may_try=False)
+    assert (ask.tokens, ask.hold_step) == (4, True)
+    assert ask.skip_for_s == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
+    gone = pacing.decide(replace(a_yield(0.5), missed_rounds=1), NOBODY, 4, LOAD, may_try=False)
+    assert gone.skip_for_s == pacing.hold_for_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0

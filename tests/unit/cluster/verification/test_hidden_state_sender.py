@@ -1,0 +1,436 @@
+"""Hidden states for drafters: which rows come back with a step, which are read from pages, in which order they go."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from cluster.envelope import Send, peer_of, states_stream
+from cluster.verification import hidden_state_sender
+from cluster.verification.hidden_state_sender import StateFeeds
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.draft_tree import DraftTree
+from protos.messages import Attach, Close, Detach, DraftRequest, NoDraft, States, StatesAck, Verdict
+from protos.prefix import Prefix
+from protos.states import MAX_STATES_BYTES, StateDtype, StatesFormat
+from tests.unit.cluster.samples import KEY
+from tests.unit.cluster.token_memory import TokenMemory
+from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, ROUTER, VOCABULARY, Desk, text
+
+WIDE = StatesFormat(width=MAX_STATES_BYTES // 8, dtype=StateDtype.BFLOAT16)  # four rows in a message
+SMALL = StatesFormat(width=2, dtype=StateDtype.BFLOAT16)
+APART = states_stream(DRAFTER)
+OTHER = "other#1"
+
+
+class FeedDesk(Desk):
+    """A desk whose engine has states: a row is its token, over and over."""
+
+    def __init__(self, layout: StatesFormat = SMALL, asked: int | None = None, **limits: Any) -> None:
+        super().__init__(asked=asked, states=layout, **limits)
+        self.layout = layout
+
+    @property
+    def feeds(self) -> StateFeeds:
+        return self.scheduler.feeds
+
+    def attach_from(
+        self,
+        tokens: tuple[int, ...],
+        states_from: int | None,
+        session: str = "s",
+        drafter: str = DRAFTER,
+        by: int | None = None,
+    ) -> list[Send]:
+        attach = Attach(session, len(tokens), Prefix(KEY, tokens).hash, states_from, states_by=by)
+        return self.scheduler.receive(drafter, attach, self.now)
+
+    def ack(self, have_len: int, session: str = "s", drafter: str = DRAFTER) -> None:
+        self.scheduler.receive(drafter, StatesAck(session, have_len), self.now)
+
+    def compute(self, plan: StepPlan) -> list[Outcome]:
+        outcomes = super().compute(plan)
+        rows = {row.session: row for row in plan.rows if row.state_places}
+        return [self._with_states(outcome, rows[outcome.session]) if outcome.session in rows else outcome
+                for outcome in outcomes]  # fmt: skip
+
+    def read(self) -> list[Send]:
+        """One turn of reading, between two steps."""
+        asked = self.feeds.next_read()
+        if asked is None:
+            return []
+        return self.feeds.sent(asked, self._rows_at(asked.places))
+
+    def reads(self) -> Iterator[States]:
+        """Until there is no room, or nothing is left."""
+        while sends := self.read():
+            for to, message in sends:
+                assert to == APART
+                assert isinstance(message, States)
+                yield message
+
+    def _with_states(self, outcome: Outcome, row: Row) -> Outcome:
+        states = self._rows_at(row.states_along(outcome.path))
+        return Outcome(outcome.session, outcome.path, outcome.next_token, outcome.margin, states)
+
+    def _rows_at(self, places: Sequence[int]) -> bytes:
+        memory: TokenMemory = self._memory
+        return b"".join(bytes([memory._held[place]]) * self.layout.row_bytes for place in places)
+
+
+def tokens_in(states: States) -> tuple[int, ...]:
+    """That the rows are of, each of which is of one token all through."""
+    size = states.format.row_bytes
+    rows = [states.rows[at : at + size] for at in range(0, len(states.rows), size)]
+    assert all(len(set(row)) == 1 for row in rows)
+    return tuple(row[0] for row in rows)
+
+
+def check(states: States, tokens: tuple[int, ...]) -> None:
+    """They are of this text, and addressed by it."""
+    assert tokens_in(states) == tokens[states.first : states.end]
+    assert states.prefix_hash == Prefix(KEY, tokens[: states.end]).hash
+
+
+def to_drafter(sends: list[Send]) -> list[Any]:
+    return [message for to, message in sends if to == DRAFTER]
+
+
+# ---------------------------------------------------------------- with verdicts
+
+
+def test_what_a_step_fed_rides_with_its_verdict_before_what_is_wanted_next():
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), 0)
+    verdict, states, request = to_drafter(desk.step())
+    assert isinstance(verdict, Verdict)
+    assert isinstance(request, DraftRequest)
+    assert (states.first, states.end) == (0, 3)
+    check(states, (1, 2, 3))
+    _, states, _ = to_drafter(desk.step())
+    assert (states.first, states.end) == (3, 4)
+    check(states, (1, 2, 3, *text((1, 2, 3), 1)))
+    assert desk.feeds.counts == {"verdict": 4, "apart": 0, "verdict_bytes": 16, "apart_bytes": 0}
+
+
+def test_a_drafter_that_could_begin_in_mid_text_gets_all_that_is_there():
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    desk.attach_from(tokens, 0, by=5)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (0, len(tokens) - 1)
+
+
+def test_states_are_never_the_routers():
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), 0)
+    sends = desk.step() + desk.step()
+    assert {type(message) for to, message in sends if to == ROUTER} == {Verdict}
+
+
+def test_of_a_tree_the_accepted_path_rides_in_its_order():
+    """The nodes beside it are somebody else's text."""
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2))
+    desk.attach_from((1, 2), 0)
+    right = text((1, 2), 3)
+    wrong = [(token + 1) % VOCABULARY for token in right]
+    tree = DraftTree((wrong[0], right[0], wrong[1], right[1]), (-1, -1, 1, 1))
+    desk.block((1, 2), tree)
+    _, states, _ = to_drafter(desk.step())
+    assert (states.first, states.end) == (0, 4)
+    check(states, (1, 2, *right[:2]))
+    _, states, _ = to_drafter(desk.step())
+    check(states, (1, 2, *right[:3]))
+
+
+def test_a_drafter_that_reads_no_states_gets_none():
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), None)
+    assert [type(message) for message in to_drafter(desk.step())] == [Verdict, DraftRequest]
+    assert not any(row.state_places for row in desk.rows[0])
+    assert desk.feeds.next_read() is None
+
+
+def test_a_target_that_captures_nothing_promises_nothing():
+    desk = Desk()
+    desk.open(tokens=(1, 2, 3))
+    desk.scheduler.receive(DRAFTER, Attach("s", 3, Prefix(KEY, (1, 2, 3)).hash, 0), 0.0)
+    assert [type(message) for message in to_drafter(desk.step())] == [Verdict, DraftRequest]
+    assert desk.scheduler.feeds.next_read() is None
+
+
+def test_a_drafter_that_nothing_is_asked_of_is_sent_no_states():
+    """Nor is it told verdicts; both would be for nothing."""
+    desk = FeedDesk(asked=0)
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), 0)
+    for _ in range(3):
+        assert to_drafter(desk.step()) == []
+        assert desk.feeds.next_read() is None
+    assert not any(row.state_places for rows in desk.rows for row in rows)
+
+
+def test_at_the_end_of_a_session_nothing_rides():
+    desk = FeedDesk()
+    desk.open(tokens=(1, 2, 3), max_len=4)
+    desk.attach_from((1, 2, 3), 0)
+    assert [type(message) for message in to_drafter(desk.step())] == [Verdict]
+
+
+# ---------------------------------------------------------------- apart from verdicts
+
+
+def test_a_long_prompt_is_read_from_pages_chunk_by_chunk_while_the_target_goes_on_reading_it():
+    desk = FeedDesk(WIDE, max_step_tokens=6)
+    prompt = tuple(range(1, 16))
+    desk.open(tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0)
+    seen = []
+    for chunk in (6, 6):
+        assert desk.step() == [], "it is not through its prompt"
+        found = list(desk.reads())
+        seen += found
+        desk.ack(found[-1].end)
+        assert found[-1].end == sum(len(row.tokens) for rows in desk.rows for row in rows)
+        assert chunk == sum(states.end - states.first for states in found)
+    assert [(states.first, states.end) for states in seen] == [(0, 4), (4, 6), (6, 10), (10, 12)]
+    for states in seen:
+        check(states, prompt)
+        assert len(states.rows) <= MAX_STATES_BYTES
+
+
+def test_no_verdict_waits_behind_a_prompt(monkeypatch):
+    """One session decodes while another's prompt is fed: its verdicts and rows go first, in every step."""
+    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 2 * WIDE.row_bytes)
+    desk = FeedDesk(WIDE, max_step_tokens=8)
+    desk.open("short", tokens=(1, 2))
+    desk.attach_from((1, 2), 0, "short")
+    desk.step()
+    prompt = tuple(range(3, 40))
+    desk.open("long", tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0, "long")
+    for _ in range(4):
+        told = to_drafter(desk.step())
+        assert [type(message) for message in told] == [Verdict, States, DraftRequest]
+        assert {message.session for message in told} == {"short"}
+        apart = list(desk.reads())
+        assert {states.session for states in apart} <= {"long"}, "what rides is not read once more"
+    assert desk.feeds.rows["apart"] > 0
+
+
+def test_what_is_on_its_way_is_bounded_until_it_is_acknowledged():
+    desk = FeedDesk(WIDE, max_step_tokens=64)
+    prompt = tuple(range(1, 40))
+    desk.open(tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0)
+    desk.step()
+    sent = list(desk.reads())
+    on_way = sum(len(states.rows) for states in sent)
+    assert hidden_state_sender.WINDOW_BYTES - MAX_STATES_BYTES < on_way <= hidden_state_sender.WINDOW_BYTES
+    assert desk.feeds.next_read() is None
+    assert to_drafter(desk.step())[0].tokens, "verdicts go on"
+    desk.ack(4)
+    (more,) = desk.reads()
+    assert more.first == sent[-1].end
+
+
+def test_acknowledgements_of_strangers_or_of_what_was_never_sent_make_no_room():
+    desk = FeedDesk(WIDE, max_step_tokens=64)
+    prompt = tuple(range(1, 40))
+    desk.open(tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0)
+    desk.step()
+    sent = list(desk.reads())
+    desk.ack(30, drafter=OTHER)
+    desk.ack(30, session="unknown")
+    assert desk.feeds.next_read() is None
+    desk.ack(2**32 - 1)
+    assert next(states.first for states in desk.reads()) == sent[-1].end, "nothing that was not sent has arrived"
+
+
+def test_the_stretch_that_is_shortest_goes_first():
+    desk = FeedDesk(WIDE, max_step_tokens=64)
+    prompts = {"long": tuple(range(1, 30)), "short": tuple(range(31, 40))}
+    for name, prompt in prompts.items():
+        desk.open(name, tokens=prompt)
+        desk.attach_from(prompt, 0, name)
+    desk.step()
+    first = next(desk.reads())
+    assert first.session == "short"
+
+
+def test_a_drafter_that_comes_in_the_middle_is_fed_from_pages_without_a_forward():
+    desk = FeedDesk(SMALL)
+    prompt = (1, 2, 3)
+    desk.open(tokens=prompt, max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (*prompt, *text(prompt, 4))
+    steps = len(desk.rows)
+    desk.attach_from(tokens, 0)
+    (states,) = desk.reads()
+    assert len(desk.rows) == steps
+    assert (states.first, states.end) == (0, len(tokens) - 1)
+    check(states, tokens)
+
+
+def test_known_tokens_are_fed_once_whatever_becomes_of_drafters():
+    """Accepted drafts are not among them, nor the last token; what was rejected, or is in the cache, is not fed."""
+    desk = FeedDesk(SMALL)
+    prompt = tuple(range(1, 14))
+    right = text(prompt, 6)
+    desk.open(tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0)
+    desk.block(prompt, (*right[:2], (right[2] + 1) % VOCABULARY))
+    desk.step()
+    assert desk.scheduler.known_tokens == len(prompt)
+    desk.scheduler.gone(DRAFTER, desk.now)
+    desk.step()
+    desk.attach_from((*prompt, *right[:4]), 0, drafter=OTHER)
+    assert len(list(desk.read())) == 1
+    desk.step()
+    assert desk.scheduler.known_tokens == len(prompt) + 2
+    desk.open("t", tokens=(*prompt, 20))
+    desk.step()
+    assert desk.scheduler.known_tokens == len(prompt) + 2 + 1 + 2, "one of the first, two after whole pages"
+
+
+def test_a_prefix_hit_is_fed_from_the_pages_of_who_computed_it():
+    desk = FeedDesk(SMALL)
+    prompt = tuple(range(1, 14))
+    desk.open("a", tokens=prompt)
+    desk.step()
+    desk.open("b", tokens=(*prompt, 20, 21))
+    desk.attach_from((*prompt, 20, 21), 0, "b")
+    (states,) = desk.reads()
+    assert (states.session, states.first, states.end) == ("b", 0, 12), "the whole pages, before any step of its own"
+    check(states, prompt)
+
+
+def test_accepted_nodes_of_a_tree_are_not_read_before_they_are_where_they_belong():
+    """Until the next step moves them, other tokens lie there."""
+    desk = FeedDesk(SMALL)
+    desk.open(tokens=(1, 2))
+    right = text((1, 2), 4)
+    tree = DraftTree(((right[0] + 1) % VOCABULARY, right[0], right[1]), (-1, -1, 1))
+    desk.block((1, 2), tree)
+    desk.step()
+    desk.attach_from((1, 2, *right[:3]), 0)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (0, 2)
+    check(states, (1, 2))
+    desk.ack(2)
+    _, states, _ = to_drafter(desk.step())
+    check(states, (1, 2, *right[:3]))
+    assert states.first == 2
+
+
+def test_rows_do_not_overtake_those_that_went_apart():
+    desk = FeedDesk(SMALL)
+    desk.open(tokens=(1, 2, 3))
+    desk.step()
+    desk.attach_from((1, 2, 3, *text((1, 2, 3), 1)), 0)
+    (apart,) = desk.reads()
+    assert [type(message) for message in to_drafter(desk.step())] == [Verdict, DraftRequest]
+    (late,) = desk.reads()
+    assert late.first == apart.end
+    desk.ack(late.end)
+    assert [type(message) for message in to_drafter(desk.step())] == [Verdict, States, DraftRequest]
+
+
+@pytest.mark.parametrize(("acked", "reached"), [(2, ()), (3, (1, 0, 0, 0))], ids=["on their way", "here"])
+def test_a_drafter_that_waits_for_states_is_not_taken_for_one_that_finds_nothing(acked, reached):
+    desk = FeedDesk(SMALL)
+    desk.open(tokens=(1, 2, 3))
+    desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 1))
+    desk.attach_from(tokens, 0)
+    list(desk.reads())
+    desk.ack(acked)
+    desk.scheduler.receive(DRAFTER, NoDraft("s", 4, Prefix(KEY, tokens).hash), desk.now)
+    desk.step()
+    assert desk.scheduler.acceptance.reached == reached
+
+
+@pytest.mark.parametrize("leaves", [Detach("s"), None], ids=["detached", "gone"])
+def test_nothing_is_read_for_a_drafter_that_has_left_and_its_successor_gets_all(leaves):
+    desk = FeedDesk(SMALL)
+    prompt = (1, 2, 3, 4)
+    desk.open(tokens=prompt, max_len=60)
+    desk.attach_from(prompt, 0)
+    desk.step()
+    if leaves is None:
+        desk.scheduler.gone(DRAFTER, desk.now)
+    else:
+        desk.scheduler.receive(DRAFTER, leaves, desk.now)
+    desk.step()
+    assert desk.feeds.next_read() is None
+    tokens = (*prompt, *text(prompt, 2))
+    desk.attach_from(tokens, 0, drafter=OTHER)
+    ((to, states),) = desk.read()
+    assert to == f"{peer_of(OTHER)}/states"
+    assert isinstance(states, States)
+    check(states, tokens)
+    assert states.first == 0
+
+
+def test_what_was_read_for_a_session_that_is_gone_by_then_goes_nowhere():
+    desk = FeedDesk(SMALL)
+    desk.open(tokens=(1, 2, 3))
+    desk.step()
+    desk.attach_from((1, 2, 3, *text((1, 2, 3), 1)), 0)
+    asked = desk.feeds.next_read()
+    assert asked is not None
+    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
+    assert desk.feeds.sent(asked, bytes(SMALL.row_bytes * len(asked.places))) == []
+
+
+def test_a_drafter_that_attaches_during_a_step_is_fed_from_where_it_says():
+    """What was to ride was for one that lacked more."""
+    desk = FeedDesk(SMALL)
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), 0)
+    plan = desk.scheduler.plan(desk.now)
+    assert plan is not None
+    desk.attach_from((1, 2, 3), 1)
+    told = to_drafter(desk.scheduler.apply(desk.compute(plan), 0.1, desk.now))
+    assert [type(message) for message in told] == [Verdict, DraftRequest]
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (1, 3)
+
+
+def check_preempted_sessions_go_on(desk: FeedDesk, steps: int) -> None:
+    """Two sessions that have not room together: each state comes once, in order, and right, to near their ends."""
+    prompts = {"a": tuple(range(1, 7)), "b": tuple(range(11, 17))}
+    known = dict.fromkeys(prompts, 0)
+    texts = {name: list(prompt) for name, prompt in prompts.items()}
+    for name, prompt in prompts.items():
+        desk.open(name, tokens=prompt, max_len=24)
+        desk.attach_from(prompt, 0, name)
+    for _ in range(steps):
+        plan = desk.scheduler.plan(desk.now)
+        if plan is None:
+            break
+        sends = desk.scheduler.apply(desk.compute(plan), 0.1, desk.now)
+        for to, message in [*sends, *[(DRAFTER, states) for states in desk.reads()]]:
+            if to == DRAFTER and isinstance(message, Verdict):
+                texts[message.session] += message.tokens
+            if to == DRAFTER and isinstance(message, States):
+                assert message.first == known[message.session]
+                check(message, tuple(texts[message.session]))
+                known[message.session] = message.end
+                desk.ack(message.end, message.session)
+    assert desk.scheduler.preempted > 0
+    assert min(known.values()) > 18
+
+
+def test_a_preempted_session_goes_on_where_it_was():
+    """Its pages are found or computed again; what was sent is not sent once more."""
+    check_preempted_sessions_go_on(FeedDesk(SMALL, pages=9, max_sessions=2, max_context=24), steps=60)

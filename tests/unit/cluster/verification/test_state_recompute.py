@@ -1,0 +1,284 @@
+"""Where no page keeps hidden states: what a step computed goes out before the next, and the rest is computed again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cluster.verification import hidden_state_sender
+from cluster.verification.state_recompute import MOST_TRIES
+from cluster.verification.step import Outcome, StepPlan, places_of
+from protos.draft_tree import DraftTree
+from protos.messages import States, Verdict
+from protos.states import StatesFormat
+from tests.unit.cluster.verification.test_hidden_state_sender import (
+    SMALL,
+    WIDE,
+    FeedDesk,
+    check,
+    check_preempted_sessions_go_on,
+    to_drafter,
+)
+from tests.unit.cluster.verification.test_verification_scheduler import VOCABULARY, text
+
+PROMPT = tuple(range(1, 14))
+LONGER = (*PROMPT, 20, 21)
+
+
+class FreshDesk(FeedDesk):
+    """A desk whose engine has the states of its latest step alone; to read others is a failure."""
+
+    def __init__(self, layout: StatesFormat = SMALL, **limits: Any) -> None:
+        super().__init__(layout, keeps_states=False, **limits)
+        self._written: set[int] = set()
+
+    def compute(self, plan: StepPlan) -> list[Outcome]:
+        if plan.rows:
+            self._written = {
+                place
+                for row in plan.rows
+                for place in places_of(range(row.start, row.start + len(row.tokens)), row.pages, self._page_size)
+            }
+        return super().compute(plan)
+
+    def _rows_at(self, places: Sequence[int]) -> bytes:
+        assert self._written.issuperset(places), "these states are gone"
+        return super()._rows_at(places)
+
+    @property
+    def _page_size(self) -> int:
+        return self.scheduler._limits.page_size
+
+    @property
+    def again(self) -> int:
+        return self.feeds.counts["again"]
+
+    def states_of_steps(self, steps: int, session: str = "s") -> list[States]:
+        """All that goes out to the drafter, of which each is acknowledged."""
+        found: list[States] = []
+        for _ in range(steps):
+            sent = [message for message in to_drafter(self.step()) if isinstance(message, States)]
+            for states in [*sent, *self.reads()]:
+                found.append(states)
+                self.ack(states.end, session)
+        return found
+
+
+def test_what_a_step_fed_rides_as_it_does_from_pages():
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3))
+    desk.attach_from((1, 2, 3), 0)
+    first, second = desk.states_of_steps(2)
+    assert [(first.first, first.end), (second.first, second.end)] == [(0, 3), (3, 4)]
+    check(second, (1, 2, 3, *text((1, 2, 3), 1)))
+    assert desk.again == 0
+
+
+def test_a_prompt_in_chunks_goes_out_after_each_step():
+    desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.attach_from(PROMPT, 0)
+    found = desk.states_of_steps(4)
+    assert [states.first for states in found][:3] == [0, 4, 8]
+    for states in found:
+        check(states, (*PROMPT, *text(PROMPT, 2)))
+    assert found[-1].end == len(PROMPT)
+    assert desk.again == 0
+
+
+def test_a_drafter_that_comes_in_the_middle_has_the_text_computed_again():
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    desk.attach_from(tokens, 0)
+    assert desk.feeds.next_read() is None
+    (states,) = desk.states_of_steps(1)
+    assert (states.first, states.end) == (0, len(tokens))
+    check(states, tokens)
+    assert desk.again == len(tokens) - 1, "the last was not computed yet"
+    assert desk.scheduler.known_tokens == len(tokens) + desk.again
+    assert desk.rows[-1][0].start == 0
+
+
+def test_no_more_is_computed_again_than_a_drafter_lacks():
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    desk.attach_from(tokens, len(tokens) - 3)
+    (states,) = desk.states_of_steps(1)
+    assert (states.first, states.end) == (len(tokens) - 3, len(tokens))
+    assert desk.again == 2
+
+
+def test_what_the_latest_step_has_computed_is_not_computed_again():
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 1))
+    desk.attach_from(tokens, 0)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (0, 3)
+    check(states, tokens)
+    assert desk.again == 0
+
+
+def test_a_prefix_hit_is_computed_again_and_the_text_is_what_it_was():
+    desk = FreshDesk()
+    desk.open("a", tokens=PROMPT)
+    desk.step()
+    desk.open("b", tokens=LONGER)
+    desk.attach_from(LONGER, 0, "b")
+    (states,) = desk.states_of_steps(1, "b")
+    assert (states.session, states.first, states.end) == ("b", 0, len(LONGER))
+    check(states, LONGER)
+    assert desk.again == 12, "the whole pages that were found"
+
+
+@pytest.mark.parametrize(
+    ("by", "first", "again"), [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)], ids=["some", "none", "later", "all"]
+)
+def test_after_a_prefix_hit_no_more_is_computed_again_than_a_drafter_needs_to_begin(by, first, again):
+    desk = FreshDesk()
+    desk.open("a", tokens=PROMPT)
+    desk.step()
+    desk.open("b", tokens=LONGER)
+    desk.attach_from(LONGER, 0, "b", by=by)
+    (states,) = desk.states_of_steps(1, "b")
+    assert (states.first, states.end) == (first, len(LONGER))
+    check(states, LONGER)
+    assert desk.again == again
+
+
+def test_a_drafter_that_comes_in_the_middle_begins_there_and_goes_on():
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        desk.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    desk.attach_from(tokens, 0, by=4)
+    assert desk.feeds.next_read() is None, "of position 4 nothing is there"
+    first, second = desk.states_of_steps(2)
+    assert (first.first, first.end, second.first) == (4, 7, 7)
+    check(second, (*tokens, *text(tokens, 1)))
+    assert desk.again == 2
+
+
+def test_it_begins_earlier_than_it_must_where_that_is_there():
+    desk = FreshDesk()
+    desk.open(tokens=PROMPT, max_len=60)
+    desk.step()
+    tokens = (*PROMPT, *text(PROMPT, 1))
+    desk.attach_from(tokens, 2, by=12)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (2, len(PROMPT))
+    desk.step()
+    desk.attach_from(tokens, 0, by=13)
+    (states,) = desk.reads()
+    assert (states.first, states.end) == (13, 14)
+    assert desk.again == 0
+
+
+def test_of_a_prompt_in_chunks_a_drafter_that_comes_late_begins_at_what_is_there():
+    desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.step()
+    desk.step()
+    desk.attach_from(PROMPT, 0, by=10)
+    (first,) = desk.reads()
+    assert (first.first, first.end) == (4, 8)
+    desk.ack(first.end)
+    found = desk.states_of_steps(2)
+    assert [states.first for states in found] == [8, 12]
+    assert found[-1].end == len(PROMPT)
+    assert desk.again == 0
+
+
+def test_while_nothing_has_gone_out_it_begins_later_and_nothing_is_computed_again():
+    desk = FreshDesk(max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.step()
+    desk.step()
+    desk.attach_from(PROMPT, 0, by=10)
+    (states,) = desk.states_of_steps(1)
+    assert (states.first, states.end) == (8, 12)
+    assert desk.again == 0
+
+
+def test_what_has_begun_has_no_gaps(monkeypatch):
+    """However late it could have begun: what could not go out is computed again."""
+    monkeypatch.setattr(hidden_state_sender, "UNKEPT_WINDOW_BYTES", 1)
+    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 0)
+    desk = FreshDesk(max_step_tokens=4, max_context=100)
+    desk.open(tokens=PROMPT)
+    desk.attach_from(PROMPT, 0, by=12)
+    desk.step()
+    (first,) = desk.reads()
+    assert (first.first, first.end) == (0, 4)
+    desk.step()
+    assert list(desk.reads()) == [], "the first are still on their way"
+    desk.step()
+    desk.ack(first.end)
+    desk.step()
+    (second,) = desk.reads()
+    assert second.first == 4
+    assert desk.again > 0
+
+
+def test_nothing_is_computed_again_for_a_session_without_a_drafter_that_reads():
+    desk = FreshDesk()
+    desk.open("a", tokens=PROMPT)
+    desk.step()
+    desk.open("b", tokens=LONGER)
+    desk.attach_from(LONGER, None, "b")
+    desk.step()
+    assert desk.again == 0
+    assert desk.rows[-1][-1].start == 12
+
+
+def test_accepted_nodes_of_a_tree_are_read_where_the_step_wrote_them():
+    desk = FreshDesk(WIDE)
+    desk.open(tokens=(1, 2))
+    desk.attach_from((1, 2), 0)
+    right = text((1, 2), 4)
+    tree = DraftTree(((right[0] + 1) % VOCABULARY, right[0], right[1]), (-1, -1, 1))
+    desk.block((1, 2), tree)
+    (states,) = desk.states_of_steps(1)
+    assert (states.first, states.end) == (0, 4)
+    check(states, (1, 2, *right[:3]))
+
+
+def test_a_drafter_without_room_has_it_computed_again_once_more_and_then_goes_without(monkeypatch):
+    monkeypatch.setattr(hidden_state_sender, "UNKEPT_WINDOW_BYTES", 1)
+    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 0)
+    desk = FreshDesk()
+    desk.open(tokens=(1, 2, 3), max_len=60)
+    desk.attach_from((1, 2, 3), 0)
+    desk.step()
+    (first,) = desk.reads()
+    for _ in range(2 * MOST_TRIES + 1):  # what is still there is waited for during a step
+        told = to_drafter(desk.step())
+        assert any(isinstance(message, Verdict) and message.tokens for message in told), "the text goes on"
+        assert list(desk.reads()) == [], "the first are still on their way"
+    assert desk.feeds.counts["lost"] == 1
+    assert desk.again == 2
+    tokens = desk.scheduler._admission.running["s"].prefix.tokens
+    desk.ack(first.end)
+    desk.attach_from(tuple(tokens), first.end)
+    (states,) = desk.states_of_steps(1)
+    assert states.first == first.end
+    assert desk.feeds.counts["lost"] == 1
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_counts_say_what_it_costs_only_where_none_are_kept(keeps):
+    assert ("again" in FeedDesk(keeps_states=keeps).feeds.counts) is not keeps
+
+
+def test_a_preempted_session_goes_on_where_it_was():
+    desk = FreshDesk(pages=9, max_sessions=2, max_context=24)
+    check_preempted_sessions_go_on(desk, steps=80)
+    assert desk.feeds.counts["lost"] == 0

@@ -1,0 +1,62 @@
+"""With an address of their own, operators find there what nobody finds elsewhere."""
+
+import hashlib
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from serve_app.http.access.admin_port import OPERATORS
+from serve_app.http.text import TextCodec
+from serve_app.page.routes import page_routes
+from serve_app.page.samples import Sample
+from serve_app.page.watch import PageWatch
+from tests.asgi_front import MODEL, AsgiFront, asgi_front
+
+KEY = "sk-ann"
+THEIRS = ("/metrics", "/", "/page/state", "/page/page.js")
+EVERYBODYS = ("/health", "/v1/models", "/version", "/docs")
+APART = {"operators": {"port": 9400}}
+
+
+async def samples() -> list[Sample]:
+    return []
+
+
+def at_theirs(front: AsgiFront) -> httpx.AsyncClient:
+    """A client of the operators' address."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await front.app({**scope, OPERATORS: True}, receive, send)
+
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operators")
+
+
+async def statuses(http: httpx.AsyncClient, paths: tuple[str, ...]) -> set[int]:
+    return {(await http.get(path)).status_code for path in paths}
+
+
+async def test_what_is_theirs_is_at_their_address_alone(codec: TextCodec) -> None:
+    page = page_routes(PageWatch(MODEL, samples))
+    async with asgi_front(codec, APART, further=page) as front, at_theirs(front) as theirs:
+        assert await statuses(front.http, THEIRS) == {404}
+        assert await statuses(front.http, EVERYBODYS) == {200}
+        assert await statuses(theirs, THEIRS + EVERYBODYS) == {200}
+        error = (await front.http.get("/metrics")).json()["error"]
+        assert "server.operators" in error["message"]
+
+
+async def test_without_one_all_is_at_one_address(codec: TextCodec) -> None:
+    page = page_routes(PageWatch(MODEL, samples))
+    async with asgi_front(codec, further=page) as front:
+        assert await statuses(front.http, THEIRS + EVERYBODYS) == {200}
+
+
+@pytest.mark.parametrize(("headers", "status"), [({}, 401), ({"Authorization": f"Bearer {KEY}"}, 200)])
+async def test_their_address_asks_for_keys_as_well(codec: TextCodec, headers: dict[str, str], status: int) -> None:
+    keys = {"keys": {"ann": {"sha256": hashlib.sha256(KEY.encode()).hexdigest()}}}
+    page = page_routes(PageWatch(MODEL, samples))
+    async with asgi_front(codec, APART | keys, key=KEY, further=page) as front, at_theirs(front) as theirs:
+        assert (await theirs.get("/page/state", headers=headers)).status_code == status
+        assert (await front.http.get("/page/state", headers=headers)).status_code == 404
+        assert (await theirs.get("/metrics")).status_code == 200

@@ -1,0 +1,38 @@
+"""What a choice tells of the tokens behind text that its reader held back."""
+
+from collections.abc import Sequence
+
+from serve_app.http.conversation.choice_stream import Telling, TellingOptions
+from serve_app.http.conversation.output_parser import Content, Saying
+from serve_app.http.generation_stream import Delta
+
+
+class HoldingReader:
+    """Gives out nothing before a full stop."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> list[Saying]:
+        self._held += text
+        return self.finish() if text == "." else []
+
+    def finish(self) -> list[Saying]:
+        held = self._held
+        self._held = ""
+        return [Content(held)] if held else []
+
+
+def delta(pieces: Sequence[tuple[str, bool]], rejected: Sequence[str]) -> Delta:
+    text = "".join([piece for piece, _ in pieces])
+    accepted = sum([drafted for _, drafted in pieces])
+    return Delta(0, text, len(pieces), accepted, tuple(pieces), False, None, rejected=tuple(rejected))
+
+
+def test_what_was_rejected_waits_with_its_pieces() -> None:
+    telling = Telling(0, HoldingReader(), TellingOptions(), lambda: 1)
+    assert telling.parts(delta([("a", True), ("b", False)], ("", "XY"))) == []
+    (part,) = telling.parts(delta([(".", False)], ("Z",)))
+    assert part.text == "ab."
+    assert part.trace.pieces == (("a", True), ("b", False), (".", False))
+    assert part.trace.rejected == ("", "XY", "Z")

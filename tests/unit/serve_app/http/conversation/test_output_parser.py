@@ -1,0 +1,178 @@
+"""Answers told apart into their parts, wherever their text is cut."""
+
+import json
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.http.conversation import call_text
+from serve_app.http.conversation.output_parser import Call, Content, PlainReader, Reasoning, Saying, read_whole
+from serve_app.http.conversation.response_templates import ResponseReaders, find_template
+from tests.call_writers import special_writer
+from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+CALLED = Call("weather", '{"city": "Zürich"}')
+
+
+@pytest.fixture(scope="module")
+def readers() -> ResponseReaders:
+    tokenizer = talking_tokenizer()
+    return ResponseReaders(tokenizer, find_template("auto", tokenizer, MODEL_TYPE))
+
+
+def joined(sayings: list[Saying]) -> tuple[str, str, list[Call]]:
+    """Content, reasoning and calls."""
+    content = "".join(one.text for one in sayings if isinstance(one, Content))
+    reasoning = "".join(one.text for one in sayings if isinstance(one, Reasoning))
+    return content, reasoning, [one for one in sayings if isinstance(one, Call)]
+
+
+def read(readers: ResponseReaders, text: str, *, prompt: str = "", tools: Any = TOOLS, size: int = 1) -> Any:
+    tokens = talking_tokenizer()(prompt).input_ids
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    return joined(read_whole(readers.reader(tokens, tools), pieces))
+
+
+ANSWERS = [
+    ("Hello.<|im_end|>", ("Hello.", "", [])),
+    ("<think>so</think>Hello.<|im_end|>", ("Hello.", "so", [])),
+    (f"{CALL}<|im_end|>", ("", "", [CALLED])),
+    (f"<think>so</think>\n\n{CALL}\n{CALL}<|im_end|>", ("", "so", [CALLED, CALLED])),
+    (f"I look.\n{CALL}<|im_end|>", ("I look.", "", [CALLED])),
+    ("1 < 2 and <tool", ("1 < 2 and <tool", "", [])),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), ANSWERS)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_an_answer_has_the_same_parts_however_many_tokens_come_at_once(
+    readers: ResponseReaders, text: str, parts: Any, size: int
+) -> None:
+    assert read(readers, text, size=size) == parts
+
+
+@given(cuts=st.lists(st.integers(0, 120), max_size=12))
+def test_an_answer_has_the_same_parts_wherever_it_is_cut(readers: ResponseReaders, cuts: list[int]) -> None:
+    text, parts = ANSWERS[3]
+    borders = [0, *sorted(cuts), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(borders)]
+    assert joined(read_whole(readers.reader((), TOOLS), pieces)) == parts
+
+
+def test_content_comes_as_it_grows(readers: ResponseReaders) -> None:
+    reader = readers.reader((), TOOLS)
+    assert reader.push("Hel") == [Content("Hel")]
+    assert reader.push("lo") == [Content("lo")]
+
+
+def test_reasoning_that_the_prompt_has_begun_goes_on(readers: ResponseReaders) -> None:
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert read(readers, "so</think>Hello.", prompt=prompt) == ("Hello.", "so", [])
+
+
+def test_marks_that_a_user_spelled_begin_nothing(readers: ResponseReaders) -> None:
+    assert read(readers, "Hello.", prompt="<think> without an anchor") == ("Hello.", "", [])
+
+
+def test_a_call_that_is_no_json_is_content_and_reading_goes_on(readers: ResponseReaders) -> None:
+    broken = "<tool_call>{oh</tool_call>"
+    assert read(readers, f"{broken}{CALL}") == (broken, "", [CALLED])
+
+
+def test_a_call_that_was_cut_off_is_content(readers: ResponseReaders) -> None:
+    assert read(readers, '<tool_call>{"name": "wea') == ('<tool_call>{"name": "wea', "", [])
+
+
+@pytest.mark.parametrize("called", ['{"arguments": {}}', '{"name": 1, "arguments": {}}', '["weather"]', '{"name": ""}'])
+def test_a_call_of_nothing_is_content(readers: ResponseReaders, called: str) -> None:
+    assert read(readers, f"<tool_call>{called}</tool_call>") == (f"<tool_call>{called}</tool_call>", "", [])
+
+
+def test_a_call_without_arguments_has_none(readers: ResponseReaders) -> None:
+    _, _, (call,) = read(readers, '<tool_call>{"name": "now"}</tool_call>')
+    assert json.loads(call.arguments) == {}
+
+
+WRITTEN = [
+    pytest.param('{"n": 1e999, "m": [-1E400]}', id="beyond what Python reads"),
+    pytest.param('{"n": 1.10, "m": 0.12345678901234567890123}', id="digits"),
+    pytest.param('{"a" : "\\ud800",\n "b":"\\/"}', id="escapes and blanks"),
+    pytest.param('{"a": {"b": {}}, "c": "{}"}', id="objects"),
+    pytest.param('{"a": "</tool_call>"}', id="the mark that ends calls"),
+    pytest.param('{"a": "x\\"</tool_call>\\\\", "b": "<tool_call>{}</tool_call>é🙂"}', id="marks beside escapes"),
+]
+
+
+@pytest.mark.parametrize("arguments", WRITTEN)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_arguments_are_json_as_the_model_wrote_it(readers: ResponseReaders, arguments: str, size: int) -> None:
+    called = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    content, _, calls = read(readers, f"So:\n{called}\n{called}<|im_end|>", size=size)
+    assert calls == [Call("weather", arguments)] * 2
+    assert content == "So:"
+
+
+@pytest.mark.parametrize("arguments", WRITTEN)
+def test_each_call_of_a_list_has_its_arguments_as_they_were_written(arguments: str) -> None:
+    by_list = special_writer().readers
+    text = f'[CALLS][{{"name": "f", "arguments": {arguments}}}, {{"arguments": {arguments}, "name": "g"}}][/CALLS]'
+    assert read(by_list, text)[2] == [Call("f", arguments), Call("g", arguments)]
+
+
+def test_calls_of_a_list_with_the_same_arguments_have_each_its_own_way_to_write_them() -> None:
+    by_list = special_writer().readers
+    one, other = '{"n": 1.0}', '{"n": 10e-1}'
+    text = f'[CALLS][{{"name": "f", "arguments": {one}}}, {{"name": "g", "arguments": {other}}}][/CALLS]'
+    assert read(by_list, text)[2] == [Call("f", one), Call("g", other)]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_call_of_what_json_has_not_is_content(readers: ResponseReaders, number: str) -> None:
+    called = f'<tool_call>{{"name": "weather", "arguments": {{"n": {number}}}}}</tool_call>'
+    assert read(readers, f"{called}{CALL}") == (called, "", [CALLED])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("city", ['"Bern\n', '"Bern\n"', '"Bern\r, "a": "b\r'])
+def test_a_string_that_a_line_leaves_open_holds_no_mark(readers: ResponseReaders, city: str, size: int) -> None:
+    broken = f'<tool_call>{{"name": "weather", "arguments": {{"city": {city}}}}}</tool_call>'
+    assert read(readers, f"{broken}{CALL}", size=size) == (broken, "", [CALLED])
+
+
+def test_a_broken_call_is_told_from_the_beginning_of_its_mark_on(readers: ResponseReaders) -> None:
+    pieces = ["I look. <tool", "_call>{oh</tool", "_call>"]
+    assert joined(read_whole(readers.reader((), TOOLS), pieces))[0] == "I look. <tool_call>{oh</tool_call>"
+
+
+def test_arguments_with_very_many_objects_are_not_looked_for_at_each(readers: ResponseReaders) -> None:
+    arguments = json.dumps({"a": "7", "b": [{}] * 20_000})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    reader = readers.reader((), tools)
+    with patch.object(call_text, "_DECODER", wraps=call_text._DECODER) as decoder:
+        read_whole(reader, [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'])
+    assert decoder.raw_decode.call_count == call_text.MOST_PLACES
+
+
+def test_where_no_tools_are_offered_a_call_is_content(readers: ResponseReaders) -> None:
+    assert read(readers, CALL, tools=()) == (CALL, "", [])
+
+
+def test_arguments_are_of_the_types_that_the_tool_declares() -> None:
+    tokenizer = talking_tokenizer()
+    by_markup = ResponseReaders(tokenizer, find_template("auto", tokenizer, "qwen3_5"))
+    properties = {"days": {"type": "integer"}, "city": {"type": "string"}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": properties}}}]
+    written = "<parameter=days>3</parameter><parameter=city>7</parameter>"
+    text = f"<tool_call><function=weather>{written}</function></tool_call>"
+    _, _, (call,) = read(by_markup, text, tools=tools)
+    assert json.loads(call.arguments) == {"days": 3, "city": "7"}
+
+
+def test_all_that_a_plain_model_says_is_content() -> None:
+    assert read_whole(PlainReader(), ["a", "", CALL]) == [Content("a"), Content(CALL)]

@@ -1,0 +1,172 @@
+"""What requests ask of their answer's form, as grammars; and refusals that name the field."""
+
+import json
+from typing import Any
+
+import pytest
+
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.vocabulary import grammar_vocabulary
+from cluster.errors import RequestError
+from protos.messages import MAX_GRAMMAR_BYTES
+from serve_app.http.structured.grammar_check import GrammarCheck
+from serve_app.http.structured.response_format import AskedGrammar, asked_grammar
+from serve_app.http.wire.bounds import RequestBounds
+from serve_app.http.wire.parsing import parse
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
+from tests.byte_tokenizer import byte_tokenizer
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": ["integer", "null"]}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+}
+SCHEMA_FIELD = "response_format.json_schema.schema"
+TOKENIZER = byte_tokenizer()
+COMPILER = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
+
+
+def asked(**fields: Any) -> AskedGrammar | None:
+    body = json.dumps({"model": "toy", "prompt": "x", **fields}).encode()
+    request = parse(CompletionRequest, body, RequestBounds())
+    return asked_grammar(request.response_format, request.structured_outputs)
+
+
+def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": schema, **more}}}
+
+
+def takes(grammar: AskedGrammar | None, text: str) -> bool:
+    """Whether an answer may be this text, token by token, and end there."""
+    assert grammar is not None
+    followed = COMPILER.follow(grammar.text)
+    tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
+    for token in tokens:
+        (mask,) = followed.masks([()])
+        if mask is None or not mask[token // 8] >> token % 8 & 1:
+            return False
+        followed.advance([token])
+    return True
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        pytest.param(by_schema(POINT), ['{"x":1,"y":null}', '{ "x": 1,\n "y": -2}'], ['{"x":1}', "[]"], id="schema"),
+        pytest.param(by_schema(POINT, strict=True), ['{"x":1,"y":2}'], ['{"x":1,"y":2,"z":3}'], id="strict"),
+        pytest.param(by_schema(POINT, strict=False), ['{"x":1,"y":2}'], ['{"x":1.5,"y":2}'], id="not strict"),
+        pytest.param({"response_format": {"type": "json_object"}}, ["{}", '{"a": [1, {}]}'], ["[]", "1"], id="object"),
+        pytest.param({"structured_outputs": {"json": POINT}}, ['{"x":1,"y":2}'], ["{}"], id="vLLM's schema"),
+        pytest.param({"structured_outputs": {"json": json.dumps(POINT)}}, ['{"x":1,"y":2}'], ["{}"], id="as text"),
+        pytest.param({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"], id="vLLM's object"),
+        pytest.param({"structured_outputs": {"regex": "a{2}|b"}}, ["aa", "b"], ["a", "aaa", "c"], id="regex"),
+        pytest.param(
+            {"structured_outputs": {"choice": ["yes", "yes and no", 'a "b"\n', "né"]}},
+            ["yes", "yes and no", 'a "b"\n', "né"],
+            ["no", "yes and", '"yes"'],
+            id="choice",
+        ),
+        pytest.param(
+            {"structured_outputs": {"grammar": 'start: "a" start "b" | "c"'}}, ["c", "aacbb"], ["aacb", ""], id="lark"
+        ),
+        pytest.param(
+            {"structured_outputs": {"grammar": 'root ::= "a" root "b" | "c"'}}, ["c", "aacbb"], ["aacb"], id="gbnf"
+        ),
+        pytest.param(
+            {"structured_outputs": {"json": POINT, "disable_any_whitespace": True}},
+            ['{"x":1,"y":2}'],
+            ['{"x": 1,"y":2}'],
+            id="no whitespace",
+        ),
+        pytest.param(
+            {"structured_outputs": {"json": POINT, "whitespace_pattern": "_"}},
+            ['{"x":_1,"y":2}'],
+            ['{"x": 1,"y":2}'],
+            id="whitespace of one's own",
+        ),
+    ],
+)
+def test_what_is_asked_for_is_what_an_answer_may_be(fields, good, bad):
+    grammar = asked(**fields)
+    assert [text for text in good if not takes(grammar, text)] == []
+    assert [text for text in bad if takes(grammar, text)] == []
+
+
+def test_whitespace_between_the_parts_of_json_has_an_end():
+    grammar = asked(response_format={"type": "json_object"})
+    assert takes(grammar, "{" + " " * 20 + "}")
+    assert not takes(grammar, "{" + " " * 21 + "}")
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
+def test_without_a_form_any_text_will_do(fields):
+    assert asked(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "p", "schema": {}}}}, "response_format"),
+        (by_schema([]), SCHEMA_FIELD),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p"}}}, SCHEMA_FIELD),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}}, None),
+        (by_schema({"enum": ["x" * MAX_GRAMMAR_BYTES]}), SCHEMA_FIELD),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [""]}}, None),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "1"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"guided": "x"}}, "structured_outputs.guided"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "x" * (MAX_GRAMMAR_BYTES + 1)}}, "structured_outputs.grammar"),
+        (by_schema(POINT) | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+def test_what_is_no_form_is_refused_by_name(fields, field):
+    with pytest.raises(RequestError) as caught:
+        asked(**fields)
+    named = caught.value.field or ""
+    assert named == field or (field is None and named.startswith(("response_format", "structured_outputs")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (by_schema({"type": "strin"}), "strin"),
+        (by_schema({"not": {"type": "string"}}), "not"),
+        (by_schema({"$ref": "#/$defs/missing"}), "missing. does not exist"),
+        (by_schema({"$ref": "#"}), "schema: no text meets this: .* a \\$ref leads only to itself"),
+        (by_schema({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}), "leads only to itself"),
+        ({"structured_outputs": {"grammar": "start: start"}}, "leads only to itself"),
+        (by_schema({"type": "string", "pattern": "(a"}), "unclosed group"),
+        (by_schema({"not": {}, "x-guidance": {"lenient": True}}), "not"),
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        ({"structured_outputs": {"regex": "a(?=b)"}}, "look-around"),
+        ({"structured_outputs": {"grammar": "start: missing"}}, "missing"),
+    ],
+)
+async def test_what_cannot_be_kept_to_is_refused_by_name_and_reason(fields, why):
+    grammar = asked(**fields)
+    with pytest.raises(RequestError, match=why) as caught:
+        await GrammarCheck(COMPILER).check(grammar)
+    assert caught.value.field == grammar.field
+
+
+async def test_what_can_be_kept_to_passes_and_a_model_without_grammars_refuses_all():
+    grammar = asked(**by_schema(POINT))
+    await GrammarCheck(COMPILER).check(grammar)
+    with pytest.raises(RequestError) as caught:
+        await GrammarCheck(None).check(grammar)
+    assert caught.value.field == SCHEMA_FIELD
+
+
+def test_a_chat_takes_the_same_fields():
+    body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **by_schema(POINT)}
+    request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
+    assert takes(asked_grammar(request.response_format, request.structured_outputs), '{"x":1,"y":2}')

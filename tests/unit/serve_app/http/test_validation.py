@@ -1,0 +1,230 @@
+"""From validated requests to sessions."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import ServerConfig, SlipstreamConfig, validated
+from cluster.errors import RequestError
+from cluster.routing.ledger import Generation
+from protos.messages import Acceptance, Sampling
+from serve_app.http.plain.served_model import UnknownModelError
+from serve_app.http.request_rules import rules_of
+from serve_app.http.validation import agree, resolve
+from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
+
+CONTEXT = 32
+VOCABULARY = 100
+EOS_IDS = (2, 7)
+MAX_TOKEN_CHARS = 6
+
+
+def config(**speculation: Any) -> SlipstreamConfig:
+    return validated(
+        {
+            "model": {"target": "models/toy", "max_context": CONTEXT},
+            "draft": {"method": "prompt_lookup"},
+            "speculation": {"max_draft_tokens": 5} | speculation,
+            "server": {"max_requests": 8},
+        }
+    )
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "toy", "prompt": "x"} | fields)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "toy", "messages": [{"role": "user", "content": "x"}]} | fields)
+
+
+def resolved(
+    request: GenerationRequest,
+    *prompts: tuple[int, ...],
+    setting: SlipstreamConfig | None = None,
+    draw: Callable[[], int] | None = None,
+) -> list[Generation]:
+    setting = setting or config()
+    return resolve(
+        request,
+        agree(request, config=setting, max_token_chars=MAX_TOKEN_CHARS),
+        prompts or ((1, 2, 3),),
+        context=setting.model.max_context,
+        eos_ids=EOS_IDS,
+        vocabulary=VOCABULARY,
+        draw=draw or count(1000).__next__,
+    )
+
+
+def refusal(request: GenerationRequest, *prompts: tuple[int, ...]) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        resolved(request, *prompts)
+    return caught.value
+
+
+def test_a_plain_request() -> None:
+    (generation,) = resolved(completion())
+    assert generation.prompt == (1, 2, 3)
+    assert generation.max_len == 3 + 16
+    assert generation.stop_ids == EOS_IDS
+    assert generation.sampling == Sampling()
+    assert (generation.choice, generation.max_draft_tokens) == (0, 5)
+    assert generation.acceptance is Acceptance.COUPLED
+
+
+def test_sampling_is_taken_over() -> None:
+    fields = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    penalties = {"frequency_penalty": 1.0, "presence_penalty": -1.0}
+    (generation,) = resolved(completion(**fields, **penalties))
+    assert generation.sampling == Sampling(**fields, **penalties)
+    (unlimited,) = resolved(completion(top_k=-1))
+    assert unlimited.sampling.top_k == 0
+
+
+def test_all_randomness_of_sessions_is_their_own() -> None:
+    generations = resolved(completion(n=2), (1,), (2,))
+    drawn = [number for g in generations for number in (g.session, g.draft_seed, g.hash_key)]
+    assert len(set(drawn)) == 12
+    assert [g.choice for g in generations] == [0, 1, 0, 1]
+    assert [g.prompt for g in generations] == [(1,), (1,), (2,), (2,)]
+    first, other, *_ = {g.seed for g in generations}
+    assert first != other
+    assert not {g.seed for g in generations} & {g.draft_seed for g in generations}
+
+
+@pytest.mark.parametrize(("seed", "mapped"), [(7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63)])
+def test_a_seed_is_64_bits_and_is_coupled(seed: int, mapped: int) -> None:
+    (generation,) = resolved(completion(seed=seed), setting=config(acceptance="ratio"))
+    assert generation.seed == mapped
+    assert generation.acceptance is Acceptance.COUPLED
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**64 + 7, -(2**63) - 1])
+@pytest.mark.parametrize("request_of", [completion, chat])
+def test_a_seed_of_more_than_64_bits_is_refused(request_of: Callable[..., GenerationRequest], seed: int) -> None:
+    """Its upper bits would not count, so that 2**64 + 7 would be 7."""
+    with pytest.raises(ValidationError) as refused:
+        request_of(seed=seed)
+    assert [error["loc"] for error in refused.value.errors()] == [("seed",)]
+
+
+def test_bad_words_that_no_row_of_the_model_stands_for_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"bad_words: token id 100 is outside") as refused:
+        rules_of(completion(), 3, ((5, VOCABULARY),), VOCABULARY)
+    assert refused.value.field == "bad_words"
+
+
+def test_a_seed_is_shared_by_all_choices() -> None:
+    assert [(g.seed, g.choice) for g in resolved(completion(seed=5, n=3))] == [(5, 0), (5, 1), (5, 2)]
+
+
+def test_a_seed_with_ratio_is_refused() -> None:
+    error = refusal(completion(seed=5, speculation={"acceptance": "ratio"}))
+    assert error.field == "speculation.acceptance"
+
+
+@pytest.mark.parametrize(
+    ("asked", "configured", "acceptance"),
+    [
+        (None, "ratio", Acceptance.RATIO),
+        ("coupled", "ratio", Acceptance.COUPLED),
+        ("ratio", "coupled", Acceptance.RATIO),
+    ],
+)
+def test_acceptance_without_a_seed(asked: str | None, configured: str, acceptance: Acceptance) -> None:
+    speculation = {} if asked is None else {"acceptance": asked}
+    (generation,) = resolved(completion(speculation=speculation), setting=config(acceptance=configured))
+    assert generation.acceptance is acceptance
+
+
+@pytest.mark.parametrize("asked", [0, 3, 5])
+def test_draft_tokens_up_to_the_configured(asked: int) -> None:
+    (generation,) = resolved(completion(speculation={"max_draft_tokens": asked}))
+    assert generation.max_draft_tokens == asked
+
+
+def test_more_draft_tokens_than_configured_are_refused() -> None:
+    assert refusal(completion(speculation={"max_draft_tokens": 6})).field == "speculation.max_draft_tokens"
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt_len", "max_len"),
+    [
+        (chat(), 3, CONTEXT),
+        (chat(max_tokens=4), 3, 7),
+        (chat(max_completion_tokens=4), 3, 7),
+        (chat(max_completion_tokens=4, max_tokens=6), 3, 7),
+        (completion(max_tokens=4), 3, 7),
+        (completion(), CONTEXT - 1, CONTEXT),
+        (completion(max_tokens=CONTEXT - 3), 3, CONTEXT),
+    ],
+)
+def test_length(request_: GenerationRequest, prompt_len: int, max_len: int) -> None:
+    (generation,) = resolved(request_, (1,) * prompt_len)
+    assert generation.max_len == max_len
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt", "field"),
+    [
+        (completion(max_tokens=CONTEXT - 2), (1, 2, 3), "max_tokens"),
+        (chat(max_completion_tokens=CONTEXT), (1, 2, 3), "max_completion_tokens"),
+        (completion(), (1,) * CONTEXT, "prompt"),
+        (chat(), (1,) * (CONTEXT + 1), "messages"),
+        (completion(), (), "prompt"),
+        (completion(), (1, VOCABULARY), "prompt"),
+        (completion(n=9), (1,), "n"),
+    ],
+)
+def test_what_does_not_fit_is_refused(request_: GenerationRequest, prompt: tuple[int, ...], field: str) -> None:
+    error = refusal(request_, prompt)
+    assert error.field == field
+    assert field in str(error)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (completion(model="other"), "model"),
+        (completion(prompt=["x"] * 9), "prompt"),
+        (completion(prompt=["x"] * 4, n=3), "n"),
+        (chat(n=9), "n"),
+        (completion(max_tokens=CONTEXT), "max_tokens"),
+        (chat(max_completion_tokens=CONTEXT), "max_completion_tokens"),
+        (completion(prompt=["x", "x" * (CONTEXT * MAX_TOKEN_CHARS + 1)]), "prompt"),
+        (chat(messages=[{"role": "user", "content": "x" * CONTEXT * 3}] * 3), "messages"),
+        (completion(speculation={"max_draft_tokens": 6}), "speculation.max_draft_tokens"),
+        (completion(seed=5, speculation={"acceptance": "ratio"}), "speculation.acceptance"),
+    ],
+)
+def test_what_needs_no_tokens_to_be_refused_is_refused_before(request_: GenerationRequest, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        agree(request_, config=config(), max_token_chars=MAX_TOKEN_CHARS)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+def test_the_longest_text_that_may_fit_is_taken() -> None:
+    text = "x" * CONTEXT * MAX_TOKEN_CHARS
+    assert agree(completion(prompt=[text, text]), config=config(), max_token_chars=MAX_TOKEN_CHARS).sessions == 2
+
+
+def test_one_request_may_have_fewer_sessions_than_the_router() -> None:
+    few = config().model_copy(update={"server": ServerConfig(max_request_sessions=3)})
+    assert agree(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS).sessions == 3
+    with pytest.raises(RequestError, match="n: 1 prompts with n = 4 are more than the 3"):
+        agree(completion(n=4), config=few, max_token_chars=MAX_TOKEN_CHARS)
+
+
+def test_ignoring_eos_leaves_no_stop_ids() -> None:
+    (generation,) = resolved(completion(ignore_eos=True))
+    assert generation.stop_ids == ()
+
+
+def test_another_model_is_refused() -> None:
+    error = refusal(completion(model="other"))
+    assert isinstance(error, UnknownModelError)
+    assert error.field == "model"

@@ -1,0 +1,89 @@
+"""Which nodes could hold a pool, and what is said where none can."""
+
+from typing import Any
+
+import pytest
+
+from cluster.config import SlipstreamConfig, validated
+from serve_app.operations.capacity_check import Node, carries, misfits, needs, room
+
+GPUS = {"CPU": 8.0, "GPU": 4.0}
+
+
+def config(**sections: Any) -> SlipstreamConfig:
+    return validated({"model": {"target": "t"}, "draft": {"method": "prompt_lookup"}} | sections)
+
+
+def node(name: str, resources: dict[str, float], **labels: str) -> Node:
+    return Node(name, f"10.0.0.{name}", resources, labels)
+
+
+def on_gpus(draft: dict[str, Any] | None = None, **target: Any) -> SlipstreamConfig:
+    asked = {"tensor_parallel": 4, "resources_per_rank": {"num_gpus": 1, "labels": {"pool": "target"}}} | target
+    return config(target=asked, draft={"method": "prompt_lookup"} | (draft or {}))
+
+
+def test_a_cluster_that_has_all_of_it_is_no_misfit() -> None:
+    nodes = [node("1", {"CPU": 2.0}), node("2", GPUS, pool="target")]
+    assert misfits(on_gpus(), nodes) == []
+
+
+def test_a_label_that_no_node_has_is_named_with_those_there_are() -> None:
+    (line,) = misfits(on_gpus(), [node("1", GPUS, pool="draft"), node("2", GPUS)])
+    assert line.startswith("target.resources_per_rank.labels: a target replica needs a node with pool=target")
+    assert "of 2 nodes none has; the labels there are: pool=draft;" in line
+
+
+def test_a_replica_that_no_single_node_has_room_for_is_told_what_the_largest_has() -> None:
+    """Four GPUs on two nodes are not four on one."""
+    halves = {"CPU": 8.0, "GPU": 2.0}
+    (line,) = misfits(on_gpus(), [node("1", halves, pool="target"), node("2", halves, pool="target")])
+    assert "needs 4.1 CPU, 4 GPU on one node with pool=target, but no node has more than 2 GPU" in line
+
+
+def test_a_replica_whose_parts_lie_on_different_nodes_is_told_so() -> None:
+    nodes = [node("1", {"CPU": 1.0, "GPU": 8.0}, pool="target"), node("2", {"CPU": 64.0}, pool="target")]
+    (line,) = misfits(on_gpus(), nodes)
+    assert "no node has all of it" in line
+
+
+def test_a_pool_that_fits_but_not_as_often_as_it_must_is_told_how_often() -> None:
+    (line,) = misfits(
+        on_gpus(replicas={"min": 3, "max": 3}), [node("1", GPUS | {"CPU": 90.0, "GPU": 8}, pool="target")]
+    )
+    assert "3 times a target replica is to be there always, but 1 node has room for 2" in line
+
+
+def test_pools_that_fit_alone_but_not_together_are_told_the_sums() -> None:
+    crowded = config(draft={"method": "prompt_lookup", "resources": {"num_cpus": 2}})
+    (line,) = misfits(crowded, [node("1", {"CPU": 3.0})])
+    assert line == (
+        "the pools at their least size need 3.2 CPU together, but 1 node has 3 CPU; add nodes, or ask for less"
+    )
+
+
+def test_an_empty_draft_pool_must_have_room_for_its_first_drafter() -> None:
+    draft = {"replicas": {"min": 0, "max": 2}, "resources": {"num_gpus": 1}}
+    (line,) = misfits(on_gpus(draft, resources_per_rank={}), [node("1", {"CPU": 8.0})])
+    assert line.startswith("draft.resources: a drafter needs")
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(0.25, 4), (0.3, 3), (1.0, 1)])
+def test_fractions_of_a_gpu_are_counted_without_rounding_errors(gpus: float, fits: int) -> None:
+    assert room({"GPU": 1.0}, {"GPU": gpus}) == fits
+    assert room({"CPU": 0.3}, {"CPU": 0.1}) == 3
+
+
+def test_a_target_is_all_its_ranks_and_its_coordinator() -> None:
+    target, drafter, router = needs(on_gpus())
+    assert target.resources == {"CPU": pytest.approx(4.1), "GPU": 4}
+    assert (drafter.resources, router.resources) == ({"CPU": 1}, {"CPU": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "does"),
+    [("a", True), ("b", False), ("!b", True), ("!a", False), ("in(b, a)", True), ("!in(b,a)", False)],
+)
+def test_selectors_are_those_of_ray(wanted: str, does: bool) -> None:
+    assert carries({"zone": "a"}, {"zone": wanted}) is does
+    assert carries({}, {"zone": wanted}) is wanted.startswith("!")

@@ -1,0 +1,34 @@
+"""An address that others can reach asks for keys, or for a word that none are wanted."""
+
+import pytest
+
+from cluster.config import OperatorsConfig, ServerConfig
+from cluster.errors import ConfigError
+from cluster.trust.api_keys import ApiKey
+from serve_app.operations.exposure_check import check_keys, for_this_machine
+from tests.asgi_front import config_of
+
+KEYS = {"ann": ApiKey(sha256="0" * 64)}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com"])
+def test_a_public_address_without_keys_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.keys is empty"):
+        check_keys(ServerConfig(host=host))
+    check_keys(ServerConfig(host=host, keys=KEYS))
+    with pytest.raises(ConfigError, match=r"server\.operators\.host"):
+        check_keys(ServerConfig(operators=OperatorsConfig(host=host)))
+    check_keys(ServerConfig(host=host, insecure=True))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_this_machines_own_needs_none(host: str) -> None:
+    check_keys(ServerConfig(host=host))
+
+
+def test_a_server_for_this_machine_needs_none_whatever_its_configuration_says() -> None:
+    config = for_this_machine(
+        config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3, "operators": {"port": 9400}})
+    )
+    check_keys(config.server)
+    assert (config.server.keys, config.server.routers, config.server.operators.port) == ({}, 3, 0)

@@ -1,0 +1,52 @@
+"""All replicas' metrics in one answer."""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.http.metrics import Metrics
+from serve_app.publishing.aggregate_metrics import WholeExposition, exposition
+from serve_app.publishing.vllm_names import NAMES, with_labels
+
+
+def families(replica: str, count: int) -> list[Metric]:
+    registry = CollectorRegistry()
+    Counter("slipstream_things", "Things", registry=registry).inc(count)
+    return list(with_labels(registry.collect(), {"replica": replica}))
+
+
+def totals(text: bytes) -> dict[tuple[str, str], float]:
+    found = text_string_to_metric_families(text.decode())
+    return {
+        (sample.name, sample.labels["replica"]): sample.value
+        for family in found
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+async def test_families_of_all_replicas_stand_together_and_those_that_fail_are_left_out() -> None:
+    async def routers() -> Sequence[Sequence[Metric]]:
+        return [families("a", 1), families("b", 2)]
+
+    async def drafters() -> Sequence[Sequence[Metric]]:
+        raise RuntimeError("no replica")
+
+    text = await WholeExposition([routers, drafters])()
+    assert totals(text) == {("slipstream_things_total", "a"): 1, ("slipstream_things_total", "b"): 2}
+    assert text.count(b"# TYPE slipstream_things_total") == 1
+
+
+def test_vllms_names_tell_the_same_numbers() -> None:
+    metrics = Metrics(model="toy")
+    metrics.prompt(7)
+    text = exposition([metrics.families()]).decode()
+    assert 'vllm:prompt_tokens_total{model_name="toy"} 7.0' in text
+    assert "slipstream_prompt_tokens_total 7.0" in text
+    assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="toy"} 0.0' in text
+
+
+def test_every_family_that_has_another_name_exists() -> None:
+    assert set(NAMES) <= {family.name for family in Metrics().registry.collect()}

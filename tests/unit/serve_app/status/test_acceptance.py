@@ -1,0 +1,56 @@
+"""What `slipstream status` shows of acceptance."""
+
+from typing import Any
+
+from rich.table import Table
+
+from cluster.draft_quality.acceptance_stats import AcceptanceTally, kind_of
+from cluster.draft_quality.load_check import TOKENS, LoadCheck
+from serve_app.status.acceptance import acceptance_table, drafters_table, handovers_table, remedies_table
+
+
+def rows(table: Table) -> list[tuple[str, ...]]:
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return list(zip(*columns, strict=True))
+
+
+def a_drafter(name: str, check: LoadCheck) -> dict[str, Any]:
+    return {"name": name, "address": "1.2.3.4:5", "method": "draft_model", "load_check": check.summary()}
+
+
+def test_a_drafter_far_below_its_promise_is_named_as_long_as_it_lives():
+    bad = LoadCheck(0.8, TOKENS, 3, 40.0)
+    good = LoadCheck(0.8, TOKENS, 50, 40.0)
+    shown = rows(drafters_table([a_drafter("a", bad), a_drafter("b", good), a_drafter("c", LoadCheck())]))
+    assert [row[3:5] for row in shown] == [("0.80", "0.05"), ("0.80", "0.78"), ("-", "-")]
+    assert shown[0][5].startswith("far below: the target accepts 5 % of its first tokens")
+    assert [row[5] for row in shown[1:]] == ["as expected", "0 tokens so far"]
+
+
+def test_what_all_routers_did_is_summed_up():
+    routers = [
+        {"remedies": {("d", "resynced"): 2, ("d", "replaced"): 1}},
+        {"remedies": {("d", "resynced"): 1, ("e", "given up"): 1}},
+    ]
+    assert rows(remedies_table(routers)) == [("d", "3", "1", "0", "0"), ("e", "0", "0", "0", "1")]
+
+
+def test_acceptance_is_told_apart_and_summed_over_targets():
+    tallies = [AcceptanceTally(), AcceptanceTally()]
+    for tally in tallies:
+        tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
+        tally.block_verified("a", kind_of(600, False), asked=1, accepted=0)
+    tallies[0].block_verified("a", kind_of(600, True), asked=2, accepted=2)
+    shown = rows(acceptance_table([{"tally": tally.rows()} for tally in tallies], [a_drafter("a", LoadCheck())]))
+    assert [row[:7] for row in shown] == [
+        ("a", "draft_model", "512-1023", "computed", "2", "0.00", "-"),
+        ("a", "draft_model", "512-1023", "cached", "3", "1.00", "0.33"),
+    ]
+
+
+def test_sessions_that_were_moved_stand_apart_from_those_that_were_lost_over_all_routers():
+    routers = [
+        {"handovers": {("target", "planned"): 2, ("drafter", "lost"): 1}},
+        {"handovers": {("target", "planned"): 1, ("target", "lost"): 4}},
+    ]
+    assert rows(handovers_table(routers)) == [("target", "3", "4"), ("drafter", "0", "1")]

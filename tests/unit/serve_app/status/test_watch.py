@@ -1,0 +1,24 @@
+"""One look of `slipstream status --watch`."""
+
+from rich.console import Console
+
+from serve_app.page.state import page_state
+from serve_app.status.watch import watched
+from tests.unit.serve_app.page.test_state import DRAFTER, LATER, TARGET
+
+
+def test_all_that_the_page_shows_is_in_the_terminal() -> None:
+    console = Console(width=120)
+    state = page_state("the-model", [TARGET], [LATER, DRAFTER])
+    with console.capture() as shown:
+        console.print(watched("http://here", state.model_dump(mode="json")))
+    text = shown.get()
+    for words in ("the-model at http://here", "40.0", "75%", "lookup", "1.50", "80%"):
+        assert words in text
+
+
+def test_a_server_that_nobody_asked_before_has_dashes() -> None:
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(watched("u", page_state("m", [], [TARGET]).model_dump(mode="json")))
+    assert "-" in shown.get()

@@ -1,0 +1,27 @@
+"""On which address replicas listen: loopback only where that is the whole cluster and nobody is to prove anything."""
+
+import pytest
+import ray
+
+from cluster.trust.options import TrustConfig
+from serve_app.bind_address import listening_host
+
+HERE = "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("trust", "others", "expected"),
+    [
+        ({}, [], "127.0.0.1"),
+        ({}, [("10.0.0.2", True)], HERE),
+        ({}, [("10.0.0.2", False), (HERE, True)], "127.0.0.1"),
+        ({"insecure": True}, [], HERE),
+        ({"token_file": "/t"}, [], HERE),
+        ({"certificates": "/c"}, [], HERE),
+    ],
+)
+def test_loopback_is_where_the_whole_cluster_is(trust, others, expected, monkeypatch):
+    nodes = [{"NodeManagerAddress": address, "Alive": alive} for address, alive in [(HERE, True), *others]]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: HERE)
+    assert listening_host(TrustConfig(**trust)) == expected

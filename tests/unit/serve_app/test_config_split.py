@@ -1,0 +1,205 @@
+"""Whom a change of the configuration replaces: by what Serve itself takes for an application's version."""
+
+import os
+from typing import Any, get_args
+from unittest.mock import patch
+
+import pytest
+from ray._private.utils import update_envs
+from ray.serve._private.application_state import _get_shared_build_app_label_selector
+from ray.serve._private.deploy_utils import get_app_code_version
+
+from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
+from cluster.draft_options import TAKING_MODELS
+from serve_app.config_split import as_told, shared, told_drain_s
+from serve_app.operations.deploying import application_schema
+
+PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
+NOBODY: set[str] = set()
+POOLS = {"Target", "Drafter", "Router"}
+CONFIG: dict[str, Any] = {
+    "model": {"target": "owner/target"},
+    "target": {"max_sessions": 8, "replicas": {"max": 2}},
+    "draft": {"model": "owner/draft", "max_sessions": 20, "resources": {"labels": {"pool": "draft"}}},
+    "server": {"routers": 2, "drain_s": 20, "keys": {"one": {"sha256": 64 * "0"}}},
+}
+SUFFIX = {"draft": {"method": "suffix", "model": None, "suffix": {"max_ngram": 8}}}
+EAGLE = {"draft": {"method": "eagle", "model": "owner/head", "eagle": {"states": [1, 2]}}}
+LOOKUP_FIRST = {"draft": {"method": "lookup_first", "model": "owner/draft"}}
+MODEL_TAKERS = TAKING_MODELS | {"lookup_first"}
+
+
+def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    nested = {name: merged(data.get(name, {}), one) for name, one in more.items() if isinstance(one, dict)}
+    return {**data, **more, **nested}
+
+
+def deployments(config: SlipstreamConfig) -> dict[str, dict[str, Any]]:
+    schema = application_schema(config, "ours", "/")
+    return {one.name: one.model_dump(exclude_unset=True) for one in schema.deployments}
+
+
+def told_by_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
+    variables: dict[str, str] = deployments(config)[pool]["ray_actor_options"]["runtime_env"]["env_vars"]
+    return variables
+
+
+def replaced(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
+    """As Serve decides it: by the application's version, and by where a deployment's replicas run."""
+    versions = {get_app_code_version(application_schema(config, "ours", "/")) for config in (before, after)}
+    if len(versions) > 1:
+        return POOLS
+    old, new = deployments(before), deployments(after)
+    return {name for name in POOLS if any(old[name].get(option) != new[name].get(option) for option in PLACED)}
+
+
+def told_anew(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
+    old, new = deployments(before), deployments(after)
+    return {name for name in POOLS if old[name].get("user_config") != new[name].get("user_config")}
+
+
+def named(given: object) -> str:
+    """Of a test: the same in each process, whose sets have orders of their own."""
+    return "+".join(sorted(given)) or "nobody" if isinstance(given, set) else str(given)
+
+
+@pytest.mark.parametrize(
+    ("change", "who", "told"),
+    [
+        ({"draft": {"replicas": {"min": 0, "max": 4}}}, NOBODY, NOBODY),
+        ({"target": {"replicas": {"min": 2, "max": 4}}}, NOBODY, NOBODY),
+        ({"draft": {"replicas": {"down_delay_s": 60}}}, NOBODY, {"Target"}),
+        ({"draft": {"replicas": {"per_target": 2}}}, NOBODY, {"Target"}),
+        ({"target": {"replicas": {"up_delay_s": 1, "sessions_per_replica": 6}}}, NOBODY, {"Target"}),
+        ({"target": {"replicas": {"first_token_s": 1}}}, NOBODY, {"Target"}),
+        ({"server": {"routers": 3}}, NOBODY, NOBODY),
+        ({"server": {"keys": {"two": {"sha256": 64 * "1"}}}}, {"Router"}, NOBODY),
+        ({"server": {"log_format": "json"}}, POOLS, NOBODY),
+        ({"draft": {"model": "owner/other"}}, {"Drafter"}, NOBODY),
+        ({"draft": {"draft_model": {"quantization": "int8"}}}, {"Drafter"}, NOBODY),
+        ({"draft": {"resources": {"threads": 2}, "cache": {"gib": 1}}}, {"Drafter"}, NOBODY),
+        ({"draft": {"resources": {"num_gpus": 0.5}}}, {"Drafter"}, NOBODY),
+        ({"draft": {"max_sessions": 40}}, {"Drafter"}, {"Target"}),
+        ({"target": {"max_sessions": 16}}, POOLS, {"Target"}),
+        ({"speculation": {"max_draft_tokens": 2}}, POOLS, NOBODY),
+    ],
+    ids=named,
+)
+def test_a_change_replaces_those_whom_it_concerns(change: dict[str, Any], who: set[str], told: set[str]) -> None:
+    before, after = validated(CONFIG), validated(merged(CONFIG, change))
+    assert before != after
+    assert replaced(before, after) == who
+    assert told_anew(before, after) == told
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("prompt_lookup", {"prompt_lookup": {"max_ngram": 6}}),
+        ("suffix", {"suffix": {"max_ngram": 6}}),
+        ("layer_skip", {"layer_skip": {"layers": 2}}),
+        ("lookup_first", {"model": "owner/draft", "prompt_lookup": {"max_ngram": 6}}),
+    ],
+    ids=lambda given: str(given),
+)
+def test_options_of_methods_that_read_nothing_of_the_target_concern_drafters(
+    method: str, options: dict[str, Any]
+) -> None:
+    chosen = {"model": {"target": "owner/target"}, "draft": {"method": method, "model": options.get("model")}}
+    assert replaced(validated(chosen), validated(merged(chosen, {"draft": options}))) == {"Drafter"}
+
+
+@pytest.mark.parametrize(
+    ("change", "who"),
+    [
+        ({"draft": {"replicas": {"max": 3}}}, NOBODY),
+        ({"draft": {"max_sessions": 40}}, {"Drafter"}),
+        ({"draft": {"model": "owner/other"}}, POOLS),
+        ({"draft": {"eagle": {"states": [1, 3]}}}, POOLS),
+    ],
+    ids=named,
+)
+def test_a_head_that_reads_the_target_concerns_the_target(change: dict[str, Any], who: set[str]) -> None:
+    data = merged({"model": {"target": "owner/target"}}, EAGLE)
+    assert replaced(validated(data), validated(merged(data, change))) == who
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, EAGLE, LOOKUP_FIRST, SUFFIX],
+    ids=["draft model", "head", "lookup first", "lookup"],
+)
+def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
+    config = validated(merged(CONFIG, more))
+    schema = application_schema(config, "ours", "/")
+    told = deployments(config)
+    whole = validated(schema.args)
+    for name in ("Drafter", "Router"):
+        whole = as_told(whole, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
+    bounds = {name: told[name]["autoscaling_config"] for name in ("Target", "Drafter")}
+    assert [(one["min_replicas"], one["max_replicas"]) for one in bounds.values()] == [(1, 2), (1, 1)]
+    assert told["Router"]["num_replicas"] == 2
+    assert told_drain_s({"deployments": list(told.values())}) == 20
+    replicas = {"replicas": config.target.replicas}
+    sections = {
+        "target": whole.target.model_copy(update=replicas),
+        "draft": whole.draft.model_copy(update={"replicas": config.draft.replicas}),
+        "server": whole.server.model_copy(update={"routers": 2}),
+    }
+    assert whole.model_copy(update=sections) == config
+
+
+@pytest.mark.parametrize("engine", get_args(TargetPool.model_fields["engine"].annotation))
+@pytest.mark.parametrize("method", get_args(DraftPool.model_fields["method"].annotation))
+def test_what_all_are_told_is_a_configuration(engine: str, method: str) -> None:
+    target = {"engine": engine, "cache_per_rank": {"gib": 1}}
+    draft = {"method": method, "model": "owner/model" if method in MODEL_TAKERS else None}
+    config = validated(merged(CONFIG, {"target": target, "draft": draft}))
+    told = validated(shared(config))
+    assert (told.target.engine, told.draft.method) == (engine, method)
+
+
+def test_bounds_of_a_mixed_pool_replace_nobody() -> None:
+    mixed = merged(CONFIG, {"target": {"engine": "mixed", "cache_per_rank": {"gib": 1}}})
+    more = merged(mixed, {"target": {"replicas": {"min": 2, "max": 4}}})
+    assert replaced(validated(mixed), validated(more)) == NOBODY
+    assert deployments(validated(more))["Target"]["autoscaling_config"]["max_replicas"] == 4
+
+
+def test_who_is_told_nothing_apart_is_told_all() -> None:
+    config = validated(CONFIG)
+    assert as_told(config, {"PATH": "/bin"}) == config
+
+
+def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told() -> None:
+    config = validated(CONFIG)
+    assert as_told(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
+    variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
+    assert len(variables) == 2
+    assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
+
+
+def test_a_dollar_comes_through_though_ray_puts_variables_of_the_node_in() -> None:
+    server = {
+        "audit": {"records": "/var/log/${POD_NAME}.jsonl"},
+        "response_template": {"content": r"^(.*?)(\$HOME|${UNSET})?$"},
+    }
+    config = validated(merged(CONFIG, {"server": server, "draft": {"model": "/models/$HOME/draft"}}))
+    with patch.dict(os.environ, {"POD_NAME": "pod", "HOME": "/root"}):
+        for pool in ("Drafter", "Router"):
+            update_envs(told_by_environment(config, pool))
+        whole = as_told(config, os.environ)
+    assert whole.server.audit == config.server.audit
+    assert whole.server.response_template == config.server.response_template
+    assert whole.draft.model == config.draft.model
+
+
+@pytest.mark.parametrize("labels", [{}, {"pool": "draft"}], ids=["anywhere", "on nodes with a label"])
+def test_serve_builds_the_application_while_there_is_no_node_for_drafters(labels: dict[str, str]) -> None:
+    config = validated(merged(CONFIG, {"draft": {"resources": {"labels": labels}}}))
+    assert _get_shared_build_app_label_selector(application_schema(config, "ours", "/")) is None
+
+
+def test_serve_is_told_no_policy_of_a_pool_for_its_arguments_would_be_part_of_the_version() -> None:
+    told = deployments(validated(CONFIG))
+    assert all("policy" not in told[name]["autoscaling_config"] for name in ("Target", "Drafter"))

@@ -1,0 +1,53 @@
+"""The file for `serve deploy`: Serve reads it, and finds the configuration in it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from cluster.config import validated
+from cluster.errors import ConfigError
+from serve_app.cli.main import app
+from serve_app.operations.deploying import application_schema
+from serve_app.serve_manifest import whole_file
+
+CONFIG = """
+model: {target: owner/target}
+draft: {method: prompt_lookup, replicas: {min: 0, max: 2}}
+server: {host: 0.0.0.0, port: 8123, keep_alive_s: 30, insecure: true}
+"""
+
+
+def test_the_printed_file_is_what_up_deploys(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    printed = CliRunner().invoke(app, ["config", "serve", str(path), "--set", "server.port=8124"])
+    assert printed.exit_code == 0
+    told = ServeDeploySchema.model_validate(yaml.safe_load(printed.stdout))
+    config = validated(yaml.safe_load(CONFIG.replace("8123", "8124")))
+    assert [one.model_dump(exclude_unset=True) for one in told.applications] == [
+        application_schema(config, "slipstream", "/").model_dump(exclude_unset=True)
+    ]
+    assert (told.http_options.host, told.http_options.port, told.http_options.keep_alive_timeout_s) == (
+        "0.0.0.0",
+        8124,
+        30,
+    )
+    assert told.proxy_location == "EveryNode"
+
+
+def test_an_address_for_all_without_keys_is_not_printed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("insecure: true", "insecure: false"))
+    refused = CliRunner().invoke(app, ["config", "serve", str(path)])
+    assert isinstance(refused.exception, ConfigError)
+    assert "server.keys is empty" in str(refused.exception)
+    assert refused.stdout == ""
+
+
+def test_any_free_port_is_refused_for_nodes_would_choose_different_ones() -> None:
+    config = validated(yaml.safe_load(CONFIG.replace("8123", "0")))
+    with pytest.raises(ConfigError, match=r"server\.port is 0"):
+        whole_file(config)

@@ -1,0 +1,240 @@
+"""Judgement of what a cluster lacks for a configuration; each fault states how to fix it. Pure."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cluster.config import SlipstreamConfig
+from cluster.draft_options import STATE_READERS
+from serve_app.operations.capacity_check import Node, misfits, needs
+from serve_app.operations.draining import RAY_DRAIN, drain_s
+from tools.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
+
+MIB = 1 << 20
+RANK_SHARED_MEMORY = 64 * MIB  # containers have this in total by default, too little for NCCL buffers of several ranks
+MOST_CLOCK_GAP_S = 0.1
+MOST_CALL_S = 0.02  # round trip; a target never waits that long for a draft
+MATTERS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about the cluster: what was observed, and its faults, each with a fix."""
+
+    name: str
+    seen: str
+    faults: tuple[str, ...]
+
+
+def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
+    """Runs all checks. The cluster is fit if none has a fault."""
+    names = _names(facts.nodes)
+    judged: tuple[tuple[str, str, Callable[[], Iterable[str]]], ...] = (
+        ("nodes", _count(facts.nodes), lambda: _silent(facts, names)),
+        ("resources", _offered(facts.nodes), lambda: misfits(config, facts.nodes)),
+        ("versions", _versions_seen(facts.found), lambda: _versions(facts.found, names)),
+        ("HTTP port", str(config.server.port), lambda: _ports(facts.found, names)),
+        ("shared memory", _least_shared_memory(facts.found), lambda: _shared_memory(config, facts.found, names)),
+        ("models", _tried_models(config, facts.found), lambda: _models(facts.found, names)),
+        ("drain", _drains_seen(config, facts.found), lambda: _drains(config, facts.found, names)),
+        ("Ray's token", _auth_seen(facts.found), lambda: _auth(config, facts.found, names)),
+        ("gRPC", _calls_seen(facts.calls), lambda: _grpc(facts, names)),
+        ("clocks", _clocks_seen(facts.clocks), lambda: _clocks(facts.clocks, names)),
+    )
+    return [Check(name, seen, tuple(faults())) for name, seen, faults in judged]
+
+
+def _names(nodes: Iterable[Node]) -> dict[str, str]:
+    """Names nodes by address, with the beginning of the node id if several nodes share an address."""
+    nodes = list(nodes)
+    addresses = [node.address for node in nodes]
+    return {
+        node.node_id: node.address if addresses.count(node.address) == 1 else f"{node.address} ({node.node_id[:8]})"
+        for node in nodes
+    }
+
+
+# ------------------------------------------------------------ nodes and versions
+
+
+def _silent(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
+    for node_id, why in facts.silent.items():
+        yield f"{names[node_id]} could not be examined: {why}; install this version of Slipstream there"
+
+
+def _versions(found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    for what in MATTERS:
+        holders = defaultdict(list)
+        for facts in found:
+            holders[facts.versions[what]].append(names[facts.node.node_id])
+        if len(holders) > 1:
+            said = "; ".join(f"{version} on {', '.join(where)}" for version, where in sorted(holders.items()))
+            yield f"{what} differs: {said}; install the same everywhere, best from one image"
+    for facts in found:
+        torch = facts.versions["torch"]
+        if facts.node.resources.get("GPU", 0) and torch.endswith("+cpu"):
+            name = names[facts.node.node_id]
+            yield f"{name} has GPUs, but torch {torch} is for CPUs only; install torch for CUDA there"
+
+
+def _versions_seen(found: Sequence[NodeFacts]) -> str:
+    return ", ".join(f"{what} {found[0].versions[what]}" for what in MATTERS) if found else "none"
+
+
+# ------------------------------------------------------------ what a node has
+
+
+def _ports(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    for facts in found:
+        if facts.port_fault is not None:
+            name = names[facts.node.node_id]
+            yield f"{name}: {facts.port_fault}; choose another server.port, or end what listens there"
+
+
+def _shared_memory(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    ranks = config.target.tensor_parallel
+    target = needs(config)[0]
+    for facts in found:
+        name = names[facts.node.node_id]
+        has = facts.shared_memory
+        store = int(facts.node.resources.get("object_store_memory", 0))
+        wanted = ranks * RANK_SHARED_MEMORY if ranks > 1 and target.fits(facts.node) else 0
+        if store > has:
+            yield (
+                f"{name} has {has // MIB} MiB in /dev/shm, and Ray's object store is {store // MIB} MiB, so that Ray"
+                " keeps it on disk; enlarge /dev/shm, or start Ray with a smaller --object-store-memory"
+            )
+        elif store + wanted > has:
+            yield (
+                f"{name} has {has // MIB} MiB in /dev/shm, of which Ray's object store may take {store // MIB} MiB;"
+                f" {ranks} ranks of a target need {wanted // MIB} MiB beside it; enlarge it, as with docker run"
+                " --shm-size"
+            )
+
+
+def _least_shared_memory(found: Sequence[NodeFacts]) -> str:
+    return f"{min(facts.shared_memory for facts in found) // MIB} MiB at least" if found else "not seen"
+
+
+def _models(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    for facts in found:
+        if facts.model_fault is not None:
+            yield f"{names[facts.node.node_id]}: {facts.model_fault}; replicas may be placed there"
+
+
+def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
+    holders = [facts for facts in found if models_needed(config, facts.node) is not ModelsNeeded.NONE]
+    return f"read on {_count(holders)}"
+
+
+def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
+    """Returns the models that a node reads.
+
+    Drafters read both models; targets and routers read the target's, and targets also a head that reads its states.
+    """
+    target, drafter, router = needs(config)
+    if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
+        return ModelsNeeded.BOTH
+    return ModelsNeeded.TARGET if target.fits(node) or router.fits(node) else ModelsNeeded.NONE
+
+
+# ------------------------------------------------------------ how Ray was started
+
+
+def _drains(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    """Checks nodes that may hold a replica; the others have nothing to finish."""
+    wanted = drain_s(config)
+    for facts in found:
+        if facts.ray_drain_s < wanted and any(need.fits(facts.node) for need in needs(config)):
+            yield (
+                f"{names[facts.node.node_id]}: Ray lets a node finish for {facts.ray_drain_s:g} s when it is asked to"
+                f" end, and its replicas may take {wanted} s (server.drain_s, target.drain_s); start it by"
+                f" {RAY_DRAIN}={wanted} ray start --block"
+            )
+
+
+def _drains_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
+    if not found:
+        return "not seen"
+    return f"{min(facts.ray_drain_s for facts in found):g} s at least, of {drain_s(config)} s"
+
+
+def _auth(config: SlipstreamConfig, found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
+    """Skips clusters on one machine or in a trusted network, where no stranger reaches Ray's ports."""
+    if config.trust.insecure or len({facts.node.address for facts in found}) == 1:
+        return
+    for facts in found:
+        if facts.ray_auth != "token":
+            yield (
+                f"{names[facts.node.node_id]}: Ray asks for no token (RAY_AUTH_MODE is {facts.ray_auth}), so whoever"
+                " reaches its ports can run code there; export RAY_AUTH_MODE=token before ray start on every node, with"
+                " one token (ray get-auth-token)"
+            )
+
+
+def _auth_seen(found: Sequence[NodeFacts]) -> str:
+    return ", ".join(sorted({facts.ray_auth for facts in found})) or "not seen"
+
+
+# ------------------------------------------------------------ between nodes
+
+
+def _grpc(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
+    for one in facts.found:
+        if one.server_fault is not None:
+            yield f"{names[one.node.node_id]}: no gRPC server can be started: {one.server_fault}"
+    for call in facts.calls:
+        way = f"from {names[call.caller]} to {names[call.called]}"
+        if call.fault is not None:
+            yield (
+                f"no gRPC call {way}: {call.fault}; routers, drafters and targets dial each other on any port, so open"
+                " the firewall between nodes, and give all of them credentials of one authority (trust)"
+            )
+        elif call.seconds is not None and call.seconds > MOST_CALL_S:
+            yield (
+                f"a gRPC call {way} takes {call.seconds * 1000:.0f} ms there and back, which drafts come too late for;"
+                " put drafters nearer to targets, with resources.labels"
+            )
+
+
+def _calls_seen(calls: Sequence[ProbeCall]) -> str:
+    times = sorted(call.seconds for call in calls if call.seconds is not None)
+    if not times:
+        return "no pair of nodes to try" if not calls else f"{len(calls)} calls tried"
+    return f"{len(calls)} calls tried, {times[len(times) // 2] * 1000:.1f} ms in the middle"
+
+
+def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[str]:
+    """Compares with the median clock, so that one wrong clock yields one fault."""
+    for clock, gap in _gaps(clocks):
+        if abs(gap) > MOST_CLOCK_GAP_S + clock.error_s:
+            word = "ahead of" if gap > 0 else "behind"
+            yield (
+                f"{names[clock.node_id]}: its clock is {abs(gap):.2f} s {word} the others', by which traces of several"
+                " nodes do not line up and certificates may count as not valid yet; run chrony or another NTP client"
+            )
+
+
+def _gaps(clocks: Sequence[ClockReading]) -> list[tuple[ClockReading, float]]:
+    if not clocks:
+        return []
+    middle = sorted(clock.ahead_s for clock in clocks)[len(clocks) // 2]
+    return [(clock, clock.ahead_s - middle) for clock in clocks]
+
+
+def _clocks_seen(clocks: Sequence[ClockReading]) -> str:
+    gaps = [abs(gap) for _, gap in _gaps(clocks)]
+    return f"within {max(gaps) * 1000:.0f} ms" if gaps else "not seen"
+
+
+def _offered(nodes: Iterable[Node]) -> str:
+    total: dict[str, float] = defaultdict(float)
+    for node in nodes:
+        for name in ("CPU", "GPU"):
+            total[name] += node.resources.get(name, 0.0)
+    return ", ".join(f"{amount:g} {name}" for name, amount in total.items())
+
+
+def _count(nodes: Iterable[object]) -> str:
+    count = len(list(nodes))
+    return "1 node" if count == 1 else f"{count} nodes"
