@@ -24,15 +24,15 @@ from rich.table import Table
 PACKAGES = ("protos", "cluster", "actors", "serve_app")
 GENERATED = "speculation_pb2"
 UNNAMED = {"__init__", "__main__"}  # of which every folder may have one
-PACING_FOLDER = "cluster/speculation/"
+PACING_FOLDERS = ("cluster/pacing/", "cluster/speculation/")
 PACING_MODULES = {
     # where each was, and where it went unless that is the folder
-    *("cluster/acceptance_counts.py", "cluster/draft_delay.py", "cluster/load.py", "cluster/speculation.py"),
+    *("cluster/acceptance_counts.py", "cluster/draft_delay.py", "cluster/load.py", "cluster/pacing.py"),
     *("cluster/step_cost.py", "cluster/track_record.py", "cluster/yields.py"),
     *("cluster/breaker.py", "cluster/routing/circuit_breaker.py"),
     *("cluster/cadence.py", "cluster/drafting/timing/step_interval.py"),
-    *("cluster/draft_timing.py", "cluster/drafting/timing/pass_time.py"),
-    *("cluster/step_timing.py", "cluster/verification/step_deadline.py"),
+    *("cluster/draft_timing.py", "cluster/drafting/timing/pass_timing.py", "cluster/drafting/timing/pass_time.py"),
+    *("cluster/step_timing.py", "cluster/verification/step_timing.py", "cluster/verification/step_deadline.py"),
     *("cluster/backpressure.py", "cluster/drafting/backpressure.py"),
     "cluster/costs.py",
 }
@@ -81,7 +81,7 @@ def modules_by_folder(modules: Iterable[Module]) -> Counter[str]:
 
 
 def is_pacing(module: Module) -> bool:
-    return module.path.startswith(PACING_FOLDER) or module.path in PACING_MODULES
+    return module.path.startswith(PACING_FOLDERS) or module.path in PACING_MODULES
 
 
 def constants(module: Module) -> list[str]:

@@ -17,6 +17,6 @@ Five rules make the system consistent; each is kept in one place:
 5. The target never waits for a drafter longer than it pays. A session without a block is decoded without one.
 
 A failure is then a session that is opened again from its ledger. To follow one request, read the router's `Session`
-(`routing/session.py`), the draft scheduler (`drafting/scheduler.py`), the verification scheduler
+(`routing/ledger.py`), the draft scheduler (`drafting/scheduler.py`), the verification scheduler
 (`verification/scheduler.py`), and back.
 """

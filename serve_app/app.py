@@ -1,6 +1,7 @@
 """The Serve application: one config in, three bound deployments out.
 
-`serve deploy`, KubeRay and the command line all come through `build`, with what `parts` gives to each deployment.
+`serve deploy`, KubeRay and the command line all come through `build`, with what `config_split` gives to each
+deployment.
 """
 
 from collections.abc import Mapping

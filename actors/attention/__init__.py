@@ -1,8 +1,8 @@
 """Attention of a step's rows over the paged cache, by whichever library does it best.
 
 A backend plans a step once, on the host, and its plan is called in every layer. `gathered` always works and is the
-reference; `flashinfer`, `varlen` and `flex` read the pages where they are; `choice` measures. All of them read the same
-pool, whose keys and values are strided views (`pages_of`).
+reference; `flashinfer`, `varlen` and `flex` read the pages where they are; `select_backend` measures. All of them read
+the same pool, whose keys and values are strided views (`pages_of`).
 """
 
 from collections.abc import Sequence

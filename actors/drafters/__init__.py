@@ -1,7 +1,7 @@
 """Drafting methods: how a drafter finds candidate tokens.
 
 Every method implements `DraftingMethod` (`cluster/drafting/method.py`). `registry.py` maps the configured name to a
-module with a function `create`; read it first, then `lookup/prompt_lookup.py`, the smallest method.
+module with a function `create`; read it first, then `lookup/ngram.py`, the smallest method.
 
 * `draft_model.py` drafts with a small language model; its parts (cache, forwards, sampling) are in `model`.
 * `lookup` has methods without a model: n-gram matches in the text and in recent answers.

@@ -2,5 +2,6 @@
 
 `streams.py` is the place to start: a `Link` dials a peer and redials when the stream breaks, `converse` serves a
 greeted stream, and an `Outbox` queues what is due for one peer. `credentials.py` and `certificate_files.py`
-authenticate peers, `gate.py` decides which callers may open a stream, and `handshakes.py` counts failed TLS handshakes.
+authenticate peers, `auth_interceptor.py` decides which callers may open a stream, and `handshakes.py` counts failed TLS
+handshakes.
 """

@@ -1,6 +1,6 @@
 """vLLM's EngineCore in this process, run step by step as the verification scheduler plans.
 
-Waiting and event loops are in `vllm_engine.py`. Written for the vLLM version in `arguments.VERSION`.
+Waiting and event loops are in `engine.py`. Written for the vLLM version in `arguments.VERSION`.
 """
 
 import os

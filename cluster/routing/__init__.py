@@ -3,7 +3,7 @@
 Input: new requests, the pools' members, and the messages of targets and drafters. Output: Open and Close messages, and
 events for clients (`Emit`, `Ended`, `Failed`). Only tokens that the ledger has committed reach a client.
 
-Start with `session.py`, the ledger of one request. `assignment.py` places all sessions of a router; `target_choice.py`,
-`balancing.py`, `prefix_homes.py` and `nearness.py` rank the candidates; `drafter_watch.py` and `remedies.py` handle
-drafters that are silent or became bad. `ray_membership.py` is the one file here that imports Ray.
+Start with `ledger.py`, the ledger of one request. `assignment.py` places all sessions of a router; `target_choice.py`,
+`balancing.py`, `prefix_affinity.py` and `locality.py` rank the candidates; `drafter_watch.py` and `drafter_recovery.py`
+handle drafters that are silent or became bad. `ray_membership.py` is the one file here that imports Ray.
 """

@@ -4,6 +4,7 @@ Input: measured times of steps and blocks, and which nodes of each block were ac
 each session after each verdict, the time that a step may wait for blocks, and the drafters that can be relied on. Pure;
 callers pass times in.
 
-Start with `pacer.py`, which a target's leader calls. `policy.py` is the rule, `gate.py` turns speculation off where it
-was measured to lose, `step_cost.py` and `acceptance.py` are the estimates, and `health.py` holds the circuit breakers.
+Start with `pacer.py`, which a target's leader calls. `policy.py` is the rule, `kill_switch.py` turns speculation off
+where it was measured to lose, `cost_model.py` and `acceptance.py` are the estimates, and `circuit_breaker.py` holds the
+circuit breakers.
 """

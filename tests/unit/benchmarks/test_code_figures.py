@@ -87,7 +87,7 @@ def test_a_room_is_a_folder_or_a_module_at_the_top():
 
 def test_pacing_is_its_folder_and_the_modules_that_belong_to_it():
     paths = [
-        "cluster/speculation/kill_switch.py",
+        "cluster/speculation/policy.py",
         "cluster/costs.py",
         "cluster/breaker.py",
         "cluster/config.py",

@@ -86,7 +86,7 @@ def head_of(
     proposable: Collection[int] | None,
     product: Product,
 ) -> EagleHead:
-    """Builds a head from tensors in the names of `eagle_names`."""
+    """Builds a head from tensors in the names of `names`."""
     reader = WeightReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)

@@ -30,7 +30,7 @@ MAX_POSITIONS = 2048  # default if the configuration does not state it
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
-    """Resolves a head with tensors in the names of `eagle_names`.
+    """Resolves a head with tensors in the names of `names`.
 
     Raises ModelError if it cannot draft for this target.
     """
